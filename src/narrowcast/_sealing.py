@@ -20,7 +20,7 @@ class Sealable:
     __slots__ = ("_sealed",)  # not in __dict__: it is no part of the value, and a copy starts unsealed
 
     def _seal(self) -> None:
-        """From now on nothing can be assigned. Traced code need not: the compiler hashes what it meets, for real."""
+        """Freeze the fields. Traced code need not call it: the compiler hashes the values that it traces."""
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(self, "_sealed", True)
 

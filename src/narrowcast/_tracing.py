@@ -42,7 +42,7 @@ def traced_local(context: Any, name: str) -> Any:
 
 
 def refuse_in_one_graph(context: Any, reason: str) -> None:
-    """Say why the traced code cannot be part of a graph, where it must be (``fullgraph=True``).
+    """Raise the reason why the traced code cannot be part of a graph (``fullgraph=True``).
 
     Raises:
         RuntimeError: the compiler's own kind, with ``reason`` in its first line.
@@ -59,7 +59,7 @@ def refuse_in_one_graph(context: Any, reason: str) -> None:
 
 
 def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
-    """Return ``function(*operands, **options)``, in traced code outside of any graph."""
+    """Call ``function(*operands, **options)`` in traced code, outside any graph."""
     if is_dynamo_loaded():  # else nothing is compiled, and loading it would take seconds
         function = torch.compiler.disable(function)
     return function(*operands, **options)

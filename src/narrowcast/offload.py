@@ -26,7 +26,7 @@ _NOT_OFFLOADED: dict[int, StorageWeakRef] = {}
 
 
 def mark_not_offload(*tensors: Tensor | None) -> None:
-    """Have tensors, and all that shares their storage, stay where they are when autograd saves them.
+    """Keep tensors, and all tensors that share their storage, on the device when autograd saves them.
 
     Args:
         tensors: plain or quantized; None is passed over. Parameters stay anyway, but for the codes of quantized ones.
@@ -132,7 +132,7 @@ class _Layer:
         self.copied = self._beside(list(self.leaving.values()), _Moved.to_host)
 
     def release(self) -> None:
-        """Let go of the device's memory of what was copied."""
+        """Free the device memory of copied tensors."""
         _wait(self.copied)
         for moved in self.leaving.values():
             if moved.on_host is not None:
@@ -157,7 +157,7 @@ class _Layer:
         return moved.on_device
 
     def end_backward(self) -> None:
-        """Of what a retained graph still holds keep only the host's copy."""
+        """Keep only the host copy of what a retained graph still holds."""
         _wait(self.reloaded)
         self.reloaded = None
         for moved in self.moved:
@@ -281,7 +281,7 @@ class ManualOffloadSynchronizer:
         self._call(layer_id, _Layer.start_offload)
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let go of the device's memory of it, once it is copied."""
+        """Free the layer's device memory, once it is copied."""
         self._call(layer_id, _Layer.release)
 
     def start_reload_layer(self, layer_id: int) -> None:

@@ -38,7 +38,7 @@ class Switches:
 
     @classmethod
     def from_environment(cls) -> Switches:
-        """As the variables are set now; all backends are on by default, and nothing is logged.
+        """Read the variables; by default all backends are on, and nothing is logged.
 
         Raises:
             ValueError: a DEBUG_LEVEL that is no number.

@@ -81,7 +81,7 @@ def gathered(x: Tensor, qkv_format: str, ranks: ContextParallel) -> Tensor:
 
 
 def _positions(length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """Of the tokens of one rank, two chunks of ``length // 2``."""
+    """Return the positions of a rank's tokens, two chunks of ``length // 2``."""
     chunk = torch.arange(length // 2, device=device)
     return torch.cat((chunk + rank * (length // 2), chunk + (2 * size - 1 - rank) * (length // 2)))
 

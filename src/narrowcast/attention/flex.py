@@ -92,7 +92,7 @@ def _places(scores: Scores) -> Geometry | None:
 
 
 def _position(tokens: Tokens, index: Tensor) -> Tensor:
-    """Of a token in its sequence: in whole rows, its index."""
+    """Return a token's position in its sequence; in whole rows, its index."""
     return tokens.position[0, index] if tokens.moved else index
 
 

@@ -104,7 +104,7 @@ class KVCacheManager:
         self.caches[layer_number] = (parts[0], parts[1])
 
     def assign(self, lengths: Mapping[Hashable, int]) -> None:
-        """Have place for the sequences of a step, in their order; the place of others is free.
+        """Allocate rows for the sequences of a step, in their order; the others' rows become free.
 
         Args:
             lengths: tokens of each sequence behind the step, within the limits.
@@ -294,7 +294,7 @@ class InferenceParams:
 
     @torch.no_grad()
     def pre_step(self, step_dict: Mapping[Hashable, int]) -> OrderedDict[Hashable, int]:
-        """Say which sequences the next forward has, and how many new tokens of each.
+        """Set the sequences of the next forward and their numbers of new tokens.
 
         Sequences that are not named are evicted. The batch has the order of ``step_dict``.
 
@@ -394,7 +394,7 @@ class InferenceParams:
         return torch.where(valid, page * size + position % size, nowhere).flatten()
 
     def places(self, tokens: int, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each position of new tokens: its row in the batch, its place in that row, and whether a token is there.
+        """Return each new token's row in the batch, its place in the row, and whether a token is there.
 
         Args:
             tokens: packed ones, else those of a row with its padding.

@@ -126,7 +126,7 @@ def _split_forward(
     args: LinearFwdArgs,
     parallel: TensorParallel,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
-    """:func:`linear_forward` of a layer that is split over processes; what was gathered is saved as it came.
+    """Run :func:`linear_forward` for a layer split over processes; gathered operands are saved as received.
 
     Raises:
         TypeError: a quantized input that would have to be gathered.

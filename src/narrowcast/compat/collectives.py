@@ -89,7 +89,7 @@ def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> Resu
 
 
 def set_tensor_model_parallel_attributes(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
-    """Say of a parameter of your own that it is split over ranks, as the layers say it of theirs.
+    """Mark a parameter as split over ranks, as the layers mark theirs.
 
     Raises:
         ValueError: it says so already.

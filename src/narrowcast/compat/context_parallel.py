@@ -85,8 +85,7 @@ def get_batch_on_this_cp_rank(
     cp_group: dist.ProcessGroup | None = None,
     qvk_format: str = "thd",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return this rank's tokens of a batch: of each sequence's 2 n chunks the one of its number, and that many from the
-    end.
+    """Return this rank's tokens: of each sequence's 2 n chunks, chunk ``rank`` and its mirror from the end.
 
     So each rank has as much to do under a causal mask. For Transformer Engine's own attention; that of this library
     shares sequences in one piece per rank (``DotProductAttention.set_context_parallel_group``).

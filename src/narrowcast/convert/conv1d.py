@@ -22,7 +22,7 @@ class Conv1DLayer(LinearLayer):
     bias: nn.Parameter
 
     def _take_over(self, name: str) -> None:
-        """Be a layer around the parameters of the ``Conv1D`` that this was so far."""
+        """Set up the layer around the parameters of the ``Conv1D`` it was."""
         LinearLayer.__init__(self, name, (Stage("", name, "weight", "bias"),), self.weight.device)
 
     def forward(self, x: Tensor) -> Any:

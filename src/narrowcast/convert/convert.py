@@ -73,7 +73,7 @@ def convert(
     rows: int | None = None,
     **unknown: Any,
 ) -> nn.Module | Receipt:
-    """Have the linear layers of a model run in the precision of a recipe: in place, exactly undone by :func:`revert`.
+    """Convert the linear layers of a model to a recipe's precision, in place; :func:`revert` undoes it exactly.
 
     ``nn.Linear``, ``Conv1D`` of Transformers and the 3-D experts of Transformers 5 become layers of narrowcast that own
     their recipe. The module objects stay, with their parameters, ties, hooks and attributes; no key and no value of the
@@ -191,7 +191,7 @@ def _check_arguments(model: Any, recipe: Any, weights: str, unknown: dict[str, A
 
 
 def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
-    """Do what was decided, and keep the reasons."""
+    """Apply the decisions, and store their reasons."""
     for one in decisions:
         if one.decision == "converted":
             if one.found.layer is not None:

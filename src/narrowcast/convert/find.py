@@ -171,7 +171,7 @@ def _stacked(module: nn.Module) -> set[int]:
 
 
 def _share_of_tokens(name: str, modules: dict[str, nn.Module]) -> float:
-    """Of the tokens, those that reach a module: all, or in one of a list of ``experts`` what its owner chooses."""
+    """Return the share of tokens that reach a module: all, or for one of several ``experts`` the owner's choice."""
     inside = re.match(r"(?:(.*)\.)?experts\.\d+(?:\.|$)", name)
     owner = None if inside is None else modules[inside[1] or ""]
     experts = getattr(owner, "experts", None)
@@ -298,7 +298,7 @@ def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
 
 
 def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) -> float:
-    """Of the experts, those that a router chooses for a token, where the module, its config or its parent say that."""
+    """Return how many experts a router chooses per token, if the module, its config or its parent says so."""
     if isinstance(module, GroupedLinearLayer):  # a row has one group
         return groups / module.num_gemms
     if groups == 1:

@@ -218,7 +218,7 @@ class Receipt:
         }
 
     def to_json(self) -> str:
-        """:meth:`to_dict` as JSON."""
+        """Return :meth:`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_html(self, path: str | Path) -> None:

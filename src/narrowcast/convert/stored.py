@@ -64,7 +64,7 @@ def uses_of_parameters(model: nn.Module) -> Counter[int]:
 
 
 def store(layer: Any) -> None:
-    """Have a converted linear layer keep its weight quantized; one that is already, as a checkpoint had it, stays."""
+    """Store a converted linear layer's weight quantized; a weight that already is stays."""
     if not isinstance(layer.weight, QuantizedTensor):
         quantized = stored_quantizer(layer.recipe, layer.name).quantize(layer.weight.detach())
         layer.weight = nn.Parameter(quantized, requires_grad=False)
@@ -72,7 +72,7 @@ def store(layer: Any) -> None:
 
 
 def restore(layer: Any) -> None:
-    """Have it keep the values of the quantized weight in high precision, in the dtype that it had."""
+    """Store the values of the quantized weight in high precision, in its former dtype."""
     if getattr(layer, "_stored_rowwise", False):
         value = layer.weight.detach().dequantize()
         layer.weight = nn.Parameter(value, requires_grad=layer.weight.requires_grad)

@@ -133,7 +133,7 @@ class _Gathered(Contents):
 
 
 def _allocate(places: list[Tensor]) -> None:
-    """As FSDP2 does, which then finds it done."""
+    """Allocate as FSDP2 does, which then finds it done."""
     for place in places:
         storage = place.untyped_storage()
         if storage.size() != place.nbytes:

@@ -30,7 +30,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def async_tensor_parallel(group: Any = None) -> None:
-    """Have layers of this group that are compiled from now on overlap what they send with their GEMMs.
+    """Overlap communication with GEMMs in this group's layers that are compiled after this call.
 
     PyTorch's micro-pipeline does it, in symmetric memory (``torch._inductor.config._micro_pipeline_tp``): a gather of
     rows and the GEMM that reads them become one operator, and so do a GEMM and the scatter of its result. It knows the

@@ -162,7 +162,7 @@ class MoEDispatch(nn.Module):
         return Route(None, None, source, moe_positions(source, sum(received)), sent, received), splits
 
     def _fixed(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
-        """As many rows for every rank, whatever the counts; nothing is read from the device."""
+        """Send equally many rows to every rank, for any counts; nothing is read from the device."""
         assert self.capacity is not None
         ranks, capacity = self.there.ranks, self.capacity
         begins = counts.sum(1).cumsum(0) - counts.sum(1)

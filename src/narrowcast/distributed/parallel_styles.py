@@ -212,5 +212,5 @@ def _rows_first(x: Tensor, rows: int | None) -> Tensor:
 
 
 def _counted(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
-    """With dims counted from the front."""
+    """Return the layout with dims counted from the front."""
     return tuple(Shard(one.dim % dims) if isinstance(one, Shard) else one for one in placements)

@@ -367,7 +367,7 @@ def _tile(quantizer: Any) -> int | None:
 
 
 def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
-    """Have FSDP2 gather codes to where they are read; the model comes last."""
+    """Make FSDP2 gather codes directly into the layers' buffers; the model comes last."""
     from .gather_in_place import GatherInPlace
 
     in_place, model = GatherInPlace(), modules[-1]
@@ -384,7 +384,7 @@ def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
 
 
 def _exchange_gradients(modules: list[Any], dtype_stated: bool) -> None:
-    """Have FSDP2 reduce by exchange; the model comes last."""
+    """Make FSDP2 reduce gradients by an exchange; the model comes last."""
     from .gradient_exchange import GradientExchange
 
     exchange, model = GradientExchange(dtype_stated), modules[-1]
@@ -399,7 +399,7 @@ def _exchange_gradients(modules: list[Any], dtype_stated: bool) -> None:
 
 
 def _watch_gathers(model: nn.Module) -> None:
-    """Have forwards tell how weights are gathered quantized what their backward will need."""
+    """Make forwards record what the backward of weights gathered quantized needs."""
     gathers = [(group, _gathers_of(group)) for group in parameter_groups(model)]
     model.register_forward_pre_hook(functools.partial(_keep_codes, gathers), prepend=True)
     if any(found for _, found in gathers):

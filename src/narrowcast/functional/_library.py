@@ -135,7 +135,7 @@ def _define_text_overload(
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...],
 ) -> None:
-    """Return ``<name>.text``: the same operator with texts for quantizers, which is what a file can hold of a program.
+    """Define ``<name>.text``, the operator with quantizers as text, which files of programs can hold.
 
     And for dtypes: what PyTorch 2.11 compiles ahead of time reads their numbers in a file as those of other dtypes.
     """
@@ -159,7 +159,7 @@ def _define_text_overload(
 
 
 def _readers(overload: Any) -> dict[int, Callable[[str], Any]]:
-    """From the positions of what is a text in ``<name>.text`` alone to what reads it."""
+    """Map the positions of arguments that are text only in ``<name>.text`` to their readers."""
     names = [argument.name for argument in schema_of(overload).arguments]
     kinds = {"quantizer": quantizer_of_text, "dtype": functools.partial(getattr, torch)}
     return {i: read for i, name in enumerate(names) for kind, read in kinds.items() if name.endswith(kind)}
@@ -278,7 +278,7 @@ def _check_values(given: Iterable[Any]) -> None:
 
 
 def _may_change(op: Any, args: tuple[Any, ...]) -> None:
-    """Tell a graph of the undeclared write to an amax: a backward that is given it need not find it as it was.
+    """Declare the undeclared write to an amax to a graph: a backward may find another value.
 
     As a tensor that an autograd function keeps on its context, where its gradients' own amax is.
     """

@@ -165,7 +165,7 @@ def _multiply_each(
 
 
 def _places(out: Tensor, kind: str, splits: Tensor, rows: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """Of every group that has rows: its number, its rows, and where its product lies in the result."""
+    """Return the number, rows and place in the result of every group with rows."""
     extents, starts, _ = reference.grouped_quantize.extents(splits, rows, 1)
     for group, (start, size) in enumerate(zip(starts, extents)):
         if size:
@@ -190,7 +190,7 @@ def _multiply_native(
     whole: _Sizes,
     fast_accumulation: bool,
 ) -> Tensor:
-    """On the codes as they are."""
+    """Multiply the codes directly."""
     left_columnwise, right_columnwise = gemm_directions(kind)
     a = _native(left, left_columnwise, 0)
     b = _native(right, right_columnwise, 0 if kind == "wgrad" else splits.shape[0])

@@ -39,7 +39,7 @@ _ARENA_ALIGNMENT = 16
 
 
 def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Tensor]:
-    """Of what an operator of this file returned, the operand of one direction; traceable."""
+    """Return the operand of one direction from the result of an operator of this file; traceable."""
     if layout == "tensor":
         return [buffers[-2] if columnwise else buffers[0], buffers[-1]]
     count = 1 if layout == "split" else 2

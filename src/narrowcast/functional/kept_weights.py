@@ -87,7 +87,7 @@ def _state(weight: Tensor) -> tuple[Any, ...]:
 
 
 def _checksum(weight: Tensor) -> int | None:
-    """Of the bytes of a tensor on a CPU, where ``numpy()`` hands them out; None elsewhere."""
+    """Return the checksum of a CPU tensor's bytes, if ``numpy()`` exposes them; else None."""
     if type(weight) not in PLAIN or weight.device.type != "cpu" or not weight.numel():
         return None
     dense = weight.detach().contiguous()

@@ -154,11 +154,11 @@ class QuantizerValue(opaque.Base):
         raise NotImplementedError(f"{type(self).__qualname__} cannot feed a GEMM")
 
     def _encode_again(self, numerics: ModuleType, x: Tensor, parts: Tensor) -> list[Tensor]:
-        """As ``_encode``, given the last output of ``_encode_keeping_amax``; only where ``_needs_amax``."""
+        """Encode like ``_encode``, given the last output of ``_encode_keeping_amax``; only if ``_needs_amax``."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
 
     def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
-        """As ``_encode``, with the amax of ``x``, in parts, as the last output; only where ``_needs_amax``."""
+        """Encode like ``_encode``, with the amax of ``x``, in parts, as the last output; only if ``_needs_amax``."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
 
     def _multiply(

@@ -179,7 +179,7 @@ def read_in_graph(
 
 
 def show(scales: list[Tensor], copies: list[Tensor]) -> None:
-    """Let the state hold what a recomputation reads, until the state is used next or the backward ends."""
+    """Store what a recomputation reads in the state, until its next use or the end of the backward."""
     set_aside(scales)
     for scale, copy in zip(scales, copies):
         with version_preserved([scale]):

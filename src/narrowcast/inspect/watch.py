@@ -103,7 +103,7 @@ class _Hooks:
         return (x, *inputs[1:]), named
 
     def after(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Have the gradient of the output observed, which the last GEMMs' backward reads."""
+        """Observe the gradient of the output, which the last GEMMs' backward reads."""
         out = output[0] if isinstance(output, tuple) else output
         if not self.sampling or not out.requires_grad or isinstance(out, QuantizedTensor):
             return None

@@ -249,7 +249,7 @@ def _launch(
 
 
 def _are_aligned(columns: list[list[Tensor]]) -> Iterable[bool]:
-    """Of each parameter whether all of its tensors are."""
+    """Return for each parameter whether all of its tensors are aligned."""
     if is_traced(columns[0][0]):
         return [all(is_aligned(x, 16) for x in tensors) for tensors in zip(*columns)]
     bits: Iterable[int] = map(Tensor.data_ptr, columns[0])

@@ -79,7 +79,7 @@ def magnitude(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def larger(a, b, EMULATE: tl.constexpr):
-    """Of two tensors, the larger magnitudes, with any sign and in the dtype they came in; NaN is ignored."""
+    """Return the larger magnitudes of two tensors, with any sign, in their dtype; NaN is ignored."""
     if EMULATE:
         return tl.maximum(magnitude(a, EMULATE), magnitude(b, EMULATE))
     elif a.dtype == tl.bfloat16:

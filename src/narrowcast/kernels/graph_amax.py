@@ -27,7 +27,7 @@ def takes_amax(x: Tensor) -> bool:
 
 
 def keep_amax(x: Tensor, maxima: Tensor) -> None:
-    """``maxima``, fp32, hold the largest magnitude of ``x``, NaN ignored, until ``x`` is written to."""
+    """Keep ``maxima``, fp32, as the amax of ``x``, NaN ignored, until ``x`` is written."""
     # kept with the tensor itself: while it lives, no other tensor can get its identity
     _made()[_identity(x)] = (maxima, x)
 

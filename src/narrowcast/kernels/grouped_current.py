@@ -69,7 +69,7 @@ def _task(number, splits_ptr, index, size, bands, T, groups, ahead, across, BAND
 
 @triton.jit
 def _task_of_equal_groups(number, parts, groups, ahead):
-    """As ``_task``, of groups of as many parts each."""
+    """Return the task like ``_task``, for groups with equal numbers of parts."""
     first = ahead * parts
     turns = groups - ahead
     since = number - first
@@ -83,7 +83,7 @@ def _task_of_equal_groups(number, parts, groups, ahead):
 
 @triton.jit
 def _group_of(band, size, bands, rows, T, groups, RAGGED: tl.constexpr, BAND_ROWS: tl.constexpr):
-    """Of a band: its group, or ``groups`` behind the last one; the group's first and last row, first band and bands."""
+    """Return a band's group, or ``groups`` after the last; the group's first and last row, first band and bands."""
     if RAGGED:
         ends = tl.cumsum(bands, axis=0)
         row_ends = tl.cumsum(size, axis=0)

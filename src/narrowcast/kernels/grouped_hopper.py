@@ -51,7 +51,7 @@ def _groups_in_front(
     tile, group, end, first, start, padded, size, splits_ptr, rows, M, across, groups, CONTRACTION: gl.constexpr,
     ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr,
 ):  # fmt: skip
-    """Go on to the group of ``tile``: its number, tiles before its end and start, first row, padded, and size."""
+    """Advance to the group of ``tile``: number, tiles before its end and start, first row, padded, and size."""
     while (tile >= end) & (group <= groups):
         start += size
         padded += (size + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
@@ -69,7 +69,7 @@ def _groups_in_front(
 
 @gluon.jit
 def _origin(tile, rows, across, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BAND: gl.constexpr):
-    """As ``grouped_gemm._tile_origin``."""
+    """Return the origin like ``grouped_gemm._tile_origin``."""
     per_band = BAND * across
     first = (tile // per_band) * BAND
     height = gl.minimum(gl.cdiv(rows, TILE_M) - first, BAND)
@@ -483,7 +483,7 @@ def multiply(
     programs: int,
     fast_accumulation: bool,
 ) -> None:
-    """``grouped_gemm.rows``, or where ``right`` is a matrix ``contraction``, into ``out``.
+    """Compute ``grouped_gemm.rows``, or ``contraction`` if ``right`` is a matrix, into ``out``.
 
     Args:
         programs: multiprocessors of the GPU.

@@ -119,7 +119,7 @@ def _encoding_scale(
 
 @triton.jit
 def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
-    """Of every fourth padded row [R]: its group, its row of ``x``, and [R, 1] how many rows of the group follow it."""
+    """Return every fourth padded row's [R] group and row of ``x``, and [R, 1] the rows of the group after it."""
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     before = padded_ends[None, :] <= row[:, None]
     group = tl.minimum(tl.sum(before.to(tl.int32), axis=1), groups)

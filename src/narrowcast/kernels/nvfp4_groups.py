@@ -143,7 +143,7 @@ def group_amax(xs, EMULATE: tl.constexpr):
 
 @triton.jit
 def _poisoned_amax(xs):
-    """As ``group_amax``, but NaN for a group that holds a NaN; such a maximum is as fast as one that ignores it."""
+    """Return ``group_amax``, but NaN for a group with a NaN; this maximum is as fast as one that ignores NaN."""
     largest = tl.abs(xs[0])
     for i in tl.static_range(1, 16):
         largest = larger_or_nan(largest, tl.abs(xs[i]))

@@ -110,7 +110,7 @@ class DelayedLayer(RecipeOwner):
         backward: DelayedScaling | None,
         tracing: bool = False,
     ) -> None:
-        """Have the buffers that these need, histories in their length; what is there already stays.
+        """Create the buffers that these need, with their history lengths; existing ones stay.
 
         Args:
             tracing: an equal recipe object does not take the place of the one that is kept: guards that the compiler
@@ -132,7 +132,7 @@ class DelayedLayer(RecipeOwner):
         self._delayed[prefix] = (forward, backward)
 
     def _register_with(self, state: AutocastState) -> None:
-        """Have the autocasts of this thread renew the state from now on, and do what the present one could not.
+        """Register with the autocasts of this thread for renewal, and do what the present one could not.
 
         A layer that was restored or copied comes with the amax of its last step.
         """
@@ -167,7 +167,7 @@ class DelayedLayer(RecipeOwner):
     def _keep_states(
         self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], compiling: bool | None = None
     ) -> None:
-        """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read."""
+        """Call :meth:`_keep_state` for all stages before any is read, in traced and eager code."""
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
         if states == [(None, None)] * len(states):
             return
@@ -220,7 +220,7 @@ class DelayedLayer(RecipeOwner):
 
     @torch.no_grad()
     def _start_anew(self, from_weights: bool = True) -> None:
-        """:meth:`reset_delayed_scaling`; ``from_weights`` False: no scale follows from a weight, there are none yet."""
+        """Reset like :meth:`reset_delayed_scaling`; ``from_weights=False`` derives no scale from weights."""
         self._put_back()
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
@@ -268,7 +268,7 @@ class DelayedLayer(RecipeOwner):
         return self._scales_of((prefix,), (plan,))[0]
 
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
-        """:meth:`_scales` of stages that run one after the other, whose scales are renewed and read at once."""
+        """Return :meth:`_scales` of consecutive stages, renewed and read at once."""
         scales = [DelayedScales() for _ in plans]
         if not [plan for plan in plans if plan.forward_state or plan.backward_state]:
             return scales

@@ -142,7 +142,7 @@ class GroupedLinearLayer(LinearLayer):
                 self.register_parameter(f"{kind}{group}", None)
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
-        """Say which dim is split; that of the groups never is."""
+        """Mark the split dim, which is never the dim of the groups."""
         column, is_weight = self.parallel_mode == "column", name.startswith("weight")
         if column or (self.parallel_mode == "row" and is_weight):
             mark_partition(parameter, parameter.dim() - (2 if column and is_weight else 1))
@@ -171,7 +171,7 @@ class GroupedLinearLayer(LinearLayer):
         self._reset_state()
 
     def _gather(self, kind: str) -> None:
-        """Have the parameters of all groups in one allocation again, where ``to_empty`` took them out of it."""
+        """Put the parameters of all groups into one allocation again, after ``to_empty`` separated them."""
         parts = self._parts_of(kind)
         all_plain = all(type(part.data) is Tensor for part in parts)
         if all_plain and len({part.untyped_storage().data_ptr() for part in parts}) > 1:
@@ -296,7 +296,7 @@ class GroupedLinearLayer(LinearLayer):
         return self._keep_weight("weight", operand, made_from, buffers)
 
     def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
-        """As of a linear layer, in lists.
+        """Return the weight gradients like a linear layer's, in lists.
 
         Raises:
             RuntimeError: a ``main_grad`` is missing, or some are to be overwritten and some are not.

@@ -208,7 +208,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._prepare_parameters()
 
     def _prepare_parameters(self) -> None:
-        """Tell data-parallel wrappers what to expect of the gradients; for every new parameter object."""
+        """Mark new parameters for data-parallel wrappers: what to expect of their gradients."""
         weights = [name for stage in self._stages for name in self._names_of(stage.weight)]
         biases = [name for stage in self._stages for name in self._names_of(stage.bias)]
         for name, parameter in own_parameters(self).items():
@@ -221,7 +221,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
-        """Say how a parameter is split, and of a whole one whether its gradient is that of a share of the rows."""
+        """Mark how a parameter is split, or whether a full one has the gradient of a row shard."""
         if self.tp_size == 1 or self._placed:
             return
         for stage in self._stages:
@@ -500,7 +500,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 _accumulate_parts(self._parts_of(stage.bias), deferred.grad_bias)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Have ``hook()`` called at the end of every :meth:`backward_dw`."""
+        """Call ``hook()`` at the end of every :meth:`backward_dw`."""
         self._wgrad_hooks.append(hook)
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------

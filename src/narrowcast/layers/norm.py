@@ -97,13 +97,13 @@ class NormParameters(nn.Module):
         self.reset_parameters()
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """As of any module; notes whether PyTorch's ``SequenceParallel`` places it: its gradients are partial then."""
+        """Register a parameter; note whether PyTorch's ``SequenceParallel`` places it: gradients are then partial."""
         super().register_parameter(name, param)
         if not self._placed and placed_by_style(param):
             self._placed = True
 
     def _take_over(self, name: str) -> None:
-        """Be a norm around the parameters of torch's that this was so far."""
+        """Set up the norm around the parameters of torch's norm it was."""
         self.settings = norm_settings(self._normalization, self.eps, False)
         if self._normalization == "RMSNorm":
             self.bias = None
@@ -121,7 +121,7 @@ class NormParameters(nn.Module):
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Without what Transformer Engine keeps of a norm's quantizers."""
+        """Load without Transformer Engine's quantizer state of a norm."""
         own = {key: tensor for key, tensor in state_dict.items() if key != prefix + EXTRA_STATE}
         super()._load_from_state_dict(own, prefix, *args)
 

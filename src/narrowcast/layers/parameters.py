@@ -149,13 +149,13 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 def mark_added_to_main_grad(parameter: Tensor) -> None:
-    """Say that ``main_grad`` has what ``grad`` would hold, where the parameter carries the attribute for it."""
+    """Mark that ``main_grad`` holds the gradient, if the parameter has the attribute for it."""
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 def mark_after_accumulation(parameter: Tensor) -> None:
-    """Have :func:`mark_added_to_main_grad` run in every backward, once."""
+    """Run :func:`mark_added_to_main_grad` once in every backward."""
     if mark_added_to_main_grad not in accumulation_hooks(parameter):
         parameter.register_post_accumulate_grad_hook(mark_added_to_main_grad)
 

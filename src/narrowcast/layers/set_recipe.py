@@ -93,7 +93,7 @@ def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
 
 
 def renew_from(model: nn.Module) -> None:
-    """Have ``model`` renew the scales of its delayed layers when it is called in training.
+    """Make ``model`` renew the scales of its delayed layers when it is called in training.
 
     Outside of its forward they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
     """

@@ -74,7 +74,7 @@ class TensorParallelLayer:
         self._parallel = split or None
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Say which processes share the layer; for a layer that was made with ``tp_size`` alone.
+        """Set the processes that share the layer; for a layer made with ``tp_size`` alone.
 
         Args:
             tp_group: a process group of ``tp_size`` processes, or its name; None for a layer that is not split.
@@ -192,6 +192,6 @@ def shared(label: str, features: int, size: int) -> int:
 
 
 def mark_partition(parameter: Tensor, dim: int) -> None:
-    """Say of a parameter that processes hold parts of it along ``dim``: the attributes that Megatron-LM reads."""
+    """Mark a parameter as split along ``dim``, with the attributes that Megatron-LM reads."""
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     parameter.partition_dim, parameter.partition_stride = dim, 1  # type: ignore[attr-defined]

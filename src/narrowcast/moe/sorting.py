@@ -65,7 +65,7 @@ def moe_sort_chunks_by_index_with_probs(
 def _order(
     inp: Any, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int], name: str
 ) -> tuple[Tensor, Tensor]:
-    """For every row of the result where it comes from, and for every row of the input where it goes."""
+    """Return the source of every row of the result, and the destination of every row of the input."""
     if is_quantized(inp):
         check_movable(inp, name)
     if len(inp.shape) != 2:

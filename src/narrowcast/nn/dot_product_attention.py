@@ -147,7 +147,7 @@ class DotProductAttention(nn.Module):
             nn.init.zeros_(self.softmax_offset)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Without what Transformer Engine keeps of FP8 attention's quantizers."""
+        """Load without Transformer Engine's quantizer state of FP8 attention."""
         own = {key: tensor for key, tensor in state_dict.items() if key != prefix + EXTRA_STATE}
         super()._load_from_state_dict(own, prefix, *args)
 

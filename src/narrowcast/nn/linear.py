@@ -138,12 +138,12 @@ class Linear(LinearLayer, nn.Linear):
         self._prepare_for_recipe()
 
     def _take_over(self, name: str) -> None:
-        """Be a layer around the parameters of the ``nn.Linear`` that this was so far."""
+        """Set up the layer around the parameters of the ``nn.Linear`` it was."""
         LinearLayer.__init__(self, name, (Stage("", name, "weight", "bias"),), self.weight.device)
         self.return_bias = self.save_original_input = False
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """As of any module; of a weight that PyTorch's own style has split, every process computes with its part.
+        """Register a parameter; if PyTorch's own style has split a weight, every process computes with its part.
 
         Raises:
             ValueError: features that do not divide among the processes, or an option that does not combine with it.

@@ -451,7 +451,7 @@ class OperationFuser:
     def _fused_for(
         self, recipe: Recipe | None, first_with_backward: int, params: Sequence[Sequence[Tensor]]
     ) -> Fused:
-        """:meth:`fused`, kept for the next call; but not by traced code, which must not write here."""
+        """Return :meth:`fused`, cached for the next call; traced code must not write the cache."""
         if torch.compiler.is_compiling():
             return self.fused(recipe, first_with_backward)
         dtypes = []
@@ -496,7 +496,7 @@ class OperationFuser:
 
 
 def _make_features_static(tensor: Tensor) -> None:
-    """Have the compiler take the last dim as a constant; the others may stay symbolic.
+    """Make the last dim a constant for the compiler; the others may stay symbolic.
 
     An operation compares the features of what it gets with its own. Behind the boundary that would turn a symbol, which
     PyTorch 2.11 counts among the results there, into a number, and end in an assertion of the compiler.

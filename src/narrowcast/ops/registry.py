@@ -37,7 +37,7 @@ REGISTRY = Registry()
 
 
 def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None:
-    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in the forward.
+    """Register ``func(ops, *, recipe) -> ops``, which replaces runs of operations in the forward.
 
     Args:
         func: gets the list of operations and the recipe in force, None without; returns the list with
@@ -50,7 +50,7 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None
 
 
 def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
-    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in the backward.
+    """Register ``func(ops, *, recipe) -> ops``, which replaces runs of operations in the backward.
 
     It gets the operations that have a backward, in the order of the forward; otherwise as
     :func:`register_forward_fusion`.
@@ -59,7 +59,7 @@ def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> Non
 
 
 def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> None:
-    """Have ``func(ops, *, recipe) -> ops`` replace runs of operations in both directions at once.
+    """Register ``func(ops, *, recipe) -> ops``, which replaces runs in both directions at once.
 
     These run first; the others find their results. Otherwise as :func:`register_forward_fusion`.
     """

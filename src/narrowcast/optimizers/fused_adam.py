@@ -338,7 +338,7 @@ class FusedAdam(torch.optim.Optimizer):
         return _Tensors(weight, _placed_as(grad, p), first, second, beside, state[_STEP])
 
     def state_dict(self) -> dict[str, Any]:
-        """As PyTorch's, with every state in fp32: a checkpoint does not depend on how state is stored."""
+        """Return PyTorch's state dict, with every state in fp32: independent of how state is stored."""
         state_dict = super().state_dict()
         state = {
             index: {name: self.get_unscaled_state(p, name).clone() for name in self.state[p]}
@@ -353,7 +353,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's; every state is stored in the dtype that this optimizer was made for.
+        """Load PyTorch's state dict; every state is stored in this optimizer's dtype.
 
         Also of ``torch.optim.Adam`` and ``AdamW``, which load this optimizer's, too, and of Transformer Engine, whose
         groups count steps. A quantized parameter whose master weight comes along, and that was loaded before, has the

@@ -86,7 +86,7 @@ def make_grouped_tensor_with_shapes(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GroupedTensor | GroupedTensorStorage:
-    """As :func:`make_grouped_tensor`, for members of these shapes (rows, columns).
+    """Make a grouped tensor like :func:`make_grouped_tensor`, for members of these shapes (rows, columns).
 
     Raises:
         ValueError: another number of shapes than ``num_tensors``, or no matrices.

@@ -143,7 +143,7 @@ class HybridQuantizer(Quantizer):
         return half._encode(numerics, x, seed if half._is_stochastic() else None)
 
     def _own(self, buffers: list[Tensor], columnwise: bool) -> list[Tensor]:
-        """Without the empty ones that fill up to three."""
+        """Return the buffers without the empty ones that fill up to three."""
         return buffers[: len(self._half(columnwise)._describe_buffers((1, 1)))]
 
     def _decode(

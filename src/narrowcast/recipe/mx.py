@@ -55,7 +55,7 @@ class MXFP8BlockScaling(Recipe):
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
-        """As the base class; a weight whose role names no linear layer gets no tiles, as in Transformer Engine."""
+        """Resolve like the base class; a weight whose role names no linear layer gets no tiles."""
         quantizers, state = super().resolve(mode, roles)
         if self.enable_2d_quantization:
             linear = ("linear", "grouped_linear")

@@ -291,7 +291,7 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: dict[s
 
 @torch.no_grad()
 def _put(model: nn.Module, key: str, value: Tensor) -> None:
-    """Have a parameter or buffer hold a value, under all its names; one on the meta device is replaced."""
+    """Store a value in a parameter or buffer under all its names; one on the meta device is replaced."""
     owner, _, name = key.rpartition(".")
     module = model.get_submodule(owner)
     old: Any = getattr(module, name)

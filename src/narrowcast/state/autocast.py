@@ -277,7 +277,7 @@ _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
 
 
 def _begin_writes(context: Any) -> None:
-    """Have the compiler allow what an autocast writes inside a checkpoint: the end of the autocast takes it back.
+    """Make the compiler allow an autocast's writes inside a checkpoint, until the autocast ends.
 
     Raises:
         RuntimeError: inside a checkpoint, where this version of PyTorch allows nothing.
@@ -301,7 +301,7 @@ def _end_writes(context: Any) -> None:
 
 
 def register_delayed(owner: DelayedState) -> None:
-    """Have the state of a layer that runs under an autocast of this thread renewed when the next one is entered."""
+    """Renew the state of a layer under an autocast of this thread when the next one is entered."""
     THREAD.state.delayed.setdefault(owner, None)
 
 

@@ -130,7 +130,7 @@ _GRAPH_SAFE: weakref.WeakSet[CudaRNGStatesTracker] = weakref.WeakSet()
 
 
 def register_random_states(graph: torch.cuda.CUDAGraph) -> None:
-    """Have every tracker that is ``graph_safe`` register its states with a graph."""
+    """Make every tracker that is ``graph_safe`` register its states with a graph."""
     for tracker in list(_GRAPH_SAFE):
         tracker.register(graph)
 

@@ -127,7 +127,7 @@ class RecipeState:
         return [] if self._slots is None else [self._slots]
 
     def inherit_state_from(self, other: RecipeState) -> bool:
-        """Go on with the scales and histories of ``other``, which this state replaces.
+        """Continue with the scales and histories of ``other``, which this state replaces.
 
         Quantizers that either of the two made before keep the tensors they were made with.
 

@@ -58,7 +58,7 @@ def checkpoint(
     tp_group: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return ``torch.utils.checkpoint`` whose recomputation runs under the recipe of the first forward.
+    """Run ``torch.utils.checkpoint``; the recomputation has the recipe of the first forward.
 
     PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
     last forward. This one also holds where a layer ran under several.

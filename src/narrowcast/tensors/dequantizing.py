@@ -94,7 +94,7 @@ class DequantizingTensor(Tensor):
         return self._plain(dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As of any tensor: on another device the same codes, but in a dtype, its own included, plain values."""
+        """Act like ``Tensor.to``. A device keeps the codes; a dtype, even the current one, returns plain values."""
         if torch.compiler.is_compiling():  # the handlers of the operators below do it
             return super().to(*args, **kwargs)
         given = [*args, *kwargs.values()]

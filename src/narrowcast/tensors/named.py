@@ -92,7 +92,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     _LAYOUT = formats.NVFP4
 
     def _turns(self) -> bool:
-        """Not where each direction chooses its scales, or rounds, for itself."""
+        """Return False if each direction chooses its scales, or rounds, for itself."""
         q: Any = self._quantizer
         return q.with_2d_quantization and not (q.with_rht or q.nvfp4_use_4over6 or q.stochastic_rounding)
 

@@ -420,7 +420,7 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Tensor:
 
 @_handles(aten.zeros_like.default)
 def _zeros_like(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None, **kwargs: Any) -> Tensor:
-    """Without a look at the values, which on the meta device are none."""
+    """Make zeros without reading values, which the meta device lacks."""
     return torch.zeros(tensor.shape, **{"dtype": tensor.dtype, "device": tensor.device, **kwargs})
 
 

@@ -37,7 +37,7 @@ class ShardedRows:
     """Of a shard that shares its scale with the others: group of all their ranks, over which writes reduce the amax."""
 
     def _mark_as(self, other: Any) -> None:
-        """Be a shard if another tensor is one, with the same ranks."""
+        """Become a shard if another tensor is one, with the same ranks."""
         if other._is_shard:
             self._is_shard, self._shards = True, other._shards
 

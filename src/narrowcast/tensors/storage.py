@@ -346,7 +346,7 @@ class QuantizedTensorStorage(BufferHolder):
         self._mark_written()
 
     def _mark_written(self) -> None:
-        """Let autograd notice when a backward has saved these buffers and would now read other values.
+        """Make autograd notice that a backward would read other values than were saved.
 
         Writes to a plain tensor count by themselves, but not below autograd, where an operator on a tensor subclass
         writes to what the subclass holds.

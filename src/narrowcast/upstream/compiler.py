@@ -52,7 +52,7 @@ def may_choose_gemms() -> bool:
 
 
 def start_kernels_statically() -> None:
-    """Have graphs start kernels of users as cheaply as Inductor's own.
+    """Make graphs launch users' kernels as cheaply as Inductor's own.
 
     Only the option's default changes, and only in processes that compile narrowcast for a GPU.
     ``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS=0`` and
@@ -74,7 +74,7 @@ _KEEP_ADDRESS = entry(
 
 
 def keep_address(tensor: Tensor) -> None:
-    """Tell the compiler that a tensor stays where it is in memory, and that it need not check."""
+    """Mark a tensor's address as fixed, so that the compiler need not check it."""
     mark = _KEEP_ADDRESS.take_or(None)
     if mark is not None:
         mark(tensor, guard=False)

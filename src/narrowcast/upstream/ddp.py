@@ -22,7 +22,7 @@ _ARGUMENTS = entry("arguments of _sync_module_states", follows=_FOLLOWS, without
 def synchronize_first(
     concerns: Callable[[Any], bool], synchronize: Callable[[nn.Module, Any, int, Container[str]], set[str]]
 ) -> None:
-    """Have replicas call ``synchronize`` before they broadcast a module's parameters and buffers.
+    """Make replicas call ``synchronize`` before they broadcast a module's parameters and buffers.
 
     Args:
         concerns: whether a module has anything for ``synchronize``; others are broadcast as ever.

@@ -180,7 +180,7 @@ def begin_side_effects(context: Any) -> None:
 
 
 def end_side_effects(context: Any) -> None:
-    """Go back to what was allowed before :func:`begin_side_effects`."""
+    """Restore what was allowed before :func:`begin_side_effects`."""
     tracer = _tracer(context)
     if hasattr(tracer, "allow_side_effects_in_hop"):
         tracer.allow_side_effects_in_hop = tracer.allowed_before_begin

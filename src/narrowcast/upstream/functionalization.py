@@ -144,7 +144,7 @@ def state_key(tensor: Any) -> tuple[int, int]:
 
 
 def allow_writes_after_saving(tensor: Tensor) -> None:
-    """Tell the graph that is traced that a backward which is given this tensor need not find it as it was."""
+    """Tell the traced graph that a backward may find this tensor changed."""
     for proxy in _get_proxies(tensor):
         proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
@@ -164,7 +164,7 @@ def node_of(tensor: Tensor) -> Any:
 
 
 def save_in_checkpoint(nodes: Iterable[Any]) -> None:
-    """Have a checkpoint save what these nodes compute, whatever its policy is."""
+    """Make a checkpoint save the results of these nodes, whatever its policy."""
     _check_tags()
     for node in nodes:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

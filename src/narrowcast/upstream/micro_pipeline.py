@@ -101,7 +101,7 @@ def value_of(node: fx.Node) -> torch.Tensor:
 
 
 def set_value(node: fx.Node, value: torch.Tensor) -> None:
-    """Say what fake tensor a new node stands for."""
+    """Set the fake tensor that a new node stands for."""
     node.meta["val"] = value
 
 

@@ -11,7 +11,7 @@ from .errors import TrainingError
 
 @contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Tell a disk's refusal, such as a full one's, as the failure of the command.
+    """Re-raise a disk's refusal, such as a full disk, as the failure of the command.
 
     Raises:
         TrainingError: the disk refused; the message names the folder.

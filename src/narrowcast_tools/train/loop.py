@@ -70,7 +70,7 @@ class Run:
         self.first_step = len(self.history.train)
 
     def train(self) -> RunResult:
-        """Do the remaining steps, evaluating and saving on the way and at the end.
+        """Run the remaining steps, with evaluations and saves.
 
         Raises:
             TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.

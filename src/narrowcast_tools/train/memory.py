@@ -56,7 +56,7 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
 
 @contextmanager
 def memory_told(config: TrainConfig) -> Iterator[None]:
-    """Tell what torch raises when an allocation fails as the failure of the run.
+    """Re-raise torch's out-of-memory errors as ``TrainingError``.
 
     Raises:
         TrainingError: memory ran out; the message names the options that need less.

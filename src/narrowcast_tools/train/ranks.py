@@ -83,7 +83,7 @@ class Ranks:
         return loss
 
     def sums_gradients(self, model: Any, last: bool) -> None:
-        """Say whether the next backward is the last of a step, which sums the gradients of the ranks."""
+        """Mark whether the next backward is the last of a step, which sums the gradients of the ranks."""
         if self.data is not None:
             model.set_requires_gradient_sync(last)
 

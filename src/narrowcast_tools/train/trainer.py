@@ -64,7 +64,7 @@ class Trainer:
         self.held_out = [self._to_device(batch) for batch in batches]
 
     def step(self, index: int) -> Tensor:
-        """Do one optimizer step.
+        """Run one optimizer step.
 
         Args:
             index: the step's index, which decides batch and learning rate.

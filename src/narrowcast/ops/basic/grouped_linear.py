@@ -153,7 +153,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         save_input: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
-        """Of this operation, and of the fused one it is part of.
+        """Compute the forward of this operation, and of the fused one it is part of.
 
         Args:
             save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
@@ -209,7 +209,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> Gradients:
-        """Of this operation, and of the fused one it is part of."""
+        """Compute the backward of this operation, and of the fused one it is part of."""
         ctx: Any = basic_op_ctxs[0]
         tensors = ctx.take()
         splits: Any = tensors[0]

@@ -189,7 +189,7 @@ def check_out(
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Of a tensor or a prototype."""
+    """Return whether a tensor or a prototype is quantized."""
     return (
         tensor.is_quantized if isinstance(tensor, TensorProto) else isinstance(tensor, QuantizedTensorStorage)
     )

@@ -57,7 +57,7 @@ class Fusion:
         return fused
 
     def look(self, ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
-        """:attr:`match`, unless a channel begins and ends inside the run: what flows there is not known in time."""
+        """Return :attr:`match`, unless a channel begins and ends inside the run, whose values come too late."""
         found = self.match(ops, start, recipe)
         if isinstance(found, Match):
             channel = inner_channel(ops[start : start + found.length])
