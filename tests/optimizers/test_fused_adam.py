@@ -408,6 +408,27 @@ def test_gradients_in_fp16_that_a_scaler_scaled(capturable: bool) -> None:
         assert_close(optimizer.get_unscaled_state(p, "master_param"), q.detach(), "fp32_sum_order")
 
 
+@pytest.mark.parametrize("how", ["copy", "remainders"])
+def test_a_master_weight_that_is_stored_comes_back(how: str) -> None:
+    (param,) = (nn.Parameter(torch.zeros(5, 7, dtype=torch.bfloat16)),)
+    optimizer = FusedAdam([param], master_weights=True, store_param_remainders=how == "remainders")
+    give_gradients([param], 0)
+    optimizer.step()
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    optimizer.set_scaled_state(param, "master_param", values)
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), values)
+    if how == "remainders":  # whose other bits are the parameter
+        assert torch.equal(param.detach(), values.bfloat16())
+
+
+def test_loading_writes_the_rate_in_place() -> None:
+    saved = FusedAdam(parameters(torch.float32, "cpu"), lr=0.25, capturable=True).state_dict()
+    optimizer = FusedAdam(parameters(torch.float32, "cpu"), lr=0.5, capturable=True)
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.25
+
+
 def test_schedulers_write_the_rate_in_place() -> None:
     params = parameters(torch.float32, "cpu")
     optimizer = FusedAdam(params, lr=0.5, capturable=True)
