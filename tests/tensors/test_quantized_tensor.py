@@ -286,3 +286,10 @@ def test_to_the_gpu_and_back(name: str) -> None:
     assert_same_buffers(there.cpu(), weight)
     assert_same_buffers(there.to("cpu"), weight)
     assert torch.equal(there.dequantize().cpu(), weight.detach().dequantize())
+
+
+def test_a_guard_s_copy_keeps_the_quantizer_that_has_state() -> None:
+    context = delayed().quantize(torch.ones(2, 3)).__tensor_flatten__()[1]
+    copied = copy.deepcopy(context)
+    assert copied is not context and copied.keys() == context.keys()
+    assert all(copied[name] is context[name] for name in context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,3 +106,34 @@ def test_a_graph_is_walked_twice(name: str) -> None:
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
     assert torch.equal(first, 2 * ONE_OF_EACH[name].quantize(x.detach()).dequantize())
+
+
+class _Releasing(torch.autograd.Function):
+    """Notes in its backward whether the context still has what it saved."""
+
+    noted: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        flat, ctx.tensor_objects = nc.prepare_for_saving(x.clone())
+        ctx.save_for_backward(*flat)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = nc.restore_from_func_ctx(ctx)
+        try:
+            _Releasing.noted.append(len(ctx.saved_tensors) > 0)
+        except RuntimeError:
+            _Releasing.noted.append(False)
+        return 2 * grad * x
+
+
+def test_a_context_lets_go_of_what_it_gave_unless_the_graph_is_retained() -> None:
+    x = torch.ones(3, requires_grad=True)
+    _Releasing.noted.clear()
+    y = _Releasing.apply(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert _Releasing.noted == [True, False]
+    assert torch.equal(x.grad, torch.full((3,), 4.0))

@@ -24,6 +24,18 @@ each = pytest.mark.parametrize("name", SHARDABLE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @each
 def test_gathered_shards_are_the_tensor(name: str, shape: tuple[int, int], ranks: int) -> None:
+    assert_gathers(name, shape, ranks)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (192, 160)], ids=str)
+@pytest.mark.parametrize("name", [name for name in SHARDABLE if name.startswith("mx")])
+def test_scales_of_small_shards_are_padded_and_those_of_the_whole_are_not(
+    name: str, shape: tuple[int, int]
+) -> None:
+    assert_gathers(name, shape, 2)
+
+
+def assert_gathers(name: str, shape: tuple[int, int], ranks: int) -> None:
     tensor: Any = quantize(VARIANTS[name], normal(shape, BF16))
     rows = shape[0] // ranks
     shards = tensor._shards_of(rows)
@@ -94,3 +106,41 @@ def test_only_rows_are_split_into_shards(name: str, monkeypatch: pytest.MonkeyPa
     assert [tuple(part.shape) for part in columns] == [(256, 100), (256, 100), (256, 56)]
     values = torch.cat([part.clone() if hasattr(part, "_held") else part.dequantize() for part in columns], 1)
     assert torch.equal(values, tensor.dequantize())
+
+
+@each
+def test_what_is_made_of_a_shard_is_a_shard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor: Any = quantize(VARIANTS[name], normal((256, 256), BF16))
+    monkeypatch.setattr(sharding, "current_sharding", lambda: (2, None, ()))
+    with monkeypatch.context() as patched:
+        patched.setattr(sharding, "sharding_caller", lambda: "FSDP2")
+        shard = tensor.new_zeros((128, 256))
+        with pytest.raises(RuntimeError, match=r"\[100, 256\] of its \[256, 256\] is no equal share of rows"):
+            tensor.new_zeros((100, 256))
+    assert type(shard) is type(tensor) and shard._is_shard and not tensor._is_shard
+    with torch.no_grad():
+        shard.copy_(tensor._shards_of(128)[1])
+    assert torch.equal(shard.dequantize(), tensor.dequantize()[128:])
+    assert torch.empty_like(shard)._is_shard and not torch.empty_like(tensor)._is_shard
+    whole = torch.ops.aten.slice.Tensor(shard, 0, 0, 128)  # as FSDP2 takes padding away
+    assert type(whole) is type(tensor) and torch.equal(whole.dequantize(), shard.dequantize())
+    flat = shard.view(-1)
+    assert type(flat) is type(tensor) and flat.shape == (128 * 256,)
+    assert shard._quantized(shard.dequantize())._is_shard
+    assert not shard._quantized(tensor.dequantize())._is_shard
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@each
+def test_a_shard_knows_its_ranks_where_they_must_agree(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor: Any = quantize(VARIANTS[name], normal((256, 256), BF16))
+    told: list[str] = []
+    modules = (SimpleNamespace(_takes_rows=told.append), SimpleNamespace())
+    monkeypatch.setattr(sharding, "current_sharding", lambda: (ranks, "everyone", modules))
+    shard = tensor._empty_shard([256 // ranks, 256])
+    assert shard._shards == ("everyone" if name == "current" and ranks == 2 else None)
+    turns = name in ("current", "mxfp8 2d", "block")
+    assert told == [tensor._BARE_NAME] * turns
+    assert shard._quantizer.columnwise_usage is not turns  # which follows from the rows

@@ -143,3 +143,13 @@ def test_a_view_of_a_part_refuses_writes_as_the_part_does() -> None:
     for view in (part, part.view(128, 32), part.detach(), part.as_strided((128, 32), (32, 1))):
         with pytest.raises(RuntimeError, match="through a view of a quantized tensor"):
             view.zero_()
+
+
+def test_dims_count_from_the_end_and_nothing_is_no_part() -> None:
+    tensor = nc.MXFP8Quantizer(E4M3).quantize(torch.randn(64, 96))
+    part = torch.ops.aten.slice.Tensor(tensor, -2, 32, 64)
+    assert isinstance(part, nc.MXFP8Tensor) and torch.equal(part.dequantize(), tensor.dequantize()[32:])
+    for columnwise in (False, True):
+        one = tensor._quantizer.with_usage(not columnwise, columnwise).quantize(torch.randn(64, 96))
+        empty = one[5:5]
+        assert not isinstance(empty, nc.QuantizedTensor) and empty.shape == (0, 96)
