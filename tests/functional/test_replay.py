@@ -292,15 +292,16 @@ def test_text_is_never_code(device: torch.device) -> None:
     assert planted in recording.__globals__.values() and "planted" not in recording.__code__.co_names
 
 
-def test_parts_are_relative(device: torch.device) -> None:
-    """A recording of a tensor that begins in its storage serves one that does not."""
+@pytest.mark.parametrize("offsets", [(0, 0, 0, 16, 32), (16, 16, 16, 0, 32)], ids=str)
+def test_parts_are_relative(offsets: tuple[int, ...], device: torch.device) -> None:
+    """A recording of a tensor that begins with its storage serves one that does not, and the reverse."""
 
     def stage(x: Tensor) -> Tensor:
         return x.as_strided((2,), (2,), x.storage_offset() + 4) * 2
 
     storage = torch.arange(64.0, device=device)
     with torch.no_grad():
-        for offset in (0, 0, 0, 16, 32):
+        for offset in offsets:
             x = storage[offset : offset + 8]
             assert torch.equal(replay_of(stage, [x], ())(x), x[4::2] * 2)
     assert known() == ["recording"]
