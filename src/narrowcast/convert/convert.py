@@ -76,41 +76,40 @@ def convert(
     """Convert the linear layers of a model to a recipe's precision, in place; :func:`revert` undoes it exactly.
 
     ``nn.Linear``, ``Conv1D`` of Transformers and the 3-D experts of Transformers 5 become layers of narrowcast that own
-    their recipe. The module objects stay, with their parameters, ties, hooks and attributes; no key and no value of the
-    state dict changes, but that ``DelayedScaling`` adds its state. Everything else that holds the weight of a GEMM is
-    named in the receipt with the reason why it stayed. What is converted already gets the new recipe. Layers that were
-    built of narrowcast keep the recipe they have.
+    their recipe. The module objects stay, with their parameters, ties, hooks and attributes. The state dict keeps its
+    keys and values; only ``DelayedScaling`` adds its state. The receipt names every other module with a GEMM weight and
+    the reason why it stayed. Converted modules get the new recipe; layers built from narrowcast keep their own.
 
     Args:
-        model: what is called: it renews the scales of delayed scaling.
-        recipe: one for all, or one by pattern, as :func:`narrowcast.set_recipe` takes them: recipes or their names;
-            what no pattern matches, or None is given for, is not converted.
-        only, skip: which modules alone are converted, and which are not: a pattern of names, a function of
-            (name, module), or several of these.
+        model: the model that you call: it renews the scales of delayed scaling.
+        recipe: one for all, or a table by pattern, as in :func:`narrowcast.set_recipe`: recipes or their names. Layers
+            without a match, or with None, are not converted.
+        only: the modules to convert: a pattern of names, a function of (name, module), or several of these.
+        skip: the modules to keep, selected like ``only``.
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
-            quantized copy: about half the bytes of bf16. The state dict has its values, not those of before. For
-            recipes that quantize a weight and its transpose alike, per-tensor FP8 and 128 x 128 tiles.
-        norms: convert ``nn.LayerNorm`` and ``nn.RMSNorm``, too, to narrowcast's, which are not quantized: their numbers
-            are the same eager and compiled, and on every device.
-        routers: convert ``nn.Linear``s that choose the experts of a mixture or weigh them, too. They stay by default:
+            quantized copy: about half the bytes of bf16. The state dict has the copy's values. For recipes that
+            quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles.
+        norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
+            eager and compiled, and on every device.
+        routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
             rounded logits send tokens to other experts.
-        heads: convert the model's output embedding, too. By default it stays: its rounding meets the loss directly.
-        small: convert layers with fewer than 32 inputs or outputs and at least four times as many of the other, too.
-            They stay by default, as few classes and low ranks do: quantizing costs them more than it gains.
-        blocks: convert the first and last blocks, too, that a recipe's authors keep in high precision: ``recipe``'s
+        heads: also convert the model's output embedding. By default it stays, since its rounding affects the loss.
+        small: also convert layers with fewer than 32 inputs or outputs and at least four times as many of the other. By
+            default they stay: quantizing costs them more than it gains.
+        blocks: also convert the first and last blocks that a recipe's authors keep in high precision: ``recipe``'s
             ``high_precision_blocks``, which NVFP4 has.
-        policy, rows: as of :func:`narrowcast.set_recipe`; the receipt tells what was chosen, and the times.
-        dry_run: change nothing, and return the :class:`Receipt` of what would be done.
+        policy, rows: as in :func:`narrowcast.set_recipe`; the receipt lists the choices and times.
+        dry_run: change nothing, and return the :class:`Receipt`.
     Returns:
-        ``model``. :func:`narrowcast.receipt` says of every module with the weight of a GEMM what was decided and why.
+        ``model``; :func:`narrowcast.receipt` returns the decisions with their reasons.
 
     Nothing changes if it raises.
 
     Raises:
-        TypeError: ``model`` is no module, ``recipe`` no recipe, an unknown argument.
-        ValueError: a pattern that matches no such module, nothing that can be converted among what is asked for, a
-            recipe that cannot be resolved for a layer, another recipe for a weight that is stored, a policy that is
-            unknown or without ``rows``, or "stored" weights of which none is frozen or with another recipe.
+        TypeError: ``model`` is not a module, ``recipe`` is not a recipe, or an argument is unknown.
+        ValueError: a pattern has no match, nothing selected can be converted, a recipe cannot be resolved for a layer,
+            a stored weight has another recipe, a policy is unknown or lacks ``rows``, or "stored" weights are not
+            frozen or have another recipe.
         RuntimeError: a policy without a GPU.
     """
     _check_arguments(model, recipe, weights, unknown)
@@ -149,10 +148,10 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Undo :func:`convert` for all of a model's modules: their classes and attributes are again those of before.
+    """Undo :func:`convert` for all of a model's modules: restore their classes and attributes.
 
-    Parameters keep the values that they have now, weights that were stored quantized those of the quantized copy;
-    recipes and the state of delayed scaling are dropped.
+    Parameters keep their current values; weights that were stored quantized get the values of the quantized copy.
+    Recipes and the state of delayed scaling are dropped.
 
     Returns:
         ``model``.
@@ -160,7 +159,7 @@ def revert(model: Model) -> Model:
     Nothing changes if it raises.
 
     Raises:
-        RuntimeError: something gave a converted module yet another class.
+        RuntimeError: other code has changed a converted module's class.
     """
     converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     for name, module in converted:

@@ -227,15 +227,15 @@ class Receipt:
 
 
 def receipt(model: nn.Module) -> Receipt:
-    """Return what was decided about a model, by :func:`narrowcast.convert` and ``distributed.shard``; print it.
+    """Return the decisions of :func:`narrowcast.convert` and ``distributed.shard`` about a model; print it.
 
-    It is made when it is asked for: after converting, loading or training, and for a model that was never converted.
-    Names are those of the model, or part of a model, that is passed.
+    The receipt is made on request: after converting, loading or training, and for a model that was never converted.
+    Names are relative to the model, or part of a model, that is passed.
 
     Args:
         model: any module.
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

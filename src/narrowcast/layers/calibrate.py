@@ -15,11 +15,11 @@ from .delayed import DelayedLayer
 
 
 def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes: int = 2) -> nn.Module:
-    """Find the scales of delayed scaling from a forward and backward, so that the first step is as right as later ones.
+    """Compute the scales of delayed scaling from a forward and backward, for an accurate first step.
 
-    The first scales are constants (``initial_scale``), and what they do not hold saturates. ``step`` runs ``passes``
-    times, each time with the same random numbers, and the scales are renewed after each. The first pass may saturate;
-    the next one sees what lies behind that. Gradients, ``main_grad``, buffers and random states are then put back.
+    The first scales are constants (``initial_scale``), and larger values saturate. ``step`` runs ``passes`` times with
+    the same random numbers, and the scales are renewed after each. The first pass may saturate; the next one then has
+    scales that fit. Gradients, ``main_grad``, buffers and random states are restored.
 
     Args:
         model: holds the layers, eager or compiled, sharded or not.
@@ -27,7 +27,7 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
             reduces amax over ranks if training does. It must not call the optimizer.
         passes: at least 1.
     Returns:
-        the model.
+        ``model``.
     Raises:
         ValueError: ``passes`` is less than 1, or the model is in evaluation mode.
         RuntimeError: no layer ran under delayed scaling with gradients, or ``step`` has changed a parameter.

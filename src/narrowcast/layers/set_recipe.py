@@ -39,24 +39,24 @@ def set_recipe(
     """Give every low-precision layer of a model its own recipe; no ``autocast`` is needed then.
 
     ``model`` renews the scales of its delayed layers at the start of each of its training forwards, in a few launches.
-    Layers that run outside of its forward, as parts, renew their own.
+    Layers that run outside its forward, as parts, renew their own.
 
     Args:
         model: the model, or any part of one.
-        recipe: for all layers: a recipe, the name of one (:data:`narrowcast.recipe.NAMES`), or None for high precision.
-            Or ordered patterns of module names, of which a later one overrides an earlier:
-            ``{"": R, "layers.*.mlp": "block", "lm_head": None}``. A pattern stands for the modules it names and all
-            within them; ``*`` is one part of a name, ``**`` any number, "" the model itself. Or such a table as JSON
+        recipe: one for all layers: a recipe, its name (:data:`narrowcast.recipe.NAMES`), or None for high precision. Or
+            a table of module-name patterns, in which later patterns override earlier ones: ``{"": R, "layers.*.mlp":
+            "block", "lm_head": None}``. A pattern selects the modules it matches and all modules inside them; ``*`` is
+            one part of a name, ``**`` any number, "" the model itself. Or such a table as JSON
             (:func:`narrowcast.recipe.recipes_to_json`).
-        policy: "auto" leaves those layers in high precision that are faster so on this GPU at their sizes, as timed
-            once, "auto-graphs" as CUDA graphs replay them (:mod:`narrowcast.policy`); None asks for no timing.
-        rows: that a layer sees per call, batch x tokens; for a policy.
+        policy: "auto" keeps in high precision the layers that are faster so on this GPU at their sizes, as timed once;
+            "auto-graphs" times CUDA graph replays (:mod:`narrowcast.policy`); None times nothing.
+        rows: rows of a layer per call, batch x tokens; for a policy.
     Returns:
         ``model``.
     Raises:
-        TypeError: no recipe.
-        ValueError: a pattern that no low-precision layer matches, a model without any, an unknown policy, or one
-            without ``rows``.
+        TypeError: ``recipe`` is not a recipe.
+        ValueError: a pattern matches no low-precision layer, the model has none, or a policy is unknown or lacks
+            ``rows``.
         RuntimeError: a policy without a GPU.
     """
     table = recipe_table(recipe, "set_recipe")
@@ -187,19 +187,17 @@ def _renewed_by_root_while_tracing(context: Any) -> None:
 
 
 def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
-    """Compute MAX over ranks of the amax that the delayed layers of a model have collected; call it after every
-    backward.
+    """Reduce the collected amax of a model's delayed layers over ranks, by MAX; call it after every backward.
 
-    One all-reduce whose layout follows from ``model.modules()`` alone: it does not matter which layers ran on a rank,
-    how often, or which have no state yet. The first call for a group compares sizes besides. Call it before the
-    next training forward, which renews: with accumulated gradients once per microbatch. Otherwise scales and histories
-    of the ranks differ, and a checkpoint holds those of one. Recipes with ``reduce_amax=False``
-    take no part.
+    One all-reduce whose layout follows only from ``model.modules()``: ranks may run different layers, or not have their
+    state yet. The first call for a group also compares sizes. Call it before the next training forward, which renews:
+    with accumulated gradients once per microbatch. Otherwise scales and histories differ between ranks, and a
+    checkpoint holds those of one rank. Recipes with ``reduce_amax=False`` take no part.
 
     Args:
-        group: process group of the ranks that hold equal models; None is the default group.
+        group: process group of the ranks with equal models; None is the default group.
     Raises:
-        RuntimeError: the ranks' models have layers of different sizes; on all of them.
+        RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
     slots = [
         slot

@@ -43,32 +43,32 @@ class DotProductAttention(nn.Module):
 
     Args:
         num_attention_heads: heads of the queries, over all ``tp_size`` ranks.
-        kv_channels: head dim, or (that of queries and keys, that of values).
-        num_gqa_groups: heads of keys and values, which divide those of the queries; default: as many.
+        kv_channels: head dim, or (head dim of queries and keys, head dim of values).
+        num_gqa_groups: heads of keys and values, a divisor of the queries' heads; default: as many.
         attention_dropout: probability that a weight is dropped in training.
-        qkv_format: "sbhd" (s, b, h, d), "bshd" (b, s, h, d) or "thd" (tokens, h, d), sequences behind each other.
-        attn_mask_type: "no_mask", "padding", "causal", "padding_causal" (also "padding,causal"),
-            "causal_bottom_right", "padding_causal_bottom_right" or "arbitrary".
-        window_size: (left, right) keys seen beside the diagonal, -1 without bound.
+        qkv_format: "sbhd" (s, b, h, d), "bshd" (b, s, h, d) or "thd" (tokens, h, d), with concatenated sequences.
+        attn_mask_type: "no_mask", "padding", "causal", "padding_causal" (also "padding,causal"), "causal_bottom_right",
+            "padding_causal_bottom_right" or "arbitrary".
+        window_size: (left, right) visible keys beside the diagonal, -1 for unbounded.
         bottom_right_diagonal: count window, causality and ALiBi from the diagonal that ends at the last query and key;
-            None: as the mask type says.
+            None: by the mask type.
         sequence_parallel, tp_group, attention_type, layer_number: accepted, without effect on the computation.
-        tp_size: ranks among which the heads are split.
-        get_rng_state_tracker: returns the object whose ``fork()`` dropout runs in, unless ``sequence_parallel``.
-        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as of ``set_context_parallel_group``.
+        tp_size: ranks that split the heads.
+        get_rng_state_tracker: returns the object whose ``fork()`` surrounds dropout, unless ``sequence_parallel``.
+        cp_group, cp_global_ranks, cp_stream, cp_comm_type: as in ``set_context_parallel_group``.
         softmax_scale: default 1/sqrt(head dim of the keys).
         softmax_type: "vanilla"; "off-by-one" adds 1 to the denominator; "learnable" adds exp(softmax_offset) of each
-            head, a parameter (1, h, 1, 1) in fp32 that begins at 0.
-        return_max_logit: return the largest score of each head (h) in the dtype of the output, too.
+            head, a parameter (1, h, 1, 1) in fp32 that starts at 0.
+        return_max_logit: also return the largest score of each head (h) in the output's dtype.
         name: for messages.
 
-    The backends that may be used are read from ``NARROWCAST_FLASH_ATTN``, ``NARROWCAST_FUSED_ATTN``,
-    ``NARROWCAST_UNFUSED_ATTN`` and ``NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO`` when the module is made.
+    The module reads the allowed backends from ``NARROWCAST_FLASH_ATTN``, ``NARROWCAST_FUSED_ATTN``,
+    ``NARROWCAST_UNFUSED_ATTN`` and ``NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO`` when it is created.
 
     Raises:
-        ValueError: a size that is not positive, heads that groups or ranks do not divide, an unknown name, a window
-            that is none.
-        NotImplementedError: context parallelism by another exchange than "all_gather".
+        ValueError: a size is not positive, groups or ranks do not divide the heads, a name is unknown, or the window is
+            not a pair of ints.
+        NotImplementedError: context parallelism with another exchange than "all_gather".
     """
 
     softmax_offset: Tensor | None

@@ -24,41 +24,42 @@ if TYPE_CHECKING:
 
 
 class GroupedLinear(GroupedLinearLayer):
-    """y_g = x_g w_g^T + b_g for every group g of rows, quantized as its recipe says, or that of the autocast in force.
+    """y_g = x_g w_g^T + b_g for every group g of rows, quantized under its recipe or the current autocast's.
 
-    Every group is quantized as a ``Linear`` of its own would quantize it; all of them in one launch where the format
-    has a kernel for it. Any number of tokens and any feature sizes work, and groups may be empty.
+    Each group is quantized like a separate ``Linear``, all groups in one launch if the format has a kernel for it. Any
+    number of tokens and any feature sizes work, and groups may be empty.
 
     Args:
         num_gemms: groups, each with a weight and a bias.
         in_features, out_features: sizes of the last dim of input and output, over all tensor-parallel ranks.
         bias: add a learned bias per group.
         recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
-        parallel_mode: "column": ``out_features`` is sharded, "row": ``in_features`` is; None: neither. Nothing is
+        parallel_mode: "column" shards ``out_features``, "row" shards ``in_features``, None neither. Nothing is
             communicated here.
         tp_size: ranks that share the layer.
-        return_bias: return the biases beside the output instead of adding them.
+        return_bias: return the biases with the output instead of adding them.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
         init_method: fills one group's weight in place; default: normal with standard deviation 0.023.
-        get_rng_state_tracker: returns an object whose ``fork()`` is entered while a weight is initialized, with
-            ``rng_tracker_name`` where that is given.
+        get_rng_state_tracker: returns an object whose ``fork()`` surrounds the initialization of a weight.
+        rng_tracker_name: name of the state for ``fork``.
         name: name in the quantizer roles of a custom recipe.
         single_grouped_parameter: hold all weights in one parameter ``weight`` (num_gemms, out_features, in_features)
             and all biases in one ``bias`` (num_gemms, out_features), instead of ``weight0``, ``bias0`` and so on.
         single_grouped_weight, single_grouped_bias: the same for one of the two; None follows
             ``single_grouped_parameter``.
         fuse_wgrad_accumulation: as in ``Linear``, for every weight: each has a ``main_grad`` of its shape, a single one
-            (num_gemms, out_features, in_features). ``overwrite_main_grad`` is set on all weights or on none.
-        delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` makes the gradients of all groups.
+            (num_gemms, out_features, in_features). Set ``overwrite_main_grad`` on all weights or on none.
+        delay_wgrad_compute: as in ``Linear``; :meth:`backward_dw` computes the gradients of all groups.
         save_original_input: as in ``Linear``.
-        tp_group: the processes that share every group's weight, in place of ``tp_size``.
-        sequence_parallel: whether they share the rows. Nothing is communicated here: what brings the tokens does that.
-        **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
+        tp_group: the processes that share every group's weight, instead of ``tp_size``.
+        sequence_parallel: whether they share the rows. Nothing is communicated here.
+        **options: Transformer Engine's other options, at the values that request nothing (``ub_*=False,
+            symmetric_ar_type=None``).
 
     Raises:
-        ValueError: a size or a mode that cannot be, or a bias with tensor parallelism.
+        ValueError: a size or mode is impossible, or a bias is combined with tensor parallelism.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     def __init__(

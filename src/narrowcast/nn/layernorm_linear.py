@@ -35,9 +35,9 @@ _PROGRAM = Program([autograd.Norm(1, 2), autograd.Linear(3, 4)], 5)
 
 
 class LayerNormLinear(NormLinearLayer):
-    """y = norm(x) w^T + b, quantized as its recipe says, or that of the autocast in force; else in high precision.
+    """y = norm(x) w^T + b, quantized under its recipe or the current autocast's; else in high precision.
 
-    The norm quantizes its output itself: in high precision it exists only where it is returned, or where the recipe's
+    The norm quantizes its output itself. The output exists in high precision only if it is returned or the recipe's
     backward reads it.
 
     Args:
@@ -46,26 +46,27 @@ class LayerNormLinear(NormLinearLayer):
         bias: add a learned (out_features,) bias.
         recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         normalization: "LayerNorm" or "RMSNorm".
-        return_bias: return the bias beside the output instead of adding it.
-        return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
-        return_layernorm_output_gathered: return the rows of all processes of it; with ``sequence_parallel`` only.
+        return_bias: return the bias with the output instead of adding it.
+        return_layernorm_output: also return the norm's output, with a gradient.
+        return_layernorm_output_gathered: return the rows of all processes of it; only with ``sequence_parallel``.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
         fuse_wgrad_accumulation, delay_wgrad_compute, parameters_split: as in :class:`Linear`.
         parallel_mode: None, or "column": every process holds rows of the weight.
-        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. The
-            parameters of a norm whose input is a share of the rows have ``sequence_parallel`` set: their gradients are
-            those of the process's rows.
-        **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
+        tp_group, tp_size, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`.
+        sequence_parallel: as in :class:`Linear`. The norm's parameters get the attribute ``sequence_parallel`` if its
+            input is a row shard: their gradients cover the process's rows.
+        **options: Transformer Engine's other options, at the values that request nothing (``ub_*=False,
+            symmetric_ar_type=None``).
     Raises:
-        ValueError: a size that is not positive, an unknown normalization, ``return_layernorm_output_gathered``. In
-            forward, before any kernel, ValueError: the input's last dim is not ``in_features``.
-        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
-        RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
+        ValueError: a size is not positive, the normalization is unknown, or ``return_layernorm_output_gathered`` lacks
+            ``sequence_parallel``; in forward, the input's last dim is not ``in_features``.
+        TypeError: in forward, the input's dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: in forward, the input is on another device, or a quantized weight does not fit the recipe.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     def __init__(

@@ -42,10 +42,10 @@ def activation_settings(activation: str, params: Mapping[str, float] | None) -> 
 
 
 class LayerNormMLP(NormLinearLayer):
-    """y = activation(norm(x) w1^T + b1) w2^T + b2, quantized as its recipe says, or the autocast's.
+    """y = activation(norm(x) w1^T + b1) w2^T + b2, quantized under its recipe or the current autocast's.
 
-    Norm and activation quantize their outputs themselves. For the backward the layer keeps the quantized operands, the
-    output of fc1 and the statistics of the norm; with ``checkpoint`` only the input and the parameters.
+    Norm and activation quantize their outputs themselves. The layer saves the quantized operands, the output of fc1 and
+    the statistics of the norm; with ``checkpoint`` only the input and the parameters.
 
     Args:
         hidden_size: size of the last dim of input and output.
@@ -55,31 +55,33 @@ class LayerNormMLP(NormLinearLayer):
         recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "geglu", "qgeglu", "glu", "reglu", "sreglu",
-            "swiglu", "clamped_swiglu", "situ_glu". The first half of fc1's output is the gate of a gated one.
+            "swiglu", "clamped_swiglu", "situ_glu". The first half of fc1's output is the gate.
         activation_params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu"; ``beta1``, ``beta2`` of
             "situ_glu".
-        return_bias: return fc2's bias beside the output instead of adding it.
-        return_layernorm_output: return the norm's output, too; a gradient that arrives there counts.
-        return_layernorm_output_gathered: return the rows of all processes of it; with ``sequence_parallel`` only.
+        return_bias: return fc2's bias with the output instead of adding it.
+        return_layernorm_output: also return the norm's output, with a gradient.
+        return_layernorm_output_gathered: return the rows of all processes of it; only with ``sequence_parallel``.
         zero_centered_gamma: ``layer_norm_weight`` holds gamma - 1.
-        checkpoint: save nothing but input and parameters, and compute the rest again in the backward.
+        checkpoint: save only input and parameters, and recompute the rest in the backward.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
         init_method, output_layer_init_method: fill fc1's and fc2's weight in place; default: normal with standard
             deviation 0.023.
         name: the layers' names in the quantizer roles of a custom recipe are ``<name>.fc1`` and ``<name>.fc2``.
         fuse_wgrad_accumulation, delay_wgrad_compute: as in :class:`Linear`, for both weights.
         set_parallel_mode: split the block: fc1 as a "column" layer and fc2 as a "row" layer.
-        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`. Each
-            process's rows of a gated fc1 are its share of the gates, and behind them its share of the rest.
-        **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
+        tp_group, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in :class:`Linear`.
+        tp_size: as in :class:`Linear`. Each process's rows of a gated fc1 are its share of the gates, then its share of
+            the rest.
+        **options: Transformer Engine's other options, at the values that request nothing (``ub_*=False,
+            symmetric_ar_type=None``).
     Raises:
-        ValueError: a size that is not positive, an unknown normalization, activation or activation parameter,
-            ``return_layernorm_output_gathered``. In forward, before any kernel, ValueError: the input's last dim is not
+        ValueError: a size is not positive, the normalization, activation or an activation parameter is unknown, or
+            ``return_layernorm_output_gathered`` lacks ``sequence_parallel``; in forward, the input's last dim is not
             ``hidden_size``.
-        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
-        RuntimeError: it lives on another device, or a quantized weight does not fit the recipe.
+        TypeError: in forward, the input's dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: in forward, the input is on another device, or a quantized weight does not fit the recipe.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     fc1_weight: nn.Parameter

@@ -35,51 +35,51 @@ if TYPE_CHECKING:
 
 
 class Linear(LinearLayer, nn.Linear):
-    """y = x w^T + b, quantized as its recipe says, or that of the autocast in force; without one in high precision.
+    """y = x w^T + b, quantized under its recipe or the current autocast's; without one in high precision.
 
-    Any number of tokens and any feature sizes work; where a kernel needs multiples, zeros are added and cut away.
+    Any number of tokens and any feature sizes work. The layer pads to the multiples that a kernel needs and crops the
+    result.
 
     Args:
         in_features, out_features: sizes of the last dim of input and output.
         bias: add a learned (out_features,) bias.
         recipe: the layer's own recipe, or its name (:data:`narrowcast.recipe.NAMES`); an ``autocast`` overrides it.
-        return_bias: return the bias beside the output instead of adding it.
+        return_bias: return the bias with the output instead of adding it.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (fp32 or bf16), or overwrite it in the
-            first microbatch and where ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None; a parameter
-            with the attribute ``grad_added_to_main_grad`` gets that set to True and a placeholder as its gradient,
-            zeros with ``zero_out_wgrad``, else uninitialized.
-        delay_wgrad_compute: the backward queues what the weight and bias gradients are made from;
-            :meth:`backward_dw` makes them, one backward per call, first in, first out.
-        parameters_split: names of several parameters ``<name>_weight`` and ``<name>_bias`` in place of weight and bias,
-            of equally many rows, or a dict from names to rows. They start as views of one buffer; where they are no
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (fp32 or bf16). Overwrite it in the
+            first microbatch and if ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None. A parameter with
+            the attribute ``grad_added_to_main_grad`` gets it set to True and a placeholder as its gradient: zeros with
+            ``zero_out_wgrad``, else uninitialized.
+        delay_wgrad_compute: the backward queues the operands of the weight and bias gradients; :meth:`backward_dw`
+            computes them, one backward per call, first in, first out.
+        parameters_split: names of several parameters ``<name>_weight`` and ``<name>_bias`` with equally many rows,
+            instead of weight and bias, or a dict from names to rows. They start as views of one buffer. If they are no
             longer adjacent, and in compiled code, every forward concatenates them.
-        save_original_input: keep the unquantized input for the backward and quantize it again there, for when others
-            keep it alive anyway.
-        parallel_mode: "column": every process holds rows of the weight and makes columns of the output; "row": every
-            process holds columns of the weight, gets columns of the input, and the outputs are summed, the bias behind
-            that. The layer's ``in_features`` and ``out_features`` are those of its process.
-        tp_group: the processes that share the layer;
-        ``tp_size``: how many, where the group comes later, by :meth:`set_tensor_parallel_group`. One process alone
-            communicates nothing.
-        sequence_parallel: outside of the layer every process holds a share of the rows: "column" gathers its input,
-            "row" scatters its output, along the first dim. The gradient of a row-parallel bias is then that of the
-            process's rows, and the bias has ``sequence_parallel`` set.
-        get_rng_state_tracker: returns an object whose ``fork()``, or ``fork(rng_tracker_name)``, is entered while the
-            weight is initialized, as processes should draw different numbers for different parts.
-        **options: the other options of Transformer Engine's class, at the values that ask for nothing
-            (``ub_*=False, symmetric_ar_type=None``); others raise NotImplementedError.
-
-    It raises in forward, before any kernel.
+        save_original_input: save the unquantized input and quantize it again in the backward; useful if other code
+            keeps it alive.
+        parallel_mode: "column": every process holds rows of the weight and computes columns of the output. "row": every
+            process holds columns of the weight, gets columns of the input, and the outputs are summed, then the bias is
+            added. The attributes ``in_features`` and ``out_features`` are the process's.
+        tp_group: the processes that share the layer. One process alone communicates nothing.
+        tp_size: their number, if :meth:`set_tensor_parallel_group` sets the group later.
+        sequence_parallel: outside the layer every process holds a row shard: "column" gathers its input, "row" scatters
+            its output, along the first dim. The gradient of a row-parallel bias then covers the process's rows, and the
+            bias has the attribute ``sequence_parallel``.
+        get_rng_state_tracker: returns an object whose ``fork()``, or ``fork(rng_tracker_name)``, surrounds the
+            initialization of the weight, so that processes draw different numbers for their parts.
+        rng_tracker_name: name of the state for ``fork``.
+        **options: Transformer Engine's other options, at the values that request nothing (``ub_*=False,
+            symmetric_ar_type=None``).
 
     Raises:
-        ValueError: the input's last dim is not ``in_features``.
-        TypeError: its dtype is not the parameters', outside ``torch.autocast``.
-        RuntimeError: it lives on another device, a quantized weight does not fit the recipe, or ``tp_size`` came
-            without a group.
+        ValueError: in forward, the input's last dim is not ``in_features``.
+        TypeError: in forward, the input's dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: in forward, the input is on another device, a quantized weight does not fit the recipe, or
+            ``tp_size`` has no group.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     def __init__(

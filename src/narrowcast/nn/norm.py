@@ -47,16 +47,16 @@ class LayerNorm(_Norm, nn.LayerNorm):
         normalized_shape: size K of the last dim.
         eps: added to the variance.
         zero_centered_gamma: the weight holds gamma - 1.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
-        dtype, params_dtype: of the parameters; default: torch's default dtype.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
+        dtype, params_dtype: dtype of the parameters; default: torch's default dtype.
         hidden_size: the older name of ``normalized_shape``.
-        sequence_parallel: the input is a share of the rows; set on the parameters, as gradients are those of the rows
-            of one process until they are summed. None sets nothing.
+        sequence_parallel: set this attribute on the parameters: the input is a row shard, and their gradients cover the
+            rows of one process until they are summed. None sets nothing.
     Raises:
-        ValueError: no size, two, or more than one dim, or in forward an input of another last dim.
-        RuntimeError: in forward, an input on another device.
-        TypeError: in forward, one that is not fp32, bf16 or fp16, or not of the parameters' dtype where that is not
-            fp32, outside ``torch.autocast``.
+        ValueError: no size, two sizes, or more than one dim; in forward another last dim.
+        RuntimeError: in forward, the input is on another device.
+        TypeError: in forward, the dtype differs outside ``torch.autocast``, unless the parameters are fp32, or is not
+            fp32, bf16 or fp16.
     """
 
     _normalization = "LayerNorm"

@@ -124,7 +124,7 @@ def with_fp8_parameters() -> bool:
 
 
 def get_default_recipe() -> Recipe:
-    """Return MXFP8 where it is native, current scaling on capability 12 and newer, else delayed scaling."""
+    """Return the default recipe: MXFP8 if native, current scaling on capability 12 and newer, else delayed."""
     if is_mxfp8_available():
         return MXFP8BlockScaling()
     if get_device_compute_capability() >= (12, 0):
@@ -166,18 +166,18 @@ def _recipe_named(name: str, owner: str) -> Recipe:
 class autocast:
     """Run the layers inside in low precision, whatever recipe they own.
 
-    Usable as a context manager or a decorator, around a compiled function or inside it. An instance may be used again
-    once it was left; contexts of one thread may be left in any order, also by another thread that closes a generator.
+    Use it as a context manager or a decorator, around or inside a compiled function. An instance may be used again
+    after it was left. Contexts of one thread may be left in any order, also by another thread that closes a generator.
 
     Args:
         enabled: False runs the layers in high precision.
-        calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax on the way.
-        recipe: how to quantize, a recipe or its name; None takes :func:`get_default_recipe`.
-        amax_reduction_group: what :func:`get_fp8_group` returns; ``reduce_delayed_scaling`` reduces amax. Delayed
+        calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax.
+        recipe: a recipe or its name; None takes :func:`get_default_recipe`.
+        amax_reduction_group: the result of :func:`get_fp8_group`. Reduce amax with ``reduce_delayed_scaling``; delayed
             scaling warns once if steps pass without it.
     Raises:
-        TypeError: ``recipe`` is no recipe, or one is given in the place of ``enabled``.
-        RuntimeError: entering an instance that is active; or, in torch before 2.13, entering inside a compiled
+        TypeError: ``recipe`` is not a recipe, or a recipe is passed as ``enabled``.
+        RuntimeError: the instance is active; or, before PyTorch 2.13, it is entered inside a compiled
             ``torch.utils.checkpoint``.
     """
 
@@ -321,16 +321,16 @@ class fp8_autocast(autocast):
 
 
 class quantized_model_init:
-    """Modules made inside keep their weights quantized.
+    """Create modules whose weights are stored quantized.
 
-    Under ``torch.no_grad()`` without what only a backward reads, which is half the bytes.
+    Under ``torch.no_grad()`` the weights lack the data that only a backward reads: half the bytes.
 
     Args:
-        enabled: False makes ordinary parameters.
-        recipe: whose weight quantizer to use, a recipe or its name; None takes :func:`get_default_recipe`. Delayed
-            scaling has no history when a weight is made, so its weights are scaled by their own amax.
-        preserve_high_precision_init_val: keep a CPU copy of the initial value, read by
-            ``param.get_high_precision_init_val()`` and dropped by ``param.clear_high_precision_init_val()``.
+        enabled: False creates ordinary parameters.
+        recipe: the recipe, or its name, whose weight quantizer is used; None takes :func:`get_default_recipe`. Delayed
+            scaling has no history yet, so its weights are scaled by their own amax.
+        preserve_high_precision_init_val: keep a CPU copy of the initial value. Read it with
+            ``param.get_high_precision_init_val()``, drop it with ``param.clear_high_precision_init_val()``.
     """
 
     def __init__(

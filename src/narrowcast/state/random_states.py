@@ -13,15 +13,15 @@ from .._device import default_device
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; inside ``fork(name)`` the device's random numbers come from the state of that name.
+    """Named random states; inside ``fork(name)`` the device draws random numbers from that state.
 
-    A layer takes a function that returns one as ``get_rng_state_tracker``; :func:`narrowcast.checkpoint` repeats its
-    states. Eager code only: a graph that is compiled draws from a state of its own.
+    A layer takes a function that returns a tracker as ``get_rng_state_tracker``; :func:`narrowcast.checkpoint` repeats
+    its states. Eager code only: a compiled graph draws from its own state.
 
     Args:
-        device: whose default generator; None is the accelerator where there is one, else the CPU.
-        graph_safe: keep generators in place of bytes, so that ``fork`` may be captured in a CUDA graph, which must know
-            of them: call :meth:`register` before the capture. On a CPU there are no graphs, and it has no effect.
+        device: the device of the default generator; None is the accelerator if there is one, else the CPU.
+        graph_safe: keep generators instead of bytes, so that a CUDA graph can capture ``fork``. Call :meth:`register`
+            before the capture. Without effect on a CPU.
     """
 
     def __init__(self, device: torch.device | str | None = None, graph_safe: bool = False) -> None:

@@ -19,12 +19,12 @@ from .autocast import THREAD, is_fp8_enabled
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return whether the code that runs now is inside of :func:`checkpoint`, under a recipe of an autocast."""
+    """Return whether the current code runs inside :func:`checkpoint`, under an autocast's recipe."""
     return THREAD.state.recomputes is not None and is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether it is so, and this is the recomputation."""
+    """Return whether the current code is the recomputation of :func:`checkpoint`, under an autocast's recipe."""
     return bool(THREAD.state.recomputes) and is_fp8_enabled()
 
 
@@ -60,20 +60,20 @@ def checkpoint(
 ) -> Any:
     """Run ``torch.utils.checkpoint``; the recomputation has the recipe of the first forward.
 
-    PyTorch's own does, too: a layer that runs inside a backward, outside of any autocast, runs under the recipe of its
-    last forward. This one also holds where a layer ran under several.
+    PyTorch's own also works: a layer inside a backward, outside any autocast, runs under the recipe of its last
+    forward. This one also works for a layer that ran under several recipes.
 
     Args:
-        function: what to recompute in the backward.
+        function: the function to recompute in the backward.
         use_reentrant: as in PyTorch; only the non-reentrant form compiles.
-        distribute_saved_activations: must be False; ``tp_group`` is what Transformer Engine distributes them over, and
-            is not read.
-        get_rng_state_tracker: returns an object that keeps random states of its own, by ``get_states()`` and
-            ``set_states(states)``; the recomputation starts from those of the first forward. Eager code only.
+        distribute_saved_activations: must be False.
+        tp_group: the group that Transformer Engine distributes saved activations over; not read.
+        get_rng_state_tracker: returns an object with random states of its own, read and set by ``get_states()`` and
+            ``set_states(states)``; the recomputation starts from the first forward's. Eager code only.
         **kwargs: for the function and, by PyTorch's names, for the checkpoint.
     Raises:
         NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
-        TypeError: ``function`` or the tracker cannot be called.
+        TypeError: ``function`` or the tracker is not callable.
     """
     run = torch.utils.checkpoint.checkpoint
     compiling = torch.compiler.is_compiling()
