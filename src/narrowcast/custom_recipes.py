@@ -38,23 +38,23 @@ def _is(role: QuantizerRole | None, *kinds: str) -> bool:
 
 
 def high_precision_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return no quantization: the tensor as it is."""
+    """Return a quantizer that keeps high precision."""
     return IdentityQuantizer()
 
 
 def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest:
-    """Per-tensor FP8 with the scale from earlier steps: a request, because the state belongs to the module."""
+    """Return a request for per-tensor FP8 with the scale from earlier steps, whose state the module holds."""
     return DelayedScalingRequest()
 
 
 def current_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """Per-tensor FP8 with the scale from the tensor itself: E4M3, gradients in E5M2."""
+    """Return a per-tensor FP8 quantizer with the scale from the tensor itself: E4M3, gradients in E5M2."""
     is_gradient = _is(role, *BACKWARD_TENSOR_TYPES)
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if is_gradient else DType.kFloat8E4M3)
 
 
 def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return FP8 with power-of-two scales: 128x128 tiles for weights, 1x128 blocks for the rest."""
+    """Return an FP8 quantizer with power-of-two scales: 128x128 tiles for weights, 1x128 blocks for the rest."""
     return Float8BlockQuantizer(
         DType.kFloat8E4M3,
         rowwise=True,
@@ -64,12 +64,12 @@ def float8_block_scaling_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def mxfp8_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return MXFP8: E4M3 with one E8M0 scale per 32 elements."""
+    """Return an MXFP8 quantizer: E4M3 with one E8M0 scale per 32 elements."""
     return MXFP8Quantizer(DType.kFloat8E4M3)
 
 
 def nvfp4_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return NVFP4: 16x16 tiles for weights; the rest rotated for wgrad, gradients also rounded stochastically."""
+    """Return an NVFP4 quantizer: weights in 16x16 tiles, the rest rotated for wgrad, gradients also stochastic."""
     is_weight = _is(role, "weight")
     return NVFP4Quantizer(
         with_rht=not is_weight,
@@ -92,15 +92,15 @@ def _by_direction(forward: Quantizer, backward: Quantizer, dequantized: bool = F
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return the forward in high precision, the backward in MXFP8."""
+    """Return a quantizer that keeps the forward in high precision and runs the backward in MXFP8."""
     mxfp8 = mxfp8_factory(role)
     return mxfp8 if _is(role, "grad_output") else _by_direction(IdentityQuantizer(), mxfp8)
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return the forward in MXFP8, the backward in NVFP4: weights in plain blocks of 16 of what the forward read.
+    """Return a quantizer for a forward in MXFP8 and a backward in NVFP4, with the forward's weights in blocks of 16.
 
-    Inputs and gradients of the backward are as :func:`nvfp4_factory` makes them.
+    Inputs and gradients of the backward are as in :func:`nvfp4_factory`.
     """
     if _is(role, "grad_output"):
         return nvfp4_factory(role)
@@ -112,7 +112,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return the forward in MXFP8, the backward in high precision from what the forward read."""
+    """Return a quantizer for a forward in MXFP8 and a backward in high precision on the forward's values."""
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     mxfp8 = mxfp8_factory(role)
@@ -122,14 +122,17 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return NVFP4 with weights in blocks of 16 in place of tiles, column-wise quantized from what the forward read."""
+    """Return an NVFP4 quantizer with weights in blocks of 16, column-wise from the forward's values."""
     if _is(role, "weight"):
         return _by_direction(NVFP4Quantizer(), NVFP4Quantizer(), dequantized=True)
     return nvfp4_factory(role)
 
 
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return the forward in NVFP4, inputs with an amax per row; the backward in high precision from what that read."""
+    """Return a quantizer for a forward in NVFP4, inputs with an amax per row, and a high-precision backward.
+
+    The backward reads the forward's values.
+    """
     if _is(role, "grad_output"):
         return IdentityQuantizer()
     plain = NVFP4Quantizer(row_scaled_nvfp4=_is(role, "input"))
@@ -139,10 +142,9 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return grouped layers: the forward in NVFP4, inputs with an amax per row; the backward in MXFP8 of what that
-    read.
+    """Return, for grouped layers, a quantizer for a forward in NVFP4, inputs with an amax per row, and MXFP8 backward.
 
-    The rest is in MXFP8.
+    The backward quantizes the forward's values. Other layers use MXFP8.
     """
     mxfp8 = mxfp8_factory(role)
     if role is None or role.module_type != "grouped_linear" or not _is(role, "input", "weight"):
@@ -151,7 +153,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quanti
 
 
 def nvfp4_linear_mxfp8_grouped_linear_factory(role: QuantizerRole | None) -> Quantizer:
-    """Return grouped layers in MXFP8, the others in NVFP4."""
+    """Return an MXFP8 quantizer for grouped layers, an NVFP4 quantizer for others."""
     return (
         mxfp8_factory(role)
         if role is not None and role.module_type == "grouped_linear"

@@ -29,7 +29,7 @@ GAIN = 0.97  # of the time in high precision, at most: what is nearer differs fr
 
 
 class Timing(NamedTuple):
-    """What was measured of a linear layer, forward and backward, in high precision and under the recipe."""
+    """The times of a linear layer, forward and backward, in high precision and under the recipe."""
 
     rows: int
     out_features: int
@@ -42,7 +42,7 @@ class Timing(NamedTuple):
 
 
 def timings() -> list[Timing]:
-    """Return all that was measured on this GPU.
+    """Return all measurements of this GPU.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -51,7 +51,7 @@ def timings() -> list[Timing]:
 
 
 def forget() -> None:
-    """Drop what was measured on this GPU, such as after an upgrade of its driver.
+    """Drop the measurements of this GPU, for example after an upgrade of its driver.
 
     Raises:
         RuntimeError: there is no GPU.
@@ -115,12 +115,12 @@ def _read(file: Path) -> dict[str, list[float]]:
 def measure(
     rows: int, out_features: int, in_features: int, dtype: torch.dtype, recipe: Recipe, replayed: bool
 ) -> tuple[float, float]:
-    """Return milliseconds of a forward and backward of a linear layer: in high precision, and under the recipe.
+    """Measure forward and backward of a linear layer in milliseconds: in high precision, and under the recipe.
 
-    Both take turns, and of each the median counts.
+    Both take turns, and the medians count.
 
     Args:
-        replayed: as replays of a CUDA graph.
+        replayed: measure replays of a CUDA graph.
     """
     place: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     x = torch.randn(rows, in_features, **place).requires_grad_()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """What a custom recipe's factory is told about a slot; empty strings when unknown.
+    """The description of a slot for a custom recipe's factory; empty strings if unknown.
 
-    ``module_type``: linear, grouped_linear, ... ``tensor_type``: input, weight, output, grad_output, grad_input.
-    ``name``: the module's name.
+    Attributes:
+        module_type: linear, grouped_linear, ...
+        tensor_type: input, weight, output, grad_output, grad_input.
+        name: the module's name.
     """
 
     module_type: str = ""

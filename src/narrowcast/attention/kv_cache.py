@@ -193,24 +193,24 @@ class PagedKVCacheManager(KVCacheManager):
 
 
 class InferenceParams:
-    """Keys and values of earlier tokens, and what the layers must know of the step that runs.
+    """Keys and values of earlier tokens, and the state of the current step.
 
-    Call :meth:`pre_step` once before each forward of the model, and hand the object to every layer as
+    Call :meth:`pre_step` once before each forward of the model, and pass the object to every layer as
     ``inference_params``.
 
     Args:
-        max_batch_size, max_sequence_length: sequences at a time, and tokens of each, prompt and answer.
-        num_heads_kv, head_dim_k, dtype: of the keys; None: those of the first key that comes.
-        head_dim_v: of the values; None: as the keys' where those are given.
+        max_batch_size, max_sequence_length: largest number of sequences, and tokens of each, prompt and answer.
+        num_heads_kv, head_dim_k, dtype: of the keys; None: those of the first key.
+        head_dim_v: of the values; None: the keys' if given.
         is_paged: keep the tokens in ``total_num_pages`` pages of ``page_size``; default: as many pages as all sequences
             at full length need.
-        max_ctx_len: new tokens of a sequence in one step at most; needed for packed tokens ("thd").
-        qkv_format: what the layers will be called with.
-        custom_cache_manager: a :class:`KVCacheManager` to keep the tokens in.
-        device: where they are kept; default: the accelerator, or the CPU without one.
+        max_ctx_len: largest number of new tokens of a sequence in one step; needed for packed tokens ("thd").
+        qkv_format: the format of the layers' calls.
+        custom_cache_manager: a :class:`KVCacheManager` that stores the tokens.
+        device: device of the cache; default: the accelerator, or the CPU without one.
     Raises:
-        ValueError: sizes that are not positive, ``is_paged`` without ``page_size``, "thd" without ``max_ctx_len``, an
-            unknown format.
+        ValueError: a size is not positive, ``is_paged`` lacks ``page_size``, "thd" lacks ``max_ctx_len``, or the format
+            is unknown.
     """
 
     def __init__(

@@ -23,19 +23,19 @@ from .masks import packed
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles of positions.
+    """The rotary angles of positions.
 
     Args:
         dim: channels of a head.
-        rotary_percent: share of them that is turned.
-        seq_len_interpolation_factor, pretrained_max_position_embeddings: with both, positions are divided by the
-            factor, or by ``max_seq_len / pretrained_max_position_embeddings`` once that is more; with the factor alone,
-            by it.
+        rotary_percent: share of the channels that is rotated.
+        seq_len_interpolation_factor: positions are divided by it.
+        pretrained_max_position_embeddings: with the factor, positions are divided by the larger of the factor and
+            ``max_seq_len / pretrained_max_position_embeddings``.
         rotary_base: base of the frequencies.
-        interleaved: which channels are a pair.
+        interleaved: pair channels 2i and 2i + 1 instead of i and i + d/2.
 
     Raises:
-        ValueError: a number of channels that is odd or not positive.
+        ValueError: the number of channels is odd or not positive.
     """
 
     inv_freq: Tensor
@@ -98,26 +98,26 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """Turn the first ``freqs.shape[-1]`` channels of queries or keys; the others pass.
+    """Rotate the first ``freqs.shape[-1]`` channels of queries or keys; the others pass unchanged.
 
     Args:
         t: (s, b, h, d), (b, s, h, d) or (tokens, h, d); bf16, fp16 or fp32.
         freqs: (s', 1, 1, d') angles of positions 0, 1, ...; no gradient.
         tensor_format: "sbhd", "bshd" or "thd".
         start_positions: (b) ints, the position of each sequence's first token; default 0.
-        interleaved: which channels are a pair, as for ``freqs``.
-        fused: one kernel, forward and backward; equal to the other way to the bit.
+        interleaved: pair channels 2i and 2i + 1, as in ``freqs``.
+        fused: one kernel, forward and backward, with the same bits.
         cu_seqlens: (b + 1) int32, for "thd": sums of the sequences' lengths, of all ranks together.
         cp_size, cp_rank: with context parallelism, ``t`` holds chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of
             the ``2 cp_size`` chunks of each sequence.
 
     Returns:
-        As ``t``. Computed in fp32 and rounded once. Positions beyond ``freqs`` are checked where that needs no waiting
-        for a GPU; else the last angles stand for them.
+        The shape of ``t``, computed in fp32 and rounded once. Positions beyond ``freqs`` raise unless the check must
+        wait for a GPU; they then use the last angles.
 
     Raises:
-        ValueError: an unknown format, "thd" without ``cu_seqlens``, more positions than angles, shapes that do not fit,
-            or a ``cp_rank`` outside of ``cp_size``.
+        ValueError: the format is unknown, "thd" lacks ``cu_seqlens``, there are more positions than angles, shapes do
+            not fit, or ``cp_rank`` is outside ``cp_size``.
     """
     check_rotary(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions = _within(
@@ -143,21 +143,21 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_rank: int = 0,
     by_group: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values out of one tensor, queries and keys turned on the way, in one kernel.
+    """Split queries, keys and values out of one tensor and rotate queries and keys, in one kernel.
 
     Args:
-        qkv: (s, b, g, w), (b, s, g, w) or (tokens, g, w), contiguous: of each group its queries, its key and its value.
-        q_freqs, k_freqs: angles, as of ``apply_rotary_pos_emb``.
+        qkv: (s, b, g, w), (b, s, g, w) or (tokens, g, w), contiguous: each group's queries, key and value.
+        q_freqs, k_freqs: angles, as in ``apply_rotary_pos_emb``.
         qkv_split_arg_list: widths of queries, key and value in w; the second is the head dim of the first two.
-        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as of ``apply_rotary_pos_emb``.
-        by_group: False where in memory all queries of a token come first, then all its keys, then all its values.
+        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as in ``apply_rotary_pos_emb``.
+        by_group: False if memory holds all queries of a token, then all its keys, then all its values.
 
     Returns:
         Queries (..., g w_q / w_k, w_k), keys (..., g, w_k) and values (..., g, w_v) in the format.
 
     Raises:
-        ValueError: as ``apply_rotary_pos_emb``, widths that do not sum up to w or of which the second does not divide
-            the first, or a tensor that is not contiguous.
+        ValueError: as in ``apply_rotary_pos_emb``; widths do not sum up to w, the second does not divide the first, or
+            the tensor is not contiguous.
     """
     widths = list(qkv_split_arg_list)
     if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:

@@ -28,14 +28,19 @@ _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 
 @dataclass(frozen=True)
 class GemmRecord:
-    """A weight of GEMMs, and what was decided about it.
+    """A GEMM weight and the decision about it.
 
-    ``name``: of its module, and the parameter's where the module has several. ``type``: class of the module.
-    ``shape``: of the parameter. ``decision``: "converted", "kept", or "narrowcast", a layer of narrowcast already.
-    ``reason``: why it was kept, or what to know of one that was converted. ``recipe``: class of the recipe, "" without.
-    ``parameters``: elements. ``flops_share``: of the FLOPs that a token costs in all these weights. ``padding``:
-    multiplications added by sizes that are not multiples of what the GEMM takes, as a share. ``stored``: the weight is
-    kept as one quantized copy.
+    Attributes:
+        name: the module's name, and the parameter's if the module has several.
+        type: class of the module.
+        shape: shape of the parameter.
+        decision: "converted", "kept", or "narrowcast" for a layer built from narrowcast.
+        reason: why it was kept, or a note on a converted one.
+        recipe: class of the recipe, "" without.
+        parameters: number of elements.
+        flops_share: share of the FLOPs per token of all these weights.
+        padding: multiplications added by padding, as a share.
+        stored: the weight is kept as one quantized copy.
     """
 
     name: str
@@ -67,12 +72,15 @@ class NormRecord:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, before the conversion and after it.
+    """Bytes before and after the conversion.
 
-    ``parameters``, ``parameters_before``: of the model; they differ where weights are stored. ``quantized_weights``:
-    copies of weights that wait for the backward after a forward of the whole model. ``saved_per_token``: of the inputs
-    of converted layers, what is saved for weight gradients; ``saved_per_token_before``: the same without conversion,
-    where every layer has an input of its own. Layers that share an input share what is saved only before.
+    Attributes:
+        parameters: bytes of the model's parameters after the conversion.
+        parameters_before: the same before it; it differs if weights are stored.
+        quantized_weights: copies of weights that wait for the backward after a forward of the full model.
+        saved_per_token: inputs of converted layers that are saved for weight gradients.
+        saved_per_token_before: the same without conversion, with a separate input per layer. Only before the conversion
+            do layers that share an input share its saved copy.
     """
 
     parameters: int
@@ -84,11 +92,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What ``convert`` did with a model, and ``distributed.shard``; ``print`` shows a table.
+    """The decisions of ``convert`` and ``distributed.shard`` about a model; ``print`` shows a table.
 
-    ``gemms``: a record per weight. ``model``: class of the model. ``parameter_count``: elements of the model, each
-    once. ``memory``: what to expect. ``dry_run``: nothing was changed. ``norms``: a record per norm, if norms were
-    asked for. ``sharding``: the :class:`narrowcast.distributed.ShardReceipt` of a sharded model, or None.
+    Attributes:
+        gemms: a record per weight.
+        model: class of the model.
+        parameter_count: elements of the model, each counted once.
+        memory: expected memory.
+        dry_run: nothing was changed.
+        norms: a record per norm, if norms were requested.
+        sharding: the :class:`narrowcast.distributed.ShardReceipt` of a sharded model, or None.
     """
 
     model: str

@@ -32,10 +32,13 @@ _NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for v
 class RanGemm:
     """GEMMs of one weight that ran in the same way.
 
-    ``name``: of the weight in the receipt; of several, joined by " or ", where they cannot be told apart, "" where
-    none is known. ``gemm``: "fprop", "dgrad" or "wgrad". ``precision``: the elements of both operands and their format.
-    ``emulated``: decoded and multiplied in higher precision. ``compiled``: called from a compiled graph. ``calls``: how
-    often.
+    Attributes:
+        name: the weight's name in the receipt; names joined by " or " if ambiguous, "" if unknown.
+        gemm: "fprop", "dgrad" or "wgrad".
+        precision: the elements of both operands and their format.
+        emulated: decoded and multiplied in higher precision.
+        compiled: called from a compiled graph.
+        calls: number of calls.
     """
 
     name: str
@@ -50,9 +53,11 @@ class RanGemm:
 class RanGemms:
     """The GEMMs that ran while a receipt recorded; ``print`` shows a table.
 
-    ``gemms``: one for each weight, GEMM and way of running. ``idle``: weights under a recipe of which none was seen.
-    ``inlined``: native GEMMs that compiled graphs called themselves, as they do on a GPU where shapes are static; those
-    have no layer. ``NARROWCAST_INLINE=0``, set before compiling, keeps the operators whole, and they are named.
+    Attributes:
+        gemms: one for each weight, GEMM and way of running.
+        idle: weights under a recipe whose GEMMs did not run.
+        inlined: native GEMMs that compiled graphs called directly, on a GPU with static shapes; they have no layer.
+            ``NARROWCAST_INLINE=0``, set before compiling, keeps the operators whole and named.
     """
 
     gemms: tuple[RanGemm, ...]

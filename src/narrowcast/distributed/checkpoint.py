@@ -28,22 +28,22 @@ def save_checkpoint(
 ) -> Future[None]:
     """Save model, optimizer and delayed scaling with ``torch.distributed.checkpoint``; every rank calls it.
 
-    Weights are ordinary tensors in high precision, sharded as the parameters are, so that any number of ranks can load
-    them, one process without process groups included. Files are written beside ``path``, and take its place once all
-    ranks are done: one that dies leaves the old checkpoint as it was.
+    Weights are ordinary high-precision tensors, sharded like the parameters. Any number of ranks can load them, also
+    one process without process groups. Files are written beside ``path`` and replace it once all ranks are done; a rank
+    that dies leaves the old checkpoint.
 
     Args:
         path: a folder on a file system that all ranks see.
-        extra: what else to keep, such as the number of steps, the same on every rank: numbers, strings, bytes, None,
-            tensors, and dicts, lists and tuples of them, nested in any way. It comes back as it is here.
-        group: a process group for the save; with ``asynchronous`` one of its own, "gloo", which training does not use.
+        extra: other values, such as the number of steps, the same on every rank: numbers, strings, bytes, None,
+            tensors, and nested dicts, lists and tuples of them. Loading returns it unchanged.
+        group: a process group for the save; with ``asynchronous`` its own "gloo" group, which training does not use.
         asynchronous: return once all values are copied to the CPU.
     Returns:
-        whose ``result()`` waits until ``path`` holds the new checkpoint.
+        An object whose ``result()`` waits until ``path`` holds the new checkpoint.
     Raises:
-        ValueError: ``asynchronous`` without ``group`` where there are several ranks; a value of ``extra`` that a reader
-            could not read without running code. What the save raises, such as ``CheckpointException``, on ranks that
-            live; from ``result()`` where it is asynchronous.
+        ValueError: ``asynchronous`` lacks ``group`` with several ranks, or only unpickling could read a value of
+            ``extra``.
+        CheckpointException: PyTorch's error, on the other ranks; with ``asynchronous`` from ``result()``.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -87,21 +87,21 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Any = None, *, group: Any = None
 ) -> dict[str, Any]:
-    """Load what :func:`save_checkpoint` saved, by however many ranks; every rank calls it.
+    """Load a checkpoint of :func:`save_checkpoint`, written by any number of ranks; every rank calls it.
 
-    Nothing in the checkpoint runs code: PyTorch's own reader unpickles, this one does not (``checkpoint_reader.py``).
-    Delayed scaling in the checkpoint gives its layers their state, also where they learn of it from an ``autocast``
-    only. One without, such as of a bf16 run, leaves it to start anew, with a warning.
+    Loading runs no code of the checkpoint; PyTorch's own reader unpickles (``checkpoint_reader.py``). Delayed-scaling
+    state is restored even if a layer learns of its recipe only from an ``autocast``. A checkpoint without it, such as a
+    bf16 run's, restarts it with a warning.
 
     Args:
-        model: as saved, sharded in any way or not at all.
-        optimizer: None leaves its state unread.
+        model: the saved model, sharded in any way or not at all.
+        optimizer: None does not read its state.
     Returns:
         ``extra``.
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: a file that is damaged, or of another kind. What the load raises, such as ``CheckpointException``
-            for a model of other shapes.
+        ValueError: a file is damaged, or of another kind.
+        CheckpointException: PyTorch's error, for example for a model of other shapes.
     """
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 

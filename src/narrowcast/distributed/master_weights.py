@@ -22,15 +22,15 @@ from ..upstream.fsdp import is_distributed
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
-    """Move the row-wise codes of a quantized tensor into another buffer, such as a slice of one for all weights.
+    """Move the row-wise codes of a quantized tensor into another buffer, such as a slice of a common one.
 
     Args:
-        tensor: what keeps its values.
-        new_raw_data: uint8, as many bytes as the codes, on their device; overwritten by them.
+        tensor: the quantized tensor, which keeps its values.
+        new_raw_data: uint8, as many bytes as the codes, on their device; overwritten.
     Raises:
-        TypeError: no quantized tensor.
+        TypeError: ``tensor`` is not quantized.
         RuntimeError: it has no row-wise codes.
-        ValueError: a buffer that they do not fit, or that is not contiguous.
+        ValueError: the buffer does not fit or is not contiguous.
     """
     _check_tensor(tensor, "replace_raw_data")
     name = tensor._ROWWISE_BUFFERS[0]
@@ -57,31 +57,30 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Write this rank's shards of the master weights into quantized weights, as quantizing the whole would.
+    """Write this rank's shards of the master weights into quantized weights, as if quantizing the full weight.
 
-    Scales are complete on every rank afterwards; of the codes only those of the shard, so gather them next, over
-    ``_data`` or ``_rowwise_data`` (and ``_columnwise_data`` of MXFP8), then call :func:`post_all_gather_processing`.
-    One collective, whatever the number of weights. There is a plain copy of every weight for a moment.
+    Afterwards every rank has the full scales, but only its shard of the codes. Gather ``_data`` or ``_rowwise_data``
+    (and ``_columnwise_data`` of MXFP8), then call :func:`post_all_gather_processing`. It needs one collective for all
+    weights, and temporarily a plain copy of every weight.
 
-    A weight that FSDP2 shards is told from one of which every rank has the whole: it is written where it is, there is
-    nothing to gather after it, and scales that all shards have in common are found over the ranks of its mesh.
+    A weight that FSDP2 shards is written in its shard and needs no gather. Scales common to all shards are computed
+    over the ranks of its mesh.
 
     Args:
         model_weights: matrices (N, K) of per-tensor FP8, 128x128 tiles, MXFP8, or NVFP4 in 16x16 tiles; sharded by
             FSDP2, of any format.
-        master_weights: of each, this rank's consecutive elements, fp32 of any shape; None where it has none. They are
-            rounded to the dtype of the weight first, as they would be for a layer that is not stored quantized.
-        start_offsets: the first of these elements in the weight, counted over its rows; None with None.
+        master_weights: this rank's consecutive elements of each, fp32 of any shape; None if it has none. They are
+            rounded to the weight's dtype first, as for a layer that is not stored quantized.
+        start_offsets: index of the first of these elements in the weight, counted over its rows; None with None.
         group: the ranks that share the master weights; None is the default group, or this process alone.
-        fsdp_shard_model_weights: where the codes of the shard go instead of into the weight: per weight a uint8 tensor
-            of its elements, for MXFP8 one for each direction; None writes into the weight.
-        manual_post_all_gather_processing: taken; here it is always yours to call, for weights of which no rank holds
-            the whole.
+        fsdp_shard_model_weights: destinations of the shard's codes: per weight a uint8 tensor of its elements, for
+            MXFP8 one per direction; None writes into the weight.
+        manual_post_all_gather_processing: accepted; you always call it for weights of which no rank holds the whole.
     Raises:
-        ValueError: lists of different lengths, a shard outside of its weight, or other than the rows that FSDP2 gave
-            this rank, a format whose codes of a shard depend on more than the magnitudes of its groups, or a shard of
-            4-bit codes that begins or ends within a byte.
-        TypeError: a weight that is not quantized.
+        ValueError: lists differ in length, a shard is outside its weight or differs from FSDP2's rows, the codes of a
+            format's shard depend on more than the amax of its groups, or a shard of 4-bit codes begins or ends within a
+            byte.
+        TypeError: a weight is not quantized.
     """
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
     lengths = {len(some) for some in (model_weights, master_weights, start_offsets, shards)}
@@ -105,13 +104,13 @@ cast_master_weights_to_fp8 = quantize_master_weights
 
 
 def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
-    """Make the column-wise data of weights whose row-wise codes have been gathered.
+    """Make the column-wise data of weights after their row-wise codes were gathered.
 
-    Per-tensor FP8 and formats of square tiles: the transposed codes. MXFP8: nothing, both directions were gathered.
-    Plain tensors are left alone.
+    Per-tensor FP8 and formats of square tiles transpose the codes. MXFP8 needs nothing, since both directions were
+    gathered. Plain tensors stay.
 
     Raises:
-        RuntimeError: a format whose column-wise data cannot be made of row-wise data.
+        RuntimeError: a format cannot make column-wise data from row-wise data.
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     for weight in weights:

@@ -32,17 +32,16 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 def async_tensor_parallel(group: Any = None) -> None:
     """Overlap communication with GEMMs in this group's layers that are compiled after this call.
 
-    PyTorch's micro-pipeline does it, in symmetric memory (``torch._inductor.config._micro_pipeline_tp``): a gather of
-    rows and the GEMM that reads them become one operator, and so do a GEMM and the scatter of its result. It knows the
-    GEMMs of per-tensor FP8 and of bf16; layers need ``sequence_parallel=True``. Graphs of other recipes stay as they
-    are, and so does all that ``max_autotune`` compiles. What is gathered has the same bits; partial results are added
-    up in bf16, in the order of ranks.
+    PyTorch's micro-pipeline (``torch._inductor.config._micro_pipeline_tp``) does it, in symmetric memory. A gather of
+    rows and the GEMM that reads them become one operator, and so do a GEMM and the scatter of its result. It handles
+    the GEMMs of per-tensor FP8 and of bf16; layers need ``sequence_parallel=True``. Graphs of other recipes and of
+    ``max_autotune`` stay unchanged. Gathered rows have the same bits; partial results are added in bf16, in rank order.
 
     Args:
-        group: a process group over GPUs of one host, or its name; None for the default one. Every rank must call this.
+        group: a process group over GPUs of one host, or its name; None for the default group. Every rank must call
+            this.
     Raises:
-        RuntimeError: there is no such memory for the group, or another pass is in the place that this one needs; the
-            message says why.
+        RuntimeError: the group has no symmetric memory, or another graph pass occupies its place; the message says why.
     """
     name = group_name(group)
     reason = _why_not(name)

@@ -19,28 +19,28 @@ DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
 
 
 class MoEDispatch(nn.Module):
-    """Sends tokens to the ranks that hold their experts, and brings the experts' results back.
+    """The exchange of a mixture: sends tokens to the ranks of their experts and returns the experts' results.
 
-    Rank ``r`` of ``n`` holds experts ``r * E / n`` to ``(r + 1) * E / n``, usually in one ``GroupedLinear`` of
-    ``E / n`` groups, whose weights are its own. On the way to the experts rows are quantized: codes and scales travel,
-    and are dequantized where they arrive. Each layer of the model may use the same object; it has no state.
+    Rank ``r`` of ``n`` holds experts ``r * E / n`` to ``(r + 1) * E / n``, usually in one ``GroupedLinear`` of ``E /
+    n`` groups with its own weights. Rows to the experts are quantized: codes and scales are sent, and dequantized by
+    the receiver. All layers of a model may share the object; it has no state.
 
     Args:
         num_experts: E, over all ranks.
-        group: a process group or its name; None: the default one; without ``torch.distributed`` one rank.
-        quantizer: of the rows on their way to the experts, one with scales per block of a row; default MXFP8 E4M3. None
-            sends them as they are.
-        combine_quantizer: of the results on their way back; default None.
-        grad_quantizer: of the gradients, both ways; default None.
-        align_size: what the rows of each expert are padded to where they arrive.
-        capacity: None: exactly the rows there are; how many is read from the device, once per forward. A number: every
-            rank sends every rank so many rows, filled up with zeros, and nothing is read from the device, which a CUDA
-            graph needs. Rows that do not fit are dropped: their results are zero. With ``topk`` experts per token
-            ``T * min(topk, E / n)`` drops none.
+        group: a process group or its name; None: the default group; without ``torch.distributed`` one rank.
+        quantizer: quantizer of the rows to the experts, with scales per block of a row; default MXFP8 E4M3. None sends
+            high precision.
+        combine_quantizer: quantizer of the results; default None.
+        grad_quantizer: quantizer of the gradients, both ways; default None.
+        align_size: the receiver pads the rows of each expert to a multiple of it.
+        capacity: None: exact; the counts are read from the device once per forward. A number: every rank sends every
+            rank so many rows, padded with zeros, and nothing is read from the device, which a CUDA graph needs. Rows
+            beyond it are dropped: their results are zero. With ``topk`` experts per token ``T * min(topk, E / n)``
+            drops none.
 
     Raises:
-        ValueError: experts that do not divide among the ranks, or sizes that are not positive.
-        TypeError: a quantizer whose rows share scales, or no process group.
+        ValueError: experts do not divide among the ranks, or a size is not positive.
+        TypeError: a quantizer's rows share scales, or ``group`` is not a process group.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MoEDispatch(nn.Module):
             The rows of the experts here, those of the first one first and within it those of rank 0 first; how many
             each has, int64 (E / n,) on the device, as ``GroupedLinear`` takes it; and the route, for :meth:`combine`.
 
-        It raises before anything is sent.
+        Errors are raised before anything is sent.
 
         Raises:
             ValueError: no matrix, or counts of another shape or kind.

@@ -25,19 +25,20 @@ _COLUMNS = Shard(-1)
 
 
 class ColwiseParallel(style.ColwiseParallel):
-    """Column parallel ``Linear`` or ``LayerNormLinear``; arguments are those of PyTorch's class.
+    """Column-parallel ``Linear`` or ``LayerNormLinear``; arguments as in PyTorch's class.
 
     Args:
-        input_layouts: Replicate (default), or Shard of a dim that is not the last: then the layer gathers the rows of
-            all ranks itself, as the bytes they are quantized to.
-        output_layouts: Shard(-1) by default. use_local_output: return a plain tensor, else a DTensor.
+        input_layouts: Replicate (default), or Shard of a dim that is not the last: the layer then gathers the rows of
+            all ranks itself, quantized.
+        output_layouts: Shard(-1) by default.
+        use_local_output: return a plain tensor, else a DTensor.
 
-    It raises where it is applied.
+    Errors are raised when the style is applied.
 
     Raises:
-        ValueError: features that do not divide among the ranks, another layout of the input, or a layer that is split
-            already, has ``parameters_split``, ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, quantized
-            parameters or several outputs.
+        ValueError: features do not divide among the ranks, the input has another layout, or the layer is already split,
+            has ``parameters_split``, ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, quantized parameters or
+            several outputs.
         NotImplementedError: another layer of this library.
     """
 
@@ -54,18 +55,19 @@ class ColwiseParallel(style.ColwiseParallel):
 
 
 class RowwiseParallel(style.RowwiseParallel):
-    """Row parallel ``Linear``; arguments are those of PyTorch's class.
+    """Row-parallel ``Linear``; arguments as in PyTorch's class.
 
     Args:
         input_layouts: Shard(-1) by default.
-        output_layouts: Replicate (default): the outputs are summed; Shard of a dim that is not the last: summed, and
-            its rows scattered. use_local_output: return a plain tensor, else a DTensor.
+        output_layouts: Replicate (default) sums the outputs; Shard of a dim that is not the last sums and scatters the
+            rows.
+        use_local_output: return a plain tensor, else a DTensor.
 
-    It raises where it is applied.
+    Errors are raised when the style is applied.
 
     Raises:
-        ValueError: another layout of the output; else as :class:`ColwiseParallel`.
-        NotImplementedError: as :class:`ColwiseParallel`.
+        ValueError: the output has another layout; else as in :class:`ColwiseParallel`.
+        NotImplementedError: as in :class:`ColwiseParallel`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -80,10 +82,9 @@ class RowwiseParallel(style.RowwiseParallel):
 
 
 class SequenceParallel(style.SequenceParallel):
-    """``LayerNorm`` or ``RMSNorm`` on a share of the rows; arguments are those of PyTorch's class.
+    """``LayerNorm`` or ``RMSNorm`` on a row shard; arguments as in PyTorch's class.
 
-    The gradients of its parameters are DTensors that are sums over the ranks still to be made, which FSDP2 and
-    optimizers make.
+    The gradients of its parameters are DTensors of partial sums, which FSDP2 and optimizers reduce.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

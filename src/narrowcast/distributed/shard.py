@@ -51,41 +51,40 @@ def shard(
     recompute: bool = True,
     **options: Any,
 ) -> Model:
-    """Apply ``torch.distributed.fsdp.fully_shard`` to blocks and model, in place, and have weights gathered quantized.
+    """Apply ``torch.distributed.fsdp.fully_shard`` to blocks and model, in place, and gather weights quantized.
 
-    Shards stay in high precision: they are what the optimizer updates and what checkpoints hold. Every gather moves the
-    codes, one byte per element, and the scales of blocks; the layers multiply with what arrived and quantize no weight.
-    The bits are those of quantizing the gathered weight. Per-tensor scales take one all-reduce for all weights, in the
-    forward of ``model``; none in later forwards of a step under ``model.set_requires_gradient_sync(False)``.
+    Shards stay in high precision for the optimizer and for checkpoints. Every gather moves the codes, one byte per
+    element, and the scales of blocks; layers multiply with them and quantize no weight. The bits equal quantizing the
+    gathered weight. Per-tensor scales take one all-reduce for all weights, in the forward of ``model``; none in later
+    forwards of a step under ``model.set_requires_gradient_sync(False)``.
 
-    If ``mp_policy`` computes in 16 bits and FSDP2 reduces in fp32, gradients travel in 16 bits and are summed in fp32:
-    the sums that FSDP2 makes of gradients in fp32. ``set_custom_reduce_scatter`` puts another reduction in its place.
+    If ``mp_policy`` computes in 16 bits and FSDP2 reduces in fp32, gradients are sent in 16 bits and summed in fp32,
+    with FSDP2's sums. ``set_custom_reduce_scatter`` replaces this reduction.
 
-    A weight is gathered quantized where its recipe has one scale for the tensor (``Float8CurrentScaling``,
+    A weight is gathered quantized if its recipe has one scale for the tensor (``Float8CurrentScaling``,
     ``DelayedScaling``), or square tiles (``Float8BlockScaling``, ``NVFP4BlockScaling``, ``MXFP8BlockScaling`` with
-    ``enable_2d_quantization``), and rows that divide into equal shards, with tiles of whole 128 rows. Plain
-    ``MXFP8BlockScaling`` quantizes rows and columns differently: such weights are gathered by direction, row-wise for
-    the forward and column-wise for the backward, where ``recompute=False`` says that no forward runs in a backward. All
-    others are gathered as FSDP2 does, and their layers quantize them; the receipt says why. Weights that are stored
-    quantized have shards of codes and scales, and are gathered so in every case.
+    ``enable_2d_quantization``), and its rows divide into equal shards, of whole 128 rows for tiles. Plain
+    ``MXFP8BlockScaling`` quantizes rows and columns differently. With ``recompute=False`` its weights are gathered by
+    direction: row-wise for the forward, column-wise for the backward. All other weights are gathered by FSDP2 and
+    quantized by their layers; the receipt says why. Weights stored quantized always have shards of codes and scales.
 
     Args:
-        model: every rank the same, with recipes; on the meta device, too. It must be what is called.
-        mesh: one dim of ranks that share parameters, or two, of which the first holds replicas; default: all ranks.
-        blocks: modules of the model that are gathered each by itself, inner ones first; compile them before or after.
-        recipe: a recipe or its name, of layers that have none of their own, as they run in an ``autocast``.
+        model: the same on every rank, with recipes, also on the meta device. Call this module itself.
+        mesh: one dim of ranks that share parameters, or two, the first for replicas; default: all ranks.
+        blocks: modules of the model that are gathered separately, inner ones first; compile them before or after.
+        recipe: a recipe or its name for layers without their own, which run in an ``autocast``.
         quantized_gather: False gathers every weight in high precision.
-        recompute: False promises that nothing of a forward runs again in the backward (activation checkpointing), and
-            that what is gathered is given back after every forward and backward.
-        **options: of ``fully_shard``, for blocks and model alike.
+        recompute: False declares that the backward reruns no part of a forward (activation checkpointing), and that
+            gathered weights are freed after every forward and backward.
+        **options: of ``fully_shard``, for blocks and model.
     Returns:
-        ``model``. ``narrowcast.receipt(model).sharding`` says of each parameter how it is gathered.
+        ``model``; ``narrowcast.receipt(model).sharding`` lists how each parameter is gathered.
     Raises:
-        ValueError: a layer with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients go past FSDP2's
-            reduction; a ``reshard_after_forward`` of ranks; a block that is no part of the model.
-        TypeError: no recipe, mesh, policy or list of blocks.
-        RuntimeError: a weight that is stored quantized, and whose rows are not equal shards of whole blocks; a block
-            whose compiled call would trace FSDP2's hooks.
+        ValueError: a layer has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients bypass FSDP2's
+            reduction, ``reshard_after_forward`` is a number of ranks, or a block is not part of the model.
+        TypeError: an argument is not a recipe, mesh, policy or list of blocks.
+        RuntimeError: the rows of a weight stored quantized are not equal shards of whole blocks, or a block's compiled
+            call would trace FSDP2's hooks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

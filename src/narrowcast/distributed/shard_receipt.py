@@ -9,8 +9,10 @@ from dataclasses import dataclass
 class ShardedParameter:
     """A parameter and how it is gathered.
 
-    ``reason``: why it is gathered in high precision, "" for one that is gathered quantized. ``bytes``: of one gather,
-    over all ranks. ``plain_bytes``: of one in high precision, in the dtype of computation.
+    Attributes:
+        reason: why it is gathered in high precision, "" if it is gathered quantized.
+        bytes: bytes of one gather over all ranks.
+        plain_bytes: the same in high precision, in the dtype of computation.
     """
 
     name: str
@@ -27,7 +29,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """The parameters of a model that was sharded over ``ranks`` ranks; as text a table."""
+    """The parameters of a model sharded over ``ranks`` ranks; prints as a table."""
 
     parameters: tuple[ShardedParameter, ...]
     ranks: int

@@ -25,8 +25,12 @@ from ..upstream.modules import own_buffers
 
 @dataclass(frozen=True)
 class LayerError:
-    """What one layer's precision does. ``gradient``: ||g - g_high|| / ||g_high|| over all parameters. ``loss``: the
-    difference of the losses."""
+    """The error of one layer's precision.
+
+    Attributes:
+        gradient: ||g - g_high|| / ||g_high|| over all parameters.
+        loss: the difference of the losses.
+    """
 
     layer: str
     gradient: float
@@ -35,7 +39,11 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Layers by the error of the gradients, largest first; ``together``: that of all under their recipes at once."""
+    """Layers by gradient error, largest first.
+
+    Attributes:
+        together: the error of all under their recipes at once.
+    """
 
     layers: tuple[LayerError, ...]
     together: LayerError
@@ -60,21 +68,21 @@ def bisect(
     recipe: Recipe | str | None = None,
     only: Selectors = None,
 ) -> Bisection:
-    """Rank the layers of a model by what their precision costs the gradients, against all of it in high precision.
+    """Rank the layers of a model by the gradient error of their precision, relative to high precision.
 
-    It takes a forward and a backward per layer, and leaves the model as it was: gradients, recipes, the state of
-    delayed scaling, random numbers. Every run draws the same ones.
+    It takes a forward and a backward per layer and restores the model: gradients, recipes, the state of delayed
+    scaling, random numbers. Every run draws the same numbers.
 
     Args:
-        model: whose layers own their recipes (``convert``, ``set_recipe``); not compiled.
+        model: its layers own their recipes (``convert``, ``set_recipe``); not compiled.
         batch: a mapping of keyword arguments, a tuple of positional ones, or the one argument.
-        loss: of what the model returns; default its ``loss`` attribute, as models of Transformers have it.
+        loss: a function of the model's result; default its ``loss`` attribute, as in models of Transformers.
         recipe: a recipe or its name, for every layer instead of its own.
-        only: the layers to try, as of :func:`narrowcast.convert`; default all.
+        only: the layers to try, as in :func:`narrowcast.convert`; default all.
     Raises:
-        ValueError: no layer has a recipe, no parameter has a gradient, or a pattern that matches nothing.
+        ValueError: no layer has a recipe, no parameter has a gradient, or a pattern has no match.
         TypeError: the model returns no loss.
-        RuntimeError: it is called inside of an autocast.
+        RuntimeError: it is called inside an autocast.
     """
     if THREAD.state.depth:
         raise RuntimeError(

@@ -35,9 +35,11 @@ _INPUT, _GRADIENT = "_watched_input", "_watched_gradient"
 class Record:
     """One operand of one layer in one step.
 
-    ``amax``: the largest magnitude. ``underflow``: share of the non-zero elements that quantizing makes 0.
-    ``saturation``: share of all that are larger than their block's largest code. ``sqnr``: signal to quantization
-    noise, in dB; inf where nothing is lost.
+    Attributes:
+        amax: the largest magnitude.
+        underflow: share of the non-zero elements that quantize to 0.
+        saturation: share of all elements that exceed their block's largest code.
+        sqnr: signal to quantization noise, in dB; inf if nothing is lost.
     """
 
     step: int
@@ -130,7 +132,7 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
 
 
 class Watch:
-    """The records of a watched model; see :func:`watch`. As a context manager it is closed when it is left."""
+    """The records of a watched model; see :func:`watch`. Leaving it as a context manager closes it."""
 
     def __init__(self, layers: dict[str, Any], every: int, skipped: tuple[str, ...]) -> None:
         self.every, self.skipped = every, skipped
@@ -276,18 +278,18 @@ class Watch:
 
 
 def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watch:
-    """Sample what quantizing does to the operands of a model's layers: amax, underflow, saturation and SQNR.
+    """Sample the quantization of a model's operands: amax, underflow, saturation and SQNR.
 
-    The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Seen are the input of a
-    layer's first GEMM, every weight, and the gradient of its output; what lies between the two GEMMs of a
-    ``LayerNormMLP`` is not. Numbers do not change. A sampled step takes a few fp32 copies of its largest operand. What
-    ``torch.compile`` has compiled so far is compiled again.
+    The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Sampled are the input of a
+    layer's first GEMM, every weight, and the gradient of its output, but not the tensors between the two GEMMs of a
+    ``LayerNormMLP``. Numbers do not change. A sampled step takes a few fp32 copies of its largest operand. Code that
+    ``torch.compile`` has compiled is compiled again.
 
     Args:
         every: steps from one sample to the next.
-        only: as of :func:`narrowcast.convert`.
+        only: as in :func:`narrowcast.convert`.
     Raises:
-        ValueError: ``every`` < 1, a pattern that matches nothing, no layer to watch, or one that is watched already.
+        ValueError: ``every`` < 1, a pattern has no match, there is no layer to watch, or a layer is watched already.
     """
     if every < 1:
         raise ValueError(f"every is {every}; use a positive number of steps")

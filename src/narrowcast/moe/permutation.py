@@ -43,7 +43,7 @@ def moe_permute(
         The rows (num_out_tokens, K), and what :func:`moe_unpermute` needs: int32 of the shape of ``routing_map``, the
         row of each copy, -1 for none.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: another ``map_type``, a map or input of another shape or dtype, ``num_out_tokens`` that is not
@@ -76,7 +76,7 @@ def moe_permute_with_probs(
         The rows (num_out_tokens, K); their weights (num_out_tokens,) in the dtype of ``probs``, 0 for rows that no
         token has; the row map for :func:`moe_unpermute`.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: as :func:`moe_permute`, or ``probs`` of another shape than the map.
@@ -114,7 +114,7 @@ def moe_permute_and_pad_with_probs(
         (known in eager code without ``num_out_tokens``); ``target_tokens`` int64 (E,), the padded
         ``tokens_per_expert``, on the device of ``inp``.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: as :func:`moe_permute_with_probs`; no ``tokens_per_expert``, another number of them; an
@@ -170,7 +170,7 @@ def moe_unpermute(
     Returns:
         (T, K), or ``restore_shape``, in the dtype of ``inp``.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: another ``map_type``, shapes that do not fit, both ``probs`` and ``merging_probs``.

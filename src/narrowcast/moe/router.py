@@ -77,7 +77,7 @@ def fused_topk_with_score_function(
     Returns:
         The weights (*lead, E) in the dtype of ``logits``, 0 for experts not chosen, and the routing map.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: another dtype, score function or format; ``topk`` or groups that do not fit the experts; a bias with
@@ -139,7 +139,7 @@ def fused_compute_score_for_moe_aux_loss(
     Returns:
         The routing map, and the scores, fp32 (*lead, E).
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: another dtype, score function or format, or a ``topk`` that does not fit the experts.
@@ -179,7 +179,7 @@ def fused_moe_aux_loss(
     Returns:
         A scalar in the dtype of ``probs``; the sums are in fp32.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: shapes that do not fit, or float64.

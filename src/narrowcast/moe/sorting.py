@@ -26,7 +26,7 @@ def moe_sort_chunks_by_index(
     Returns:
         The rows (R, K); a quantized input keeps its format, row-wise only, in eager code.
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: no matrix, or sizes and order that are not integers, as many of one as of the other.
@@ -48,7 +48,7 @@ def moe_sort_chunks_by_index_with_probs(
     Returns:
         The rows (R, K) and their numbers (R,).
 
-    It raises before any kernel.
+    Errors are raised before any kernel runs.
 
     Raises:
         ValueError: ``probs`` has another shape; else as in :func:`moe_sort_chunks_by_index`.

@@ -157,7 +157,7 @@ class GroupedLinear(GroupedLinearLayer):
             (*lead, out_features), zero in rows beyond the sum of the splits; with ``return_bias`` a pair of output and
             list of biases.
 
-        It raises before any kernel.
+        Errors are raised before any kernel runs.
 
         Raises:
             ValueError: the input's last dim is not ``in_features``; splits of another length, negative, or of more rows

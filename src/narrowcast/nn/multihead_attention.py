@@ -57,7 +57,7 @@ class OfParts(nn.Module):
 class MultiheadAttention(OfParts):
     """Multi-head attention: norm and QKV projection, attention, output projection.
 
-    The projections run under the recipe in force, the attention itself in the dtype of its operands. Parameters have
+    The projections run under the current recipe, the attention itself in the dtype of its operands. Parameters have
     Transformer Engine's names, so its checkpoints load.
 
     Args:
@@ -69,18 +69,18 @@ class MultiheadAttention(OfParts):
         init_method, output_layer_init_method: fill the weights of the QKV and of the output projection in place;
             default: normal with standard deviation 0.023.
         layer_number: number of the layer, from 1; names it in a KV cache.
-        attn_mask_type, window_size, bottom_right_diagonal, softmax_type: of :class:`DotProductAttention`.
+        attn_mask_type, window_size, bottom_right_diagonal, softmax_type: as in :class:`DotProductAttention`.
         num_gqa_groups: heads of keys and values; default: ``num_attention_heads``.
         fuse_wgrad_accumulation: as in :class:`Linear`; needs ``fuse_qkv_params``.
-        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: handed to the projections and the attention.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker: passed to the projections and the attention.
         set_parallel_mode: QKV is column-parallel, the output projection row-parallel.
         params_dtype, dtype: dtype of the parameters; default: torch's default dtype.
-        return_bias: return the output projection's bias beside the output instead of adding it.
-        input_layernorm: normalize the input;
-        ``return_layernorm_output``: return that, too, as the last result.
+        return_bias: return the output projection's bias with the output instead of adding it.
+        input_layernorm: normalize the input.
+        return_layernorm_output: also return the normalized input, last.
         attention_type: "self", or "cross": keys and values come from ``encoder_output``.
-        fuse_qkv_params: one parameter holds queries, keys and values; else three views of one buffer do, which is not
-            possible on the meta device nor with quantized parameters.
+        fuse_qkv_params: one parameter holds queries, keys and values; else three views of one buffer do, which is
+            impossible on the meta device and with quantized parameters.
         qkv_weight_interleaved: rows of the fused weight are per group of heads (queries of the group, key, value); else
             (all queries, all keys, all values). Unfused parameters are never interleaved.
         normalization, zero_centered_gamma: of the input norm.
@@ -88,17 +88,17 @@ class MultiheadAttention(OfParts):
         qkv_format: "sbhd", "bshd" or "thd": (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size).
         rotary_pos_interleaved: the rotary embedding pairs neighboring channels instead of halves.
         qk_norm_type: None, "L2Normalization", "RMSNorm" or "LayerNorm", over the channels of each head of queries and
-            keys;
-        ``qk_norm_eps``: its epsilon;
-        ``qk_norm_before_rope``: before the rotary embedding, else behind it.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
+            keys.
+        qk_norm_eps: epsilon of this norm.
+        qk_norm_before_rope: normalize before the rotary embedding, else after it.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
         name: name of the layer in the quantizer roles of a custom recipe, before those of its projections.
         recipe: own recipe of the projections, or its name; an ``autocast`` overrides it.
-        **options: other options of Transformer Engine's class, at the values that ask for nothing.
+        **options: Transformer Engine's other options, at the values that request nothing.
     Raises:
-        ValueError: sizes that are not positive or do not divide, an unknown ``attention_type``, ``qkv_format``,
-            ``qk_norm_type``, mask, softmax or normalization, ``fuse_wgrad_accumulation`` without ``fuse_qkv_params``.
-        NotImplementedError: an option that asks for what is not there.
+        ValueError: sizes are not positive or do not divide, an ``attention_type``, ``qkv_format``, ``qk_norm_type``,
+            mask, softmax or normalization is unknown, or ``fuse_wgrad_accumulation`` lacks ``fuse_qkv_params``.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     def __init__(

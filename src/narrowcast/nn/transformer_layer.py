@@ -53,39 +53,39 @@ class DropPath(nn.Module):
 
 
 class TransformerLayer(OfParts):
-    """A Transformer layer: self attention, in a decoder attention to an encoder, and a feed-forward block.
+    """A Transformer layer: self attention, cross attention in a decoder, and a feed-forward block.
 
-    Norms are in front of each part and fused with the GEMM behind them; residuals go around. All GEMMs run under the
-    recipe in force. Parameters have Transformer Engine's names, so its checkpoints load.
+    Norms precede each part, fused with the next GEMM, with residuals around the parts. All GEMMs run under the current
+    recipe. Parameters have Transformer Engine's names, so its checkpoints load.
 
     Args:
         hidden_size: size of the last dim of input and output.
-        ffn_hidden_size, activation, activation_params: of :class:`LayerNormMLP`.
+        ffn_hidden_size, activation, activation_params: as in :class:`LayerNormMLP`.
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, fuse_qkv_params,
             qkv_weight_interleaved, rotary_pos_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
-            softmax_type: of :class:`MultiheadAttention`.
+            softmax_type: as in :class:`MultiheadAttention`.
         layernorm_epsilon, normalization, zero_centered_gamma: of the norms.
-        hidden_dropout: probability of dropping an element of what is added to a residual, in training.
+        hidden_dropout: probability of dropping an element that is added to a residual, in training.
         init_method, output_layer_init_method: fill the weights of the inner and of the last GEMM of each part in place;
             default: normal with standard deviation 0.023.
         self_attn_mask_type, window_size, bottom_right_diagonal: of the self attention.
-        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of the attention to the encoder.
+        enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal: of the cross attention.
         attn_input_format: "sbhd", "bshd" or "thd": (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size).
-        apply_residual_connection_post_layernorm: the residual begins behind the norm.
-        output_layernorm: the self attention has no norm in front, and the output of the layer has one.
-        parallel_attention_mlp: attention and feed-forward block read the same input, and are added together.
+        apply_residual_connection_post_layernorm: the residual starts after the norm.
+        output_layernorm: the self attention has no norm before it, and the layer's output has one.
+        parallel_attention_mlp: attention and feed-forward block read the same input, and their outputs are added.
         layer_type: "encoder", or "decoder" with ``inter_attention``.
-        drop_path_rate: probability of dropping what a sample would have added, in training.
+        drop_path_rate: probability of dropping a sample's addition to the residual, in training.
         bias: the linear layers have learned biases.
-        params_dtype, dtype, device, fuse_wgrad_accumulation, recipe, name: as in :class:`Linear`; ``name`` comes before
-            the names of the parts.
-        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker: handed to the parts.
-        seq_length: with ``sequence_parallel``, the length of the whole sequence, which inputs are checked against.
-        **options: other options of Transformer Engine's class, at the values that ask for nothing.
+        params_dtype, dtype, device, fuse_wgrad_accumulation, recipe: as in :class:`Linear`.
+        name: as in :class:`Linear`, before the names of the parts.
+        tp_group, tp_size, sequence_parallel, set_parallel_mode, get_rng_state_tracker: passed to the parts.
+        seq_length: with ``sequence_parallel``, the length of the full sequence, to check inputs.
+        **options: Transformer Engine's other options, at the values that request nothing.
     Raises:
-        ValueError: an unknown ``layer_type``, a rate outside of [0, 1), ``parallel_attention_mlp`` with a decoder,
-            ``apply_residual_connection_post_layernorm`` or ``output_layernorm``; and those of the parts.
-        NotImplementedError: an option that asks for what is not there.
+        ValueError: an unknown ``layer_type``, a rate outside [0, 1), ``parallel_attention_mlp`` with a decoder,
+            ``apply_residual_connection_post_layernorm`` or ``output_layernorm``; and the parts' errors.
+        NotImplementedError: an option of ``**options`` requests something.
     """
 
     def __init__(

@@ -14,9 +14,11 @@ class OperationContext:
 
     The fuser sets, before the forward runs:
 
-    ``requires_grad``: this operation has a backward. ``input_requires_grad``: the gradient of its input is needed.
-    ``prev_op_grad_output_quantizer``: how the operation in front wants that gradient quantized; None for plain.
-    ``scales``: the operation's state of delayed scaling as its forward read it; None without.
+    Attributes:
+        requires_grad: this operation has a backward.
+        input_requires_grad: the gradient of its input is needed.
+        prev_op_grad_output_quantizer: how the operation in front wants that gradient quantized; None for plain.
+        scales: the operation's state of delayed scaling as its forward read it; None without.
 
     Tensors go through :meth:`save_for_backward` and nowhere else. What is set freely must follow from the operation's
     attributes, its keyword arguments and the tensors' metadata, but hold no sizes: those may be symbolic in a compiled

@@ -17,7 +17,9 @@ from ..tensors import QuantizedTensorStorage
 class ScaledOperand:
     """How an operation wants its input, or the gradient of its output, with the state that this is quantized with.
 
-    ``scale``, ``amax``: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
+    Attributes:
+        scale: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
+        amax: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
     """
 
     operand: Operand

@@ -220,8 +220,11 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
 
     It runs under the recipe of the autocast in force, else under its own ``recipe``.
 
-    ``num_extra_inputs``, ``num_extra_outputs``: how many tensors it takes and gives besides the main ones; with any, it
-    defines the fuser-level methods.
+    Attributes:
+        num_extra_inputs: how many tensors it takes and gives besides the main ones; with any, it defines the
+            fuser-level methods.
+        num_extra_outputs: how many tensors it takes and gives besides the main ones; with any, it defines the
+            fuser-level methods.
 
     Raises:
         TypeError: a class without forward is instantiated, or (when it is defined) one that mixes the two forms or

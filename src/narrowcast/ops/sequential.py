@@ -28,7 +28,7 @@ class Sequential(nn.Sequential):
     Args:
         *args: modules, or one ``OrderedDict`` of them.
 
-    It raises in forward, before any kernel.
+    Errors are raised in forward, before any kernel runs.
 
     Raises:
         ValueError: another number of extra inputs than the operations take, or ``op_kwargs`` for what is no operation

@@ -45,14 +45,14 @@ class _Float8Base(Quantizer):
 
 
 class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
-    """Per-tensor FP8 with the scale taken from the tensor's own amax.
+    """Per-tensor FP8 with the scale from the tensor's own amax.
 
     Args:
         fp8_dtype: E4M3 or E5M2, as :class:`DType` or torch dtype.
         device: accepted for compatibility; a quantizer has no device.
         rowwise, columnwise: directions to produce.
-        with_amax_reduction: reduce the amax over the process group that :meth:`quantize` is given, before the scale is
-            taken. Not for recipes: layers have no group to give.
+        with_amax_reduction: reduce the amax over the process group passed to :meth:`quantize`, before the scale is
+            computed. Not for recipes: layers have no group to pass.
         amax_reduction_group: deprecated here; pass the group to :meth:`quantize`.
         force_pow_2_scales: round the scale down to a power of two.
         amax_epsilon: lower bound of the amax.

@@ -18,17 +18,17 @@ _SOURCES = ("original", "rowwise_dequantized")
 
 
 class HybridQuantizer(Quantizer):
-    """Two quantizers, one per direction; the forward GEMM sees the first, the backward ones the second.
+    """Two quantizers, one per direction: the forward GEMM reads the first's data, the backward GEMMs the second's.
+
+    With an unregistered quantizer class it becomes an :class:`EagerHybridQuantizer`, which is not a value.
 
     Args:
         rowwise_quantizer, columnwise_quantizer: two different objects; their own usages do not matter.
-        columnwise_source: what the second quantizes: the "original" tensor, or what the first made of it
-            ("rowwise_dequantized").
-    With a quantizer whose class is not registered as a value it is none either, but an :class:`EagerHybridQuantizer`.
-
+        columnwise_source: the second quantizes the "original" tensor, or the first's result ("rowwise_dequantized").
     Raises:
-        ValueError: one object given twice, another source, or a quantizer that reduces amax.
-        TypeError: no quantizer, or a slot of a layer's delayed scaling; a :class:`Float8Quantizer` holds its own state.
+        ValueError: one object is given twice, the source is unknown, or a quantizer reduces amax.
+        TypeError: an argument is not a quantizer, or is a slot of a layer's delayed scaling or a
+            :class:`Float8Quantizer`, which hold their own state.
     """
 
     rowwise_value: str

@@ -15,7 +15,7 @@ _HIGH_PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float1
 
 
 class IdentityQuantizer(Quantizer):
-    """Pass-through, casting to ``dtype`` when one is given.
+    """A quantizer that keeps values, and casts to ``dtype`` if one is given.
 
     Args:
         dtype: torch.float32, torch.bfloat16 or torch.float16; None keeps bfloat16 inputs and casts nothing.

@@ -44,7 +44,7 @@ _FLAGS_OF_ENCODING = {
 class Quantizer(Sealable, QuantizerValue):
     """Base of all quantizers.
 
-    Fields may be assigned until it is first used: quantizes, is hashed or compared, or is met in traced code.
+    Fields may be assigned until the first use: it quantizes, is hashed or compared, or is traced.
 
     Args:
         rowwise: produce data with scaling groups along the last dim.

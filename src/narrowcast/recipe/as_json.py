@@ -16,10 +16,10 @@ _VALUES: dict[str, type] = {"MMParams": MMParams, "QParams": QParams}
 
 
 def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
-    """Return a table of recipes by pattern, as :func:`narrowcast.set_recipe` takes it.
+    """Return a recipe table by pattern as JSON; :func:`narrowcast.set_recipe` takes it.
 
     Raises:
-        TypeError: a recipe that holds a function; that has no JSON.
+        TypeError: a recipe holds a function, which has no JSON.
     """
     return json.dumps({pattern: _described(recipe) for pattern, recipe in recipes.items()}, indent=2)
 
@@ -29,15 +29,15 @@ _BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
 
 
 def recipes_from_json(text: str) -> dict[str, Recipe | None]:
-    """Return the table that :func:`recipes_to_json` wrote, or one by hand.
+    """Return the recipe table of a JSON text, written by :func:`recipes_to_json` or by hand.
 
     Args:
         text: an object from patterns to recipes. A recipe is a name (:data:`narrowcast.recipe.NAMES`), null for high
             precision, or an object of its "type", a class or a name, and the fields that differ from the defaults.
     Raises:
-        ValueError: no JSON object, one that names a key twice or has numbers that are not finite, an unknown recipe or
-            field, or a value that the recipe refuses. The text may have 2**24 characters, an ``amax_history_len`` 2**20
-            rows, which layers allocate, and a ``margin`` is from -126 to 126.
+        ValueError: the text is not a JSON object, repeats a key, has numbers that are not finite, an unknown recipe or
+            field, or a value that the recipe refuses. Limits: 2**24 characters, ``amax_history_len`` 2**20, ``margin``
+            from -126 to 126.
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(

@@ -81,7 +81,7 @@ def check_flags(settings: Any, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class MMParams:
-    """How one GEMM accumulates: with the split accumulator, or (False) with the tensor cores' fast one."""
+    """Accumulation of one GEMM: with the split accumulator, or (False) with the tensor cores' fast one."""
 
     use_split_accumulator: bool = True
 
@@ -91,9 +91,10 @@ class MMParams:
 
 @dataclass(frozen=True)
 class QParams:
-    """How one operand is quantized, where a recipe leaves a choice.
+    """Quantization of one operand, for recipes that leave a choice.
 
-    ``derived``: filled in by a recipe from its other fields, and again when ``dataclasses.replace`` changes those.
+    Attributes:
+        derived: a recipe sets it from its other fields, and again when ``dataclasses.replace`` changes those.
     """
 
     power_2_scale: bool = False

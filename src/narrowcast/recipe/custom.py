@@ -25,15 +25,16 @@ from .delayed import DelayedScaling, DelayedScalingRequest
 
 @recipe_class
 class CustomRecipe(Recipe):
-    """A recipe made of your own quantizers.
+    """A recipe of your own quantizers.
 
     Args:
         qfactory: called with a :class:`QuantizerRole`, returns a quantizer for that tensor.
         fp8_format: for delayed-scaling requests.
         quantization_alignment: row multiple for grouped GEMMs, positive.
     Raises:
-        ValueError: no callable factory, or a non-positive alignment. The first use of a role raises ValueError when the
-            factory returns None for it, TypeError when it returns something else than a quantizer.
+        ValueError: the factory is not callable, the alignment is not positive, or, at the first use of a role, the
+            factory returns None.
+        TypeError: at the first use of a role, the factory returns something other than a quantizer.
     """
 
     _family = "custom"
@@ -100,7 +101,7 @@ def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str, slot
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Return the multiple of rows that the recipe's GEMMs want from each group of a grouped GEMM."""
+    """Return the row multiple that the recipe's GEMMs need from each group of a grouped GEMM."""
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
     if recipe._family in ("mxfp8", "mxfp6", "mxfp4"):

@@ -24,15 +24,15 @@ class DelayedScaling(Recipe):
     """Per-tensor FP8 with the scale from earlier steps' amax.
 
     Args:
-        margin: scales are 2**margin below what the amax allows.
+        margin: scales are divided by 2**margin.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward) or E4M3.
         amax_history_len: steps of history, at least 1.
         amax_compute_algo: "max", "most_recent", or a callable(history) -> amax.
         scaling_factor_compute_algo: None, or a callable(amax, old_scale, fp8_max, recipe) -> scale.
-        reduce_amax: take part in ``reduce_delayed_scaling``.
-        initial_scale: scales before anything was seen. "range": those of weights from the weights, of activations 16
-            and of gradients 65536, so that what a first step brings lies within the format's range; "one": all 1, as
-            Transformer Engine starts, at which the gradients of a first step underflow.
+        reduce_amax: include the amax in ``reduce_delayed_scaling``.
+        initial_scale: the first scales. "range": those of weights from the weights, of activations 16 and of gradients
+            65536, so that a first step usually fits the format's range; "one": all 1, Transformer Engine's start, at
+            which the gradients of a first step underflow.
     """
 
     _family = "delayed"
@@ -80,7 +80,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class DelayedScalingRequest:
-    """What a factory returns to ask for a delayed-scaling slot; fields as in :class:`DelayedScaling`."""
+    """A factory's request for a delayed-scaling slot; fields as in :class:`DelayedScaling`."""
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0

@@ -76,10 +76,10 @@ class MXFP8BlockScaling(Recipe):
 class MXFP6BlockScaling(Recipe):
     """MXFP6: six-bit elements, one E8M0 scale per 32 of them.
 
-    The default is E2M3 in the forward and E3M2 in the backward. Every group of 32 has a scale of its own, so inputs and
-    weights, whose groups are narrow, gain more from a third mantissa bit; gradients, whose groups spread over more
-    binades, would lose their small elements under E2M3 (a factor of 60 between its largest and its smallest value, 448
-    under E3M2). It is the choice that HYBRID makes between the two FP8 formats.
+    The default is E2M3 in the forward and E3M2 in the backward. Every group of 32 has its own scale. Inputs and weights
+    have narrow groups and gain more from a third mantissa bit. Groups of gradients span more binades and would lose
+    small elements under E2M3 (a factor of 60 between its largest and its smallest value, 448 under E3M2). HYBRID
+    chooses the same way between the two FP8 formats.
 
     Args:
         forward_format: Format.E2M3 or Format.E3M2, of inputs, weights and outputs.
@@ -118,8 +118,8 @@ class MXFP6BlockScaling(Recipe):
 class MXFP4BlockScaling(Recipe):
     """MXFP4: E2M1 elements, one E8M0 scale per 32 of them, all rounded to nearest.
 
-    It has neither the second scale nor the rotation nor the stochastic rounding of :class:`NVFP4BlockScaling`, which
-    are what makes four bits train; for gradients, consider ``backward_override``.
+    It lacks :class:`NVFP4BlockScaling`'s second scale, rotation and stochastic rounding, which make four-bit training
+    work; for gradients, consider ``backward_override``.
 
     Args:
         enable_2d_quantization: 32x32 tiles for weights.

@@ -11,20 +11,21 @@ from ..tensors import QuantizedTensor
 
 
 def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedProgram:
-    """Return the program with this library's operators taken apart into those of PyTorch, which compute the same bits.
+    """Decompose the program's narrowcast operators into PyTorch's, with the same bits.
 
-    These are ATen's alone: the file that ``torch.export.save`` writes is loaded and run without narrowcast. Quantized
-    parameters become their codes and scales, as ``run_decompositions`` makes them.
+    The result has only ATen's operators: a process without narrowcast loads and runs the file of ``torch.export.save``.
+    Quantized parameters become their codes and scales, as in ``run_decompositions``.
 
     Args:
-        program: of a model on the CPU, as ``torch.export.export`` or ``torch.export.load`` returned it; not modified.
-        decomp_table: as ``program.run_decompositions`` takes it, for the operators of PyTorch.
+        program: an exported program of a model on the CPU, from ``torch.export.export`` or ``torch.export.load``; not
+            modified.
+        decomp_table: for PyTorch's operators, as in ``program.run_decompositions``.
 
     Raises:
-        TypeError: no exported program.
-        ValueError: a model on a GPU, whose operators are kernels of narrowcast, or a quantized parameter that requires
-            a gradient.
-        RuntimeError: an operator whose shapes are data, as those of grouped layers are.
+        TypeError: ``program`` is not an exported program.
+        ValueError: the model is on a GPU, whose operators are narrowcast's kernels, or a quantized parameter requires a
+            gradient.
+        RuntimeError: an operator's shapes are data, as in grouped layers.
     """
     # sympy comes with it, which whoever exports has imported
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode

@@ -38,7 +38,7 @@ from .formats import (
 
 @dataclass(frozen=True)
 class ExportedWeight:
-    """One weight of a GEMM: ``name`` is its key, ``format`` how it was written, ``reason`` why it was not quantized."""
+    """One GEMM weight: ``name`` is its key, ``format`` its format, ``reason`` why it was not quantized."""
 
     name: str
     format: str
@@ -47,7 +47,12 @@ class ExportedWeight:
 
 @dataclass(frozen=True)
 class Exported:
-    """What :func:`export` wrote. ``bytes``: of all tensors; ``bytes_before``: of the same in the model's dtypes."""
+    """The result of :func:`export`.
+
+    Attributes:
+        bytes: bytes of all tensors.
+        bytes_before: bytes of the same in the model's dtypes.
+    """
 
     path: Path
     format: str
@@ -74,26 +79,25 @@ def export(
     recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Exported:
-    """Write a model as safetensors with a ``quantization_config``, its weights as the training GEMMs read them.
+    """Write a model as safetensors with a ``quantization_config``, with the weights that the training GEMMs read.
 
-    A model of Transformers writes its own files beside (``config.json``, ``generation_config.json``); of another one,
-    ``config.json`` holds the ``quantization_config`` alone. A tied tensor is written once, under the name
-    that Transformers keeps; of other models, under its first name. Weights that are tied, grouped, fused of parts or of
-    layers without a recipe stay in high precision, and stand in the config's list of those and in the result.
+    A model of Transformers also writes its own files (``config.json``, ``generation_config.json``). For other models
+    ``config.json`` holds only the ``quantization_config``. A tied tensor is written once, under the name that
+    Transformers keeps; in other models under its first name. Weights that are tied, grouped, fused from parts, or in
+    layers without a recipe stay in high precision; the config and the result list them.
 
     Args:
-        path: a folder that does not exist yet, or is empty; it appears when it is whole.
+        path: a folder that does not exist yet, or is empty; it appears when it is complete.
         format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8 or NVFP4, by the
-            recipe), "mxfp8" or "nvfp4" (compressed-tensors, and nothing else), or "bf16" (no quantization).
-        recipe: a recipe or its name; quantize the weights of layers that have a recipe as this one does, instead of as
-            their own.
-        dtype: of tensors in high precision; default as they are, bf16 for "bf16".
+            recipe), "mxfp8" or "nvfp4" (compressed-tensors of this format), or "bf16" (no quantization).
+        recipe: a recipe or its name; overrides the recipes of layers that have one.
+        dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
 
-    It raises with nothing written.
+    Nothing is written if it raises.
 
     Raises:
-        ValueError: another format; a recipe whose weights the format cannot hold; nothing to quantize; parameters on
-            the meta device.
+        ValueError: the format is unknown, cannot hold a recipe's weights, nothing can be quantized, or parameters are
+            on the meta device.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
     """

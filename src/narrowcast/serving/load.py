@@ -28,29 +28,29 @@ _HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
 def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None = None) -> Model:
-    """Load a checkpoint of FP8 weights, and convert the layers that have them: its codes and scales are the weights.
+    """Load a checkpoint of FP8 weights, and convert their layers: its codes and scales become the weights.
 
-    Nothing is decoded and rounded again: each such weight is kept as the one quantized copy that the GEMMs read,
-    frozen, as ``convert(weights="stored")`` would make it. All other tensors load as they are. Values are copied out of
-    the files. Parameters may be on the meta device, and so may buffers that the checkpoint holds.
+    No weight is decoded and rounded again. Each is the one quantized copy that the GEMMs read, frozen, as in
+    ``convert(weights="stored")``. All other tensors load unchanged. Values are copied out of the files. Parameters may
+    be on the meta device, and so may buffers that the checkpoint has.
 
     Args:
         model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
         path: a folder with ``config.json``, whose ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128)
-            or of compressed-tensors (FP8, per tensor or in such tiles), and safetensors files: those that
-            ``model.safetensors.index.json`` names if it is there, otherwise all.
+            or compressed-tensors' (FP8, per tensor or in such tiles), and safetensors files: those that
+            ``model.safetensors.index.json`` names if present, else all.
         recipe: for the layers; default Float8BlockScaling for tiles, Float8CurrentScaling for weights with one scale.
     Returns:
-        ``model``; :func:`narrowcast.receipt` says what was converted.
+        ``model``; :func:`narrowcast.receipt` lists the converted layers.
 
     Nothing changes if it raises.
 
     Raises:
-        FileNotFoundError: no config.json or safetensors.
-        ValueError: a file that is damaged, too large or not the JSON that is read; a checkpoint of another format or
-            without FP8 weights; a recipe whose weights are scaled otherwise; a weight of another shape, or without
-            finite, positive scales; a tensor of another kind of dtype.
-        RuntimeError: keys that are missing on either side, or a buffer on the meta device that no checkpoint holds.
+        FileNotFoundError: there is no config.json or safetensors file.
+        ValueError: a file is damaged, too large or not the expected JSON; the checkpoint has another format or no FP8
+            weights; the recipe scales weights differently; a weight has another shape, or no finite, positive scales; a
+            tensor has another kind of dtype.
+        RuntimeError: keys are missing on either side, or a buffer on the meta device is not in the checkpoint.
     """
     path = Path(path)
     config = _json_object(path / "config.json", LARGEST_CONFIG)

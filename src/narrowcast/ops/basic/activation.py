@@ -56,7 +56,7 @@ class ActivationOperation(SavesTensors, ActivationBase):
         cache_quantized_input: keep the input for the backward as E4M3 with one scale instead of as it is; the gradient
             is then that of the rounded input.
 
-    It raises in forward.
+    Errors are raised in forward.
 
     Raises:
         ValueError: an odd last dim of a gated activation.

@@ -103,7 +103,7 @@ class AddExtraInput(_InPlace):
         in_place: the sum may take the place of the extra input, which lets it join the GEMM in front. The caller's
             tensor is never written to.
 
-    It raises in forward.
+    Errors are raised in forward.
 
     Raises:
         ValueError: the two shapes differ.

@@ -169,7 +169,7 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo):
         eps: added to the sum of squares.
         seq_length, micro_batch_size: accepted for scripts that pass them; sizes are read off the input.
 
-    It raises in forward.
+    Errors are raised in forward.
 
     Raises:
         ValueError: an input without or with an empty last dim.

@@ -25,7 +25,7 @@ class ScaledActivationOperation(ActivationBase):
         activation_recompute_in_mlp: a grouped MLP made of this keeps the activation's input and computes the activation
             once more for the weight gradient of its second layer; alone the operation always recomputes.
 
-    It raises in forward.
+    Errors are raised in forward.
 
     Raises:
         ValueError: scales of another shape, or an odd last dim of a gated activation.
