@@ -18,7 +18,7 @@ def default_device() -> torch.device:
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Compute capability of the current CUDA device; (0, 0) without one."""
+    """Return the compute capability of the current CUDA device; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 

@@ -29,7 +29,7 @@ def mark_not_offload(*tensors: Tensor | None) -> None:
     """Keep tensors, and all tensors that share their storage, on the device when autograd saves them.
 
     Args:
-        tensors: plain or quantized; None is passed over. Parameters stay anyway, but for the codes of quantized ones.
+        tensors: plain or quantized; None is skipped. Parameters stay anyway, except for the codes of quantized ones.
     """
     for key in [key for key, kept in _NOT_OFFLOADED.items() if kept.expired()]:
         _NOT_OFFLOADED.pop(key, None)
@@ -271,7 +271,7 @@ class _Offload:
 
 
 class ManualOffloadSynchronizer:
-    """Says when layers move, by their index in the last forward; what was not reloaded is when it is needed."""
+    """Starts the copies of layers, by index in the last forward. A layer that was not reloaded is when it is needed."""
 
     def __init__(self, offload: _Offload | None) -> None:
         self._offload = offload
@@ -310,24 +310,22 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.cuda.Stream | None = None,
 ) -> tuple[Any, ...]:
-    """Return a context for the forward of each layer, and a function for its output; what autograd saved waits on the
-    host.
+    """Return a context for each layer's forward, and a function for its output; saved tensors wait on the host.
 
-    Tensors that are saved inside the context move to pinned memory while the next layer computes, and back while the
-    layer after theirs runs its backward: two layers' activations are on the device, in place of ``num_layers``. What
-    moves is what is saved, so of quantized operands codes and scales. Parameters, tensors of fewer than 2**18 elements
-    and what was given to :func:`mark_not_offload` stay. Results are the same bits. Eager code; layers inside may be
-    compiled with ``fullgraph=True``, what is around them only without. Tensors of a CPU are
-    copied, too, which is for tests.
+    Tensors saved inside the context move to pinned memory while the next layer computes, and back while the layer after
+    theirs runs its backward: the device holds the activations of two layers instead of ``num_layers``. Quantized
+    operands move as codes and scales. Parameters, tensors of fewer than 2**18 elements and tensors of
+    :func:`mark_not_offload` stay. Results have the same bits. Eager code; layers inside may be compiled with
+    ``fullgraph=True``, code around them only without. CPU tensors are copied, too, for tests.
 
     Args:
         enabled: False returns objects that do nothing.
-        num_layers: the first so many layers are offloaded; the last one never is, as its backward comes at once.
-        model_layers: how many layers a forward has.
-        offload_activations: must be True for there to be something to offload.
-        offload_weights: has no effect, and is deprecated.
-        double_buffering, retain_pinned_cpu_buffers: have no effect: PyTorch keeps pinned memory for the next use.
-        manual_synchronization: nothing moves but where the controller says so.
+        num_layers: the first so many layers are offloaded; the last one never is, as its backward starts at once.
+        model_layers: number of layers in a forward.
+        offload_activations: must be True to offload anything.
+        offload_weights: without effect, deprecated.
+        double_buffering, retain_pinned_cpu_buffers: without effect: PyTorch keeps pinned memory for the next use.
+        manual_synchronization: only the third object starts copies.
         offload_stream: the stream of the copies, for manual synchronization.
 
     Returns:

@@ -16,16 +16,15 @@ from ..upstream.modules import own_buffers
 
 
 def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model whose layers in Transformer Engine have the same names; it loads there,
-    strictly.
+    """Return a state dict that Transformer Engine's layers of the same names load strictly.
 
     Each layer has an ``_extra_state``: empty, or its scales and histories of delayed scaling, as a pickle of tensors.
     Newer versions read that only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1`` in the environment.
 
     Args:
-        model: of layers and operations of this library, and others.
+        model: a model of this library's layers and operations, and others.
     Returns:
-        parameters as in ``model.state_dict()``, of which the buffers of delayed scaling are taken out.
+        The parameters of ``model.state_dict()``, without the buffers of delayed scaling.
     """
     state: dict[str, Any] = dict(model.state_dict())
     for name, layer in model.named_modules():

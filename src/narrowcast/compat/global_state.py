@@ -66,8 +66,8 @@ class _Named(type):
 class FP8GlobalStateManager(metaclass=_Named):
     """Queries and setters of the calling thread's autocast, by Transformer Engine's names.
 
-    It holds no state of its own. Scales of delayed scaling belong to the layers, so what Transformer Engine keeps of
-    them here is absent, and asking for it raises AttributeError with what to use.
+    It has no state. The layers own delayed scales, so Transformer Engine's names for them are absent and raise
+    AttributeError with the replacement.
     """
 
     is_fp8_available = staticmethod(check_fp8_support)

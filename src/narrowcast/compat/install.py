@@ -97,7 +97,7 @@ def install_transformer_engine() -> None:
 
 
 def uninstall_transformer_engine() -> None:
-    """Take back :func:`install_transformer_engine`; what has imported names by then keeps them."""
+    """Undo :func:`install_transformer_engine`; modules that have already imported names keep them."""
     aliases = _installed()
     if aliases is None:
         return

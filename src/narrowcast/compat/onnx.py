@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Transformer Engine's context around an ONNX export; enabled, it is refused.
+    """Refuse Transformer Engine's context around an ONNX export if it is enabled.
 
     Raises:
         NotImplementedError: ``enabled``.

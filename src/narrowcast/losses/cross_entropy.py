@@ -57,30 +57,30 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """Cross entropy of each token, in fp32; its gradient comes back in the dtype of the logits.
+    """Compute the cross entropy of each token in fp32; its gradient has the dtype of the logits.
 
-    It reads the logits once forward and once backward and makes no copy of them: what waits for the backward is the
-    logits themselves, which must not be changed in between, and one number per token. With a group, ranks exchange
-    three numbers per token, once, in the forward. ``torch.nn.functional.cross_entropy`` is the formula.
+    It reads the logits once forward and once backward without a copy. It saves the logits, which must not change in
+    between, and one number per token. Ranks of a group exchange three numbers per token, once, in the forward. The
+    formula is ``torch.nn.functional.cross_entropy``'s.
 
     Args:
-        inp: logits (*lead, V), fp32, bf16 or fp16; with a group this rank's share of the vocabulary, of equal size on
-            all ranks and in their order. Never modified.
-        target: lead, int64 or int32; the same on all ranks, counted over the whole vocabulary.
+        inp: logits (*lead, V), fp32, bf16 or fp16; with a group this rank's shard of the vocabulary, of equal size on
+            all ranks and in rank order. Never modified.
+        target: lead, int64 or int32; the same on all ranks, counted over the full vocabulary.
         label_smoothing: as in torch's, from 0 to 1.
-        reduce_loss: return the mean over the tokens that are not ignored; 0 where all of them are.
-        dist_process_group: a process group; None for logits that are whole.
+        reduce_loss: return the mean over the tokens that are not ignored; 0 if all are.
+        dist_process_group: a process group; None for full logits.
         ignore_idx: a token with this target has no loss and no gradient.
-        is_cg_capturable: no effect: it always is.
+        is_cg_capturable: without effect: a CUDA graph can always capture it.
 
     Returns:
         fp32, shape lead, or a scalar.
 
     Raises:
-        ValueError: another dtype, a target of another shape or dtype, a smoothing outside of [0, 1], or a target out of
-            range on a CPU. On a GPU, and in compiled code, such a token's loss and gradient are NaN instead.
-        TypeError: ``dist_process_group`` is none.
-        RuntimeError: it has no name; or the gradient is differentiated.
+        ValueError: another dtype, a target of another shape or dtype, a smoothing outside [0, 1], or a target out of
+            range on a CPU (on a GPU, and in compiled code, the token's loss and gradient are NaN).
+        TypeError: ``dist_process_group`` is not a process group.
+        RuntimeError: the group has no name, or the gradient is differentiated.
     """
     tensor("inp", inp)
     if inp.dim() < 1 or inp.dtype not in HIGH_PRECISION:

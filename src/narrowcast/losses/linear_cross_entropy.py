@@ -66,36 +66,36 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     recipe: Recipe | str | None = None,
 ) -> Tensor:
-    """Return ``cross_entropy(linear(hidden, weight, bias), target)``, whose logits are never in memory as a whole.
+    """Compute ``cross_entropy(linear(hidden, weight, bias), target)`` without storing the full logits.
 
-    Forward and backward make the logits of ``chunk_size`` classes at a time, T x chunk_size numbers in the dtype of
-    ``hidden``, and drop them; in the backward their gradient takes their place. Beside operands and gradients it needs
-    that one chunk, T x H numbers in fp32 for the gradient of ``hidden``, and three numbers per token. The price is a
-    fourth GEMM beside the usual three. The softmax is computed in fp32. Compiles with ``fullgraph=True``.
+    Forward and backward compute the logits of ``chunk_size`` classes at a time, T x chunk_size numbers in the dtype of
+    ``hidden``, and drop them; in the backward the gradient overwrites them. Besides operands and gradients it needs one
+    chunk, T x H numbers in fp32 for the gradient of ``hidden``, and three numbers per token. It costs four GEMMs
+    instead of three. The softmax is computed in fp32. Compiles with ``fullgraph=True``.
 
     Args:
         hidden: (*lead, H), fp32, bf16 or fp16.
         weight: (V, H), in the same dtype; a quantized one is dequantized. Under ``torch.autocast`` they are cast.
         target: lead, int64 or int32.
         bias: (V,), or None.
-        label_smoothing, reduction ("mean", "sum", "none"): as in ``torch.nn.functional.cross_entropy``.
-        ignore_index: a token with this target has no loss and no gradient; the mean is over the others. Where all
-            tokens are ignored it is 0, not NaN as torch's.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        reduction: "mean", "sum" or "none".
+        ignore_index: a token with this target has no loss and no gradient; the mean is over the others. If all tokens
+            are ignored, it is 0; torch returns NaN.
         chunk_size: classes at a time; None for as many as make 2**27 logits, and at least 1024. With a recipe it is
             rounded up to a multiple of 128.
-        recipe: quantizes the operands of the four GEMMs, or its name; None is high precision. Each chunk of classes is
-            quantized as the weight of a linear layer of its own. The logits stay in the dtype of ``hidden``; their
-            gradient is quantized where it is computed, if the format's kernels can.
+        recipe: a recipe or its name, which quantizes the operands of the four GEMMs; None is high precision. Each chunk
+            of classes is quantized like the weight of a separate linear layer. The logits stay in the dtype of
+            ``hidden``; their gradient is quantized while it is computed, if the format's kernels can.
 
     Returns:
         fp32: a scalar, or the shape of ``target``.
 
     Raises:
-        ValueError: shapes or dtypes that do not match, an unknown reduction, a chunk of no classes, a smoothing outside
-            of [0, 1], or a target out of range on a CPU. On a GPU, and in compiled code, such a token's loss and its
-            gradients are NaN instead.
-            Also a recipe that keeps state, such as delayed scaling, or one with a ``backward_override``.
-        TypeError: ``recipe`` is no recipe.
+        ValueError: shapes or dtypes do not match, the reduction is unknown, a chunk has no classes, the smoothing is
+            outside [0, 1], a target is out of range on a CPU (on a GPU, and in compiled code, the token's loss and
+            gradients are NaN), or the recipe keeps state or has a ``backward_override``.
+        TypeError: ``recipe`` is not a recipe.
         RuntimeError: the gradient is differentiated.
     """
     if reduction not in _REDUCTIONS:

@@ -153,15 +153,14 @@ def moe_unpermute(
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
-    """Give every token the sum of its rows, weighted where there are weights.
+    """Sum the rows of every token, optionally weighted.
 
-    The sum is made in fp32, in the order of the map's columns, and rounded once.
+    The sum is computed in fp32, in the order of the map's columns, and rounded once.
 
     Args:
         inp: (R, K), bf16, fp16 or fp32; differentiable.
         row_id_map: as the permutation returned it, int32 (T, E) or (T, topk).
-        merging_probs: of the shape of ``row_id_map``, any floating dtype; what each row is multiplied by.
-            Differentiable.
+        merging_probs: weights of the rows, in the shape of ``row_id_map``, any floating dtype; differentiable.
         restore_shape: shape of the result; None: (T, K).
         map_type: "mask" or "index", as for the permutation.
         probs: the former name of ``merging_probs``; it warns.
@@ -173,8 +172,8 @@ def moe_unpermute(
     Errors are raised before any kernel runs.
 
     Raises:
-        ValueError: another ``map_type``, shapes that do not fit, both ``probs`` and ``merging_probs``.
-        TypeError: a quantized input, whose rows cannot be added up, or another dtype.
+        ValueError: the ``map_type`` is unknown, shapes do not fit, or both ``probs`` and ``merging_probs`` are given.
+        TypeError: the input is quantized, so its rows cannot be added, or has another dtype.
     """
     if probs is not None:
         if merging_probs is not None:

@@ -10,19 +10,19 @@ from .handover import ScaledOperand
 
 
 class OperationContext:
-    """Where one basic operation keeps what its backward reads; other attributes may be set freely.
+    """Storage for the tensors that one basic operation's backward reads; other attributes may be set freely.
 
     The fuser sets, before the forward runs:
 
     Attributes:
         requires_grad: this operation has a backward.
         input_requires_grad: the gradient of its input is needed.
-        prev_op_grad_output_quantizer: how the operation in front wants that gradient quantized; None for plain.
-        scales: the operation's state of delayed scaling as its forward read it; None without.
+        prev_op_grad_output_quantizer: the previous operation's quantizer of that gradient; None for plain.
+        scales: the delayed scales that the forward read; None without.
 
-    Tensors go through :meth:`save_for_backward` and nowhere else. What is set freely must follow from the operation's
-    attributes, its keyword arguments and the tensors' metadata, but hold no sizes: those may be symbolic in a compiled
-    graph, and the backward reads them off the gradient and the saved tensors.
+    Tensors go only through :meth:`save_for_backward`. Other attributes must follow from the operation's attributes, its
+    keyword arguments and the tensors' metadata. They must not hold sizes, which may be symbolic in a compiled graph;
+    the backward reads sizes off the gradient and the saved tensors.
     """
 
     def __init__(

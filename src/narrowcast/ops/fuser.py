@@ -275,18 +275,18 @@ def _refuse_computed_parameters(op: BasicOperation) -> None:
 
 
 class OperationFuser:
-    """Runs operations in a row; runs of them are replaced by the registered fused operations, per direction.
+    """Runs consecutive operations; registered fused operations replace runs of them, per direction.
 
-    Fusing happens at the first call and again when the recipe's value, the registered fusions, the first operation that
-    has a backward, or the parameters' dtypes change; in compiled code, when tracing.
+    It fuses at the first call and again when the recipe's value, the registered fusions, the first operation with a
+    backward, or the parameters' dtypes change; compiled code fuses when tracing.
 
     Args:
-        ops: operations; fused ones are taken apart first.
+        ops: operations; fused ones are replaced by their parts first.
         capture: fix the operations' channels.
         incoming: channels that the caller feeds; they count as extra inputs.
-        outgoing: channels that the caller wants; they count as extra outputs.
+        outgoing: channels that the caller reads; they count as extra outputs.
     Raises:
-        ValueError: no operations, or a channel that nothing in front gives, or that two give.
+        ValueError: no operations, or a channel has no or two sources.
     """
 
     def __init__(

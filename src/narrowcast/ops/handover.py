@@ -15,11 +15,11 @@ from ..tensors import QuantizedTensorStorage
 # by identity, as the tensors in it are compared; PyTorch 2.11 hashes what traced code calls before it has its fields
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledOperand:
-    """How an operation wants its input, or the gradient of its output, with the state that this is quantized with.
+    """An operation's quantizer of its input, or of its output's gradient, with its state.
 
     Attributes:
-        scale: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
-        amax: of that operation, fp32 (n,), as its forward read them; None without delayed scaling.
+        scale: the operation's scale as its forward read it, fp32 (n,); None without delayed scaling.
+        amax: the operation's amax, fp32 (n,); None without delayed scaling.
     """
 
     operand: Operand

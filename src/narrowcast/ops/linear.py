@@ -15,24 +15,26 @@ from .op import BasicOperation, CompositeOperation
 
 
 class Linear(CompositeOperation):
-    """y = x w^T + b as a :class:`BasicLinear` and a :class:`Bias`, quantized as the recipe in force says.
+    """y = x w^T + b as a :class:`BasicLinear` and a :class:`Bias`, quantized under the current recipe.
 
-    With ``tensor_parallel_mode="row"`` every process adds its own bias to its product, and a :class:`ReduceScatter`
-    with ``sequence_parallel``, else an :class:`AllReduce`, sums them: y = sum over the processes of (x w^T + b), as in
-    Transformer Engine. What acts is the sum of the biases, and each gets the gradient of that sum, from all rows.
+    With ``tensor_parallel_mode="row"`` every process adds its own bias to its product. A :class:`ReduceScatter` with
+    ``sequence_parallel``, else an :class:`AllReduce`, sums them: y = sum over the processes of (x w^T + b), as in
+    Transformer Engine. The effective bias is the sum of the biases, and each gets the gradient of that sum, from all
+    rows.
 
     Args:
         in_features, out_features: sizes of the last dim of input and output, of all processes together.
         bias: add a learned (out_features,) bias.
-        device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, rng_state_tracker_function,
-            accumulate_into_main_grad, name: as for :class:`BasicLinear`. "column" splits the bias, too; "row"
-            gives every process a bias of its own, of all ``out_features``. Without a bias, a "row" layer is one
-            :class:`BasicLinear`, which sums by itself, and gathers gradients quantized.
+        device, dtype, tensor_parallel_group, sequence_parallel, rng_state_tracker_function, accumulate_into_main_grad,
+            name: as in :class:`BasicLinear`.
+        tensor_parallel_mode: "column" also splits the bias; "row" gives every process its own bias of all
+            ``out_features``. Without a bias, a "row" layer is one :class:`BasicLinear`, which sums itself and gathers
+            gradients quantized.
     Raises:
-        ValueError: as :class:`BasicLinear`.
+        ValueError: as in :class:`BasicLinear`.
 
-    ``weight`` and ``bias`` are those of the operations. The state dict has their keys, ``basic_ops.0.weight`` and
-    ``basic_ops.1.bias``; loading also takes ``weight`` and ``bias``, as of :class:`narrowcast.Linear`.
+    ``weight`` and ``bias`` belong to the operations. The state dict has their keys, ``basic_ops.0.weight`` and
+    ``basic_ops.1.bias``; loading also takes ``weight`` and ``bias``, as written by :class:`narrowcast.Linear`.
     """
 
     def __init__(

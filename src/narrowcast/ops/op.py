@@ -66,7 +66,7 @@ Gradients = tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]
 
 
 class FusibleOperation:
-    """What a fuser can run: a basic operation, or several of them at once."""
+    """Anything that a fuser can run: a basic operation, or several at once."""
 
     _framework_base: ClassVar[bool] = True
     _use_split_forward: ClassVar[bool] = True
@@ -218,17 +218,15 @@ class FusibleOperation:
 class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     """One operation: a module with its own parameters that a fuser runs, alone or as part of a fused operation.
 
-    It runs under the recipe of the autocast in force, else under its own ``recipe``.
+    It runs under the current autocast's recipe, else under its own ``recipe``.
 
     Attributes:
-        num_extra_inputs: how many tensors it takes and gives besides the main ones; with any, it defines the
-            fuser-level methods.
-        num_extra_outputs: how many tensors it takes and gives besides the main ones; with any, it defines the
-            fuser-level methods.
+        num_extra_inputs: number of tensors it takes besides the main one; with any, it defines the fuser-level methods.
+        num_extra_outputs: number of tensors it returns besides the main one; with any, likewise.
 
     Raises:
-        TypeError: a class without forward is instantiated, or (when it is defined) one that mixes the two forms or
-            defines half of a pair.
+        TypeError: a class without forward is instantiated, or a class definition mixes the two forms or defines half of
+            a pair.
     """
 
     num_extra_inputs: int = 0
@@ -509,12 +507,12 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
 
 
 class FusedOperation(FusibleOperation, framework_base=True):
-    """Shell that runs several basic operations at once; parameters and state belong to those.
+    """A shell that runs several basic operations at once; parameters and state belong to them.
 
-    It is made anew by every fusing, also while a compiler traces, and so keeps nothing but the operations.
+    Every fusion creates it again, also while a compiler traces, so it keeps only the operations.
 
     Args:
-        basic_ops: what it runs, in order.
+        basic_ops: the operations, in order.
     Raises:
         ValueError: no operations.
     """
@@ -540,7 +538,7 @@ class FusedOperation(FusibleOperation, framework_base=True):
 
 
 class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
-    """Module that stands for a few basic operations in a row, which a fuser takes in its place.
+    """A module that stands for a few consecutive basic operations, which a fuser runs instead.
 
     Args:
         basic_ops: the operations, in order; they are registered as ``basic_ops``.

@@ -40,11 +40,11 @@ def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> None
     """Register ``func(ops, *, recipe) -> ops``, which replaces runs of operations in the forward.
 
     Args:
-        func: gets the list of operations and the recipe in force, None without; returns the list with
-            :class:`~narrowcast.ops.FusedOperation` in place of what they replace, all operations in their order.
-        prepend: run before what is registered, instead of after.
+        func: takes the list of operations and the current recipe or None; returns the list with
+            :class:`~narrowcast.ops.FusedOperation` instead of the replaced operations, in their order.
+        prepend: run before the registered functions instead of after them.
     Raises:
-        TypeError: ``func`` cannot be called. A list that does not cover the operations is a RuntimeError when fused.
+        TypeError: ``func`` is not callable. A list that does not cover the operations is a RuntimeError when fused.
     """
     REGISTRY.add(REGISTRY.forward, func, prepend)
 
@@ -67,7 +67,7 @@ def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False
 
 
 def unregister_fusion(func: FusionFunction) -> None:
-    """Take a registered fusion out again, in every direction.
+    """Remove a registered fusion, in every direction.
 
     Raises:
         ValueError: it is not registered.

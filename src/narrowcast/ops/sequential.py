@@ -20,10 +20,10 @@ OperationKwargs = Mapping["BasicOperation | int", Mapping[str, Any]]
 class Sequential(nn.Sequential):
     """Runs modules in order, like ``torch.nn.Sequential``; adjacent operations run fused, in one autograd function.
 
-    The list is edited like that of ``torch.nn.Sequential``: ``append``, ``extend``, ``insert``, ``pop``, ``+``, ``+=``,
-    indices, slices, ``del``. Other modules than operations may stand anywhere; they take and return one tensor. A
-    channel may lead past them: it is taken from the last operation in front that gives it. Module hooks of operations
-    do not run, since operations are not called one by one.
+    Edit it like ``torch.nn.Sequential``: ``append``, ``extend``, ``insert``, ``pop``, ``+``, ``+=``, indices, slices,
+    ``del``. Other modules may be anywhere; they take and return one tensor. A channel may lead past them: its source is
+    the last previous operation that provides it. Module hooks of operations do not run, since operations are not called
+    one by one.
 
     Args:
         *args: modules, or one ``OrderedDict`` of them.
@@ -31,8 +31,8 @@ class Sequential(nn.Sequential):
     Errors are raised in forward, before any kernel runs.
 
     Raises:
-        ValueError: another number of extra inputs than the operations take, or ``op_kwargs`` for what is no operation
-            in here.
+        ValueError: another number of extra inputs than the operations take, or ``op_kwargs`` for a module that is not
+            an operation here.
         KeyError: ``op_kwargs`` for a number that no basic operation has.
     """
 

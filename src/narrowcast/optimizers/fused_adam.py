@@ -36,38 +36,38 @@ class _Tensors(NamedTuple):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with master weights for quantized and bf16 parameters, and moments of few bits.
+    """Adam or AdamW with master weights for quantized and bf16 parameters, and small moments.
 
-    The step is one kernel that reads and writes weights, moments and master weights as they are stored, fp32, bf16 or
-    fp16, and computes in fp32 by PyTorch's formula (``reference.adam.step``); the bits are the same on a CPU and in
-    compiled code. State that has scales is decoded before it and encoded after it. Use ``capturable`` in compiled code.
+    One kernel reads and writes weights, moments and master weights as stored, fp32, bf16 or fp16, and computes in fp32
+    by PyTorch's formula (``reference.adam.step``). The bits are the same on a CPU and in compiled code. State with
+    scales is decoded before the step and encoded after it. Use ``capturable`` in compiled code.
 
-    As in PyTorch, the bias correction of a parameter counts the steps in which it had a gradient. Parameters that had
-    one in the same steps share the tensor ``state[p]["step"]``, and are stepped together.
+    As in PyTorch, the bias correction of a parameter counts the steps in which it had a gradient. Parameters with
+    gradients in the same steps share the tensor ``state[p]["step"]``, and are stepped together.
 
-    The master weight of a quantized parameter begins as the unrounded value that it was made from, where
-    ``quantized_model_init(preserve_high_precision_init_val=True)`` kept that and the parameter still is its
-    quantization; else as the dequantized value. After every step the parameter is quantized anew from its master.
+    The master weight of a quantized parameter starts as its unrounded initial value, if
+    ``quantized_model_init(preserve_high_precision_init_val=True)`` kept it and the parameter still is its quantization;
+    else as the dequantized value. Every step quantizes the parameter again from its master.
 
     Args:
         params: parameters or groups of them.
         lr: a float or, for ``capturable``, a tensor.
         betas, eps, weight_decay: as in PyTorch.
         amsgrad: must be False.
-        bias_correction: divide the moments by what they lack in the first steps.
+        bias_correction: correct the moments' bias in the first steps.
         adam_w_mode: decay weights apart from the gradient (AdamW), not through it.
         capturable: ``lr`` and the step count are tensors on the device, and no step waits for it: for CUDA graphs and
             ``torch.compile``.
-        master_weights: keep a copy of every parameter that is not fp32, of ``master_weight_dtype``, and step that.
+        master_weights: keep a copy of every parameter that is not fp32, of ``master_weight_dtype``, and step the copy.
         master_weight_dtype: float32, or float16 with a scale per tensor.
         exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16 with a scale, or uint8: E4M3 codes with a scale.
-        use_decoupled_grad: read ``param.decoupled_grad`` in place of ``param.grad``.
-        store_param_remainders: of bf16 parameters keep in place of a master weight the 16 bits that they lack.
+        use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
+        store_param_remainders: for bf16 parameters keep only the missing 16 bits of the master weight.
         set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
     Raises:
-        ValueError: a dtype that is not listed; a negative rate, eps or decay, or betas outside of [0, 1).
-        RuntimeError: ``amsgrad``; remainders without fp32 master weights; when state is made, remainders of a parameter
-            that is not bf16, or a quantized parameter without master weights.
+        ValueError: a dtype is not listed, a rate, eps or decay is negative, or betas are outside [0, 1).
+        RuntimeError: ``amsgrad``, or remainders without fp32 master weights; when state is made, remainders of a
+            parameter that is not bf16, or a quantized parameter without master weights.
     """
 
     def __init__(

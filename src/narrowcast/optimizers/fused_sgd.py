@@ -12,12 +12,12 @@ from .._checks import in_range
 
 
 class FusedSGD(torch.optim.SGD):
-    """``torch.optim.SGD`` with Transformer Engine's options; use that one where these are not needed.
+    """``torch.optim.SGD`` with Transformer Engine's options; use torch's if you need none of them.
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov: as in PyTorch; ``lr`` must be given.
+        params, lr, momentum, dampening, weight_decay, nesterov: as in PyTorch; ``lr`` is required.
         wd_after_momentum: decay the weights by ``lr * weight_decay`` of themselves, past the momentum.
-        materialize_master_grads: no effect; it spoke to Apex's AMP, and gradients are of their parameter's dtype here.
+        materialize_master_grads: without effect; it was for Apex's AMP.
         set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
     Raises:
         ValueError: no or a negative ``lr``, a negative momentum or decay, nesterov without momentum or with dampening.

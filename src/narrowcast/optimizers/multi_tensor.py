@@ -55,7 +55,7 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of all elements, norms of the tensors), fp32 (1,) and (n,); the second is empty unless asked for."""
+    """Return the norm of all elements, fp32 (1,), and of each tensor, fp32 (n,), which is empty unless requested."""
     norms = torch.stack(list(torch._foreach_norm([x.float() for x in tensor_lists[0]], 2)))
     total = torch.linalg.vector_norm(norms).view(1)
     _flag(noop_flag, [total])
@@ -66,7 +66,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, inv_scale: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """:func:`multi_tensor_l2norm` of the tensors times ``inv_scale``."""
+    """Compute :func:`multi_tensor_l2norm` of the tensors times ``inv_scale``."""
     total, norms = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     return total * inv_scale.float(), norms * inv_scale.float()
 
@@ -86,15 +86,15 @@ def multi_tensor_adam(
     weight_decay: float,
     inv_scale: Tensor | None = None,
 ) -> None:
-    """A step of Adam.
+    """Step Adam.
 
     Args:
-        tensor_lists: gradients, parameters, first and second moments, and maybe fp32 master weights, which are stepped
-            in place of the parameters and copied to them.
-        step: this one is counted.
+        tensor_lists: gradients, parameters, first and second moments, and optionally fp32 master weights, which are
+            stepped instead of the parameters and copied to them.
+        step: the number of this step, from 1.
         mode: 0 for Adam, 1 for AdamW.
-        bias_correction: 0 leaves it out.
-        inv_scale: what gradients are multiplied with.
+        bias_correction: 0 omits it.
+        inv_scale: factor of the gradients.
     """
     grads, params, first, second, *others = tensor_lists
     weights, beside = params, others[0] if others else []
@@ -138,11 +138,12 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """A step of SGD.
+    """Step SGD.
 
     Args:
-        tensor_lists: gradients, parameters, momenta, and maybe copies of the parameters in another dtype, written, too.
-        scale: what gradients are multiplied with. The others as in ``torch.optim.SGD``; the first run sets momenta.
+        tensor_lists: gradients, parameters, momenta, and optionally copies of the parameters in another dtype, which
+            are also written.
+        scale: factor of the gradients. Other arguments as in ``torch.optim.SGD``; the first run sets momenta.
     """
     grads, params, momenta, *copies = tensor_lists
     live = 1.0 - noop_flag.float().clamp(max=1.0).view(())

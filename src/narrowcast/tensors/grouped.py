@@ -49,12 +49,12 @@ class GroupedTensorStorage(BufferHolder):
     """Buffers of quantized groups, row-wise, column-wise or both.
 
     Args:
-        buffers: what an operator of ``functional.grouped_quantize`` returned.
+        buffers: the result of an operator of ``functional.grouped_quantize``.
         quantizer: the quantizer of every member.
-        storage_name: identifier of a single member's storage class; decides how the members lie in the buffers.
+        storage_name: identifier of a member's storage class; decides the layout of members in the buffers.
         rowwise, columnwise: the directions in ``buffers``.
-        num_tensors: how many members.
-        logical_shape: (num_tensors, rows, columns) of equal members, (rows, columns) of all rows together otherwise.
+        num_tensors: number of members.
+        logical_shape: (num_tensors, rows, columns) of equal members, else (rows, columns) of all rows together.
         fake_dtype: nominal high-precision dtype.
         first_dims: int32 or int64 (num_tensors,), the rows of every member; None: all are equal.
     """
@@ -266,12 +266,12 @@ def _around(buffers: dict[str, Tensor | None], metadata: dict[str, Any]) -> Grou
 class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     """Tensor of shape (num_tensors, rows, columns) over quantized members of equal shape.
 
-    Operations run on the dequantized members; in-place ones requantize into the same buffers. Shapes cannot be changed.
+    Operations run on the dequantized members; in-place ones requantize into the same buffers. Shapes are fixed.
 
     Args:
-        storage: what it shares its buffers with.
-        requires_grad: as of any tensor.
-        stride: as of any tensor, one number per dim; None: contiguous.
+        storage: the storage whose buffers it shares.
+        requires_grad: as for any tensor.
+        stride: one number per dim; None: contiguous.
 
     Raises:
         NotImplementedError: the members have different shapes.

@@ -104,10 +104,10 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """One format row-wise, another column-wise; three buffers each, those that a format lacks hold no elements.
+    """One format row-wise, another column-wise, with three buffers each; a format's unused buffers have no elements.
 
     Args:
-        rowwise_storage, columnwise_storage: the halves, where they are there already; their buffers are shared.
+        rowwise_storage, columnwise_storage: existing halves, whose buffers are shared.
         **described: as for every storage.
     """
 

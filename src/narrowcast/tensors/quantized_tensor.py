@@ -40,10 +40,10 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
 
     Args:
         shape: logical shape; None derives it from the buffers.
-        stride: that the tensor pretends to have; None for contiguous.
-        quantizer, fake_dtype, **buffers: as for the storage. Also by Transformer Engine's keywords: ``dtype`` is
-            ``fake_dtype``, and ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled`` or a field of the quantizer say which one
-            it is where none is given.
+        stride: nominal stride; None for contiguous.
+        quantizer, fake_dtype, **buffers: as for the storage. Transformer Engine's keywords also work: ``dtype`` is
+            ``fake_dtype``; ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled`` or a field of the quantizer select the
+            quantizer if none is given.
         requires_grad: as for any tensor.
     """
 

@@ -53,10 +53,9 @@ def restore_from_saved(
 
 
 def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
-    """Return tensors that ``prepare_for_saving`` put on an autograd context; the bookkeeping is left for the next
-    backward.
+    """Return the tensors that ``prepare_for_saving`` put on an autograd context; another backward may follow.
 
-    The context lets go of them, unless the graph is retained: each is freed as soon as the backward has used it.
+    The context releases them, unless the graph is retained: each is freed as soon as the backward has used it.
 
     Raises:
         AttributeError: nothing was saved on this context.

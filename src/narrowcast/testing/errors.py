@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected|| in fp64; 0 when both are empty or zero, NaN never hides.
+    """Return ||actual - expected|| / ||expected|| in fp64; 0 if both are empty or zero; NaN propagates.
 
     Args:
         actual, expected: tensors of one shape.

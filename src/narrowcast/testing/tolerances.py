@@ -12,7 +12,7 @@ from .errors import relative_error
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted ``relative_error``, and why that much."""
+    """The largest accepted ``relative_error``, and its reason."""
 
     relative: float
     reason: str

@@ -40,34 +40,33 @@ from .linear_functional import functional_backward, functional_forward
 
 
 class BasicLinear(LinearLayer, BasicOperation):
-    """y = x w^T, quantized as its recipe says, or that of the autocast in force; without one in high precision.
+    """y = x w^T, quantized under its recipe or the current autocast's; without one in high precision.
 
     Args:
         in_features, out_features: sizes of the last dim of input and output, of all processes together.
-        device: where the weight lives; default: the accelerator, or the CPU without one.
-        dtype: of the weight; default: torch's default dtype.
-        tensor_parallel_mode: "column": every process holds rows of the weight and makes columns of the output; "row":
-            every process holds columns of the weight, gets columns of the input, and the products are summed.
+        device: device of the weight; default: the accelerator, or the CPU without one.
+        dtype: dtype of the weight; default: torch's default dtype.
+        tensor_parallel_mode: "column": every process holds rows of the weight and computes columns of the output;
+            "row": every process holds columns of the weight, gets columns of the input, and the products are summed.
         tensor_parallel_group: process group that shares the layer; None is the default group.
-        sequence_parallel: outside of a tensor-parallel layer every process holds a share of the rows: "column" gathers
-            its input, "row" scatters its output, along the first dim.
-        rng_state_tracker_function: returns an object whose ``fork()`` is entered while the weight is initialized, as
-            the processes of a tensor-parallel layer should draw different numbers.
-        accumulate_into_main_grad: add the weight gradient to ``weight.main_grad`` (fp32 or bf16), or overwrite it
-            where ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None; a parameter with the attribute
-            ``grad_added_to_main_grad`` gets that set to True and a fresh placeholder as its gradient, zeros with
+        sequence_parallel: outside a tensor-parallel layer every process holds a row shard: "column" gathers its input,
+            "row" scatters its output, along the first dim.
+        rng_state_tracker_function: returns an object whose ``fork()`` surrounds the initialization of the weight, so
+            that the processes of a tensor-parallel layer draw different numbers.
+        accumulate_into_main_grad: add the weight gradient to ``weight.main_grad`` (fp32 or bf16), or overwrite it if
+            ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None. A parameter with the attribute
+            ``grad_added_to_main_grad`` gets it set to True and a new placeholder as its gradient: zeros with
             ``zero_out_wgrad``, else uninitialized.
         userbuffers_options: not supported, must be None.
         name: name in the quantizer roles of a custom recipe.
     Raises:
-        ValueError: a size that is not positive or does not divide among the processes, another mode, or
-            ``sequence_parallel`` without one.
-        NotImplementedError: ``userbuffers_options``. In forward, before any kernel, ValueError: the input's last dim is
-            not that of the weight.
-        TypeError: its dtype is not fp32, bf16 or fp16; these are cast to the weight's, under ``torch.autocast`` to that
-            of the autocast.
-        RuntimeError: it lives on another device, the weight is on the meta device, a quantized weight does not fit the
-            recipe, or there is no ``main_grad`` to accumulate into.
+        ValueError: a size is not positive or does not divide among the processes, the mode is unknown, or
+            ``sequence_parallel`` has no mode; in forward, the input's last dim is not the weight's.
+        NotImplementedError: ``userbuffers_options``.
+        TypeError: in forward, the input's dtype is not fp32, bf16 or fp16; these are cast to the weight's, or under
+            ``torch.autocast`` to the autocast's.
+        RuntimeError: in forward, the input is on another device, the weight is on the meta device, a quantized weight
+            does not fit the recipe, or there is no ``main_grad`` to accumulate into.
     """
 
     weight: torch.nn.Parameter

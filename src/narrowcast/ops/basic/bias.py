@@ -17,17 +17,17 @@ from ..op import BasicOperation
 class Bias(BasicOperation):
     """y = x + bias over the last dim.
 
-    The gradient of the bias is the sum over all other dims, in fp32. Where the operation in front wants the gradient
-    quantized, that is done in the same pass.
+    The gradient of the bias is the sum over all other dims, in fp32. If the previous operation requests the gradient
+    quantized, the same pass quantizes it.
 
     Args:
-        size: of the last dim.
-        device: where the parameter lives; default: the accelerator, or the CPU without one.
-        dtype: of the parameter; default: torch's default dtype.
+        size: size of the last dim.
+        device: device of the parameter; default: the accelerator, or the CPU without one.
+        dtype: dtype of the parameter; default: torch's default dtype.
         tensor_parallel: hold the rank's share of the bias.
         tensor_parallel_group: process group that shares it; None is the default group.
     Raises:
-        ValueError: a size that is not positive or that the group does not divide; in forward, another last dim.
+        ValueError: the size is not positive or the group does not divide it; in forward, another last dim.
     """
 
     quantizes_grad_input = True

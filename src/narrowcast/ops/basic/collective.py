@@ -58,9 +58,9 @@ class AllReduce(CollectiveOperation):
     """Sums the inputs of all processes; every process passes on the gradient of its own output.
 
     Args:
-        process_group: as of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`; so are the errors.
-        reduce_in_backward: taken, and changes nothing, as in Transformer Engine: what every process computes from the
-            sum has one gradient.
+        process_group: as in :class:`~narrowcast.ops.basic.collective.CollectiveOperation`; so are the errors.
+        reduce_in_backward: accepted, without effect, as in Transformer Engine: the sum has one gradient on all
+            processes.
     """
 
     _collective, _collective_back = staticmethod(sum_over), staticmethod(lambda grad, group: grad)
@@ -70,10 +70,12 @@ class AllReduce(CollectiveOperation):
 
 
 class ReduceScatter(CollectiveOperation):
-    """Sums the inputs of all processes and keeps this process's share of the rows; the gradient is gathered.
+    """Sums the inputs of all processes and keeps this process's row shard; the gradient is gathered.
 
-    Arguments and errors are those of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`. ValueError, too: in
-    forward, a first dim that does not divide among the processes.
+    Arguments and errors are those of :class:`~narrowcast.ops.basic.collective.CollectiveOperation`.
+
+    Raises:
+        ValueError: in forward, the first dim does not divide among the processes.
     """
 
     _collective, _collective_back = staticmethod(scatter_rows), staticmethod(gather_rows)

@@ -26,42 +26,41 @@ from .basic_linear import initialize
 
 
 class GroupedLinear(GroupedLinearLayer, BasicOperation):
-    """y_g = x_g w_g^T + b_g for every group g of rows, each group quantized by itself.
+    """y_g = x_g w_g^T + b_g for every group g of rows, each group quantized separately.
 
-    As its recipe says, or that of the autocast in force; without one in high precision.
+    It runs under its recipe or the current autocast's; without one in high precision.
 
-    Extra inputs: the rows of each group, int32 or int64 (num_groups,), on the host or on the device of the input, where
-    the host does not read them; groups may be empty, and rows beyond their sum become zero. With ``scale_bias`` also a
-    number for each row of the input, that its bias is multiplied by: y_g = x_g w_g^T + s b_g, differentiable.
+    Extra inputs: the rows of each group, int32 or int64 (num_groups,), on the host, or on the device of the input,
+    where the host does not read them. Groups may be empty, and rows beyond their sum become zero. With ``scale_bias``
+    also a factor per row of the input for its bias: y_g = x_g w_g^T + s b_g, differentiable.
 
-    Keyword arguments of a call, tensors that are overwritten by results and shaped like them: ``output`` by the output,
-    ``grad_input``, in the backward, by the gradient of the input. Eager code goes on with their memory.
+    Keyword arguments of a call are buffers with the shape of a result: ``output`` for the output, and ``grad_input``,
+    in the backward, for the gradient of the input. Eager code continues with their memory.
 
     Args:
         num_groups: groups, each with a weight and a bias.
         in_features, out_features: sizes of the last dim of input and output.
         bias: add a learned bias per group.
-        device: where the parameters live; default: the accelerator, or the CPU without one.
-        dtype: of the parameters; default: torch's default dtype.
-        rng_state_tracker_function: returns an object whose ``fork()`` is entered while a weight is initialized.
-        accumulate_into_main_grad: add the gradient of each weight to its ``main_grad``, as ``BasicLinear`` does; a
-            single weight has one of shape (num_groups, out_features, in_features). ``overwrite_main_grad`` is set on
-            all weights or on none.
+        device: device of the parameters; default: the accelerator, or the CPU without one.
+        dtype: dtype of the parameters; default: torch's default dtype.
+        rng_state_tracker_function: returns an object whose ``fork()`` surrounds the initialization of a weight.
+        accumulate_into_main_grad: add the gradient of each weight to its ``main_grad``, as in ``BasicLinear``; a single
+            weight has one of shape (num_groups, out_features, in_features). Set ``overwrite_main_grad`` on all weights
+            or on none.
         single_grouped_weight: hold all weights in one parameter ``weight`` (num_groups, out_features, in_features)
             instead of ``weight0``, ``weight1`` and so on.
         single_grouped_bias: hold all biases in one parameter ``bias`` (num_groups, out_features).
-        delay_wgrad_compute: the backward queues what weight and bias gradients are made from; :meth:`backward_dw` makes
+        delay_wgrad_compute: the backward queues the operands of weight and bias gradients; :meth:`backward_dw` computes
             them, one backward per call, first in, first out.
         scale_bias: take the second extra input.
         name: name in the quantizer roles of a custom recipe.
     Raises:
-        ValueError: a size that is not positive, or ``scale_bias`` without a bias. In forward, before any kernel,
-            ValueError: the input's last dim is not ``in_features``; splits of another length or dtype, negative, or of
-            more rows than there are, where the host knows them; not one scale per row; a buffer that the result does
-            not fit.
-        TypeError: a quantized input, or one whose dtype is not the parameters', outside ``torch.autocast``.
-        RuntimeError: it lives on another device, parameters are on the meta device, a quantized weight does not fit the
-            recipe, or a ``main_grad`` is missing.
+        ValueError: a size is not positive, or ``scale_bias`` has no bias; in forward, the input's last dim is not
+            ``in_features``, splits have another length or dtype, are negative, or exceed the rows (if the host knows
+            them), scales are not one per row, or a buffer does not fit.
+        TypeError: in forward, the input is quantized, or its dtype is not the parameters', outside ``torch.autocast``.
+        RuntimeError: in forward, the input is on another device, parameters are on the meta device, a quantized weight
+            does not fit the recipe, or a ``main_grad`` is missing.
     """
 
     num_extra_inputs = 1

@@ -27,8 +27,8 @@ class Reshape(SavesTensors, BasicOperation):
     Args:
         shape: the new shape, with at most one -1.
     Raises:
-        ValueError: more than one -1, or sizes below -1. In forward RuntimeError: the input has another number of
-            elements.
+        ValueError: more than one -1, or sizes below -1.
+        RuntimeError: in forward, the input has another number of elements.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -97,11 +97,11 @@ class _InPlace(BasicOperation):
 
 
 class AddExtraInput(_InPlace):
-    """y = x + extra, the closing half of a residual connection; both get the gradient of y.
+    """y = x + extra, the second half of a residual connection; both get the gradient of y.
 
     Args:
-        in_place: the sum may take the place of the extra input, which lets it join the GEMM in front. The caller's
-            tensor is never written to.
+        in_place: allow the sum to overwrite the extra input, so that it can join the previous GEMM. The caller's tensor
+            is never written.
 
     Errors are raised in forward.
 
@@ -135,11 +135,11 @@ class AddExtraInput(_InPlace):
 
 
 class MakeExtraOutput(_InPlace):
-    """y = x, and x once more as an extra output: the opening half of a residual connection. The gradients add.
+    """y = x, and x again as an extra output: the first half of a residual connection. The gradients add.
 
     Args:
-        in_place: the sum of the gradients may take the place of that of the extra output, which lets it join the GEMM
-            behind. The caller's gradient is never written to.
+        in_place: allow the sum of the gradients to overwrite the extra output's, so that it can join the next GEMM. The
+            caller's gradient is never written.
     """
 
     num_extra_outputs = 1

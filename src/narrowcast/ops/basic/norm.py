@@ -162,18 +162,18 @@ class _OfHeadsToo(type):
 class L2Normalization(Normalization, metaclass=_OfHeadsToo):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics; there are no parameters.
 
-    Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
-    behind. It runs as the RMS norm it is: with ``eps / K`` in place of eps and ``1 / sqrt(K)`` as every weight.
+    Takes (*lead, K) and returns the same shape and dtype, or quantizes the result in the same kernel for the next
+    operation. It runs as an RMS norm, with ``eps / K`` as eps and ``1 / sqrt(K)`` as every weight.
 
     Args:
         eps: added to the sum of squares.
-        seq_length, micro_batch_size: accepted for scripts that pass them; sizes are read off the input.
+        seq_length, micro_batch_size: accepted, without effect; sizes are read off the input.
 
     Errors are raised in forward.
 
     Raises:
-        ValueError: an input without or with an empty last dim.
-        TypeError: one that is not fp32, bf16 or fp16.
+        ValueError: the input has no or an empty last dim.
+        TypeError: the input is not fp32, bf16 or fp16.
     """
 
     def __init__(

@@ -20,19 +20,19 @@ from .inputs import plain, plain_input
 
 
 class Quantize(BasicOperation):
-    """Rounds what passes to what its recipe, or that of the autocast in force, can represent; else it does nothing.
+    """Rounds its input to the format of its recipe or the current autocast's; without one it does nothing.
 
-    The operation that gets the result may have asked for it quantized: then it is quantized as asked, once. Else it
-    gets, or the caller does, a quantized tensor; in compiled code, whose graphs pass on plain tensors, its values, and
-    of quantizers whose class is not registered as a value, which no graph could take, too.
+    If the next operation requests a quantized input, this is quantized once, as requested. Otherwise the next
+    operation, or the caller, gets a quantized tensor. In compiled code, whose graphs pass plain tensors, it gets the
+    values, also for unregistered quantizers, which no graph could take.
 
     Args:
         forward: act on the input, which the recipe quantizes as a layer's input.
         backward: act on the gradient, which the recipe quantizes as the gradient of a layer's output, unless it has a
             ``backward_override``.
-        device: where the state of delayed scaling lives; default: the accelerator, or the CPU without one.
+        device: device of delayed scaling's state; default: the accelerator, or the CPU without one.
     Raises:
-        TypeError: in forward, an input that is not fp32, bf16 or fp16.
+        TypeError: in forward, the input is not fp32, bf16 or fp16.
     """
 
     def __init__(

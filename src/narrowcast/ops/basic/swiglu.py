@@ -21,16 +21,16 @@ def checked_betas(beta1: float, beta2: float) -> tuple[float, float]:
 
 
 class SwiGLU(ActivationOperation):
-    """``y = silu(a) * b``, ``a`` the gate and ``b`` the linear channels of (*lead, 2F); gives (*lead, F).
+    """``y = silu(a) * b``, ``a`` the gate and ``b`` the linear channels of (*lead, 2F); returns (*lead, F).
 
     Args:
-        cache_quantized_input: as of :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
+        cache_quantized_input: as in :class:`~narrowcast.ops.basic.activation.ActivationOperation`.
         glu_interleave_size: None: the gate is the first half of the last dim. n: blocks of n gate and n linear channels
-            alternate; the kernel reads halves, so the input is rearranged in front of it, and its gradient behind.
+            alternate. The kernel reads halves, so the input is rearranged before it, and the gradient after it.
     Raises:
         ValueError: ``glu_interleave_size`` is not positive; in forward, the last dim is odd or does not divide into
             pairs of blocks.
-        TypeError: in forward, an input that is not fp32, bf16 or fp16.
+        TypeError: in forward, the input is not fp32, bf16 or fp16.
     """
 
     _activation = "swiglu"
