@@ -20,14 +20,20 @@ from .upstream import opaque
 from .upstream.compiler import is_dynamo_loaded
 
 
-def while_tracing(function: Callable[[Any], None]) -> None:
-    """Run ``function(context)`` for real at this point of the trace; for traced code only.
+def while_tracing(function: Callable[[Any], None]) -> bool:
+    """Run ``function(context)`` for real at this point of the trace, and do nothing in eager code.
 
     Its context is what :func:`traced_local` reads the locals of the caller with.
+
+    Returns:
+        Whether code is traced.
     """
+    if not torch.compiler.is_compiling():
+        return False
     from .upstream.dynamo import comptime  # loads Dynamo, which is there already where code is traced
 
     comptime(function)
+    return True
 
 
 def traced_local(context: Any, name: str) -> Any:
@@ -113,24 +119,54 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
         )
 
 
-def refuse_in_graphs(message: str) -> None:
-    """Raise a RuntimeError with this message in traced code, and do nothing in eager code."""
+def refuse_in_graphs(message: str, error: type[Exception] = RuntimeError) -> None:
+    """Raise an error with this message in traced code, and do nothing in eager code."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(message)
+        raise error(message)
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a call, at the line of the caller's caller; traced code warns while it is traced."""
-    if torch.compiler.is_compiling():
-        while_tracing(_warn_while_tracing)
-    else:
-        warnings.warn(message, stacklevel=3)
+    if not while_tracing(_warn_while_tracing):
+        warnings.warn(message, category, stacklevel=3)
 
 
 def _warn_while_tracing(context: Any) -> None:
-    warnings.warn(traced_local(context, "message"), stacklevel=2)
+    warnings.warn(traced_local(context, "message"), traced_local(context, "category"), stacklevel=2)
+
+
+def can_check() -> bool:
+    """Return whether a check or a log sees the objects and numbers themselves: in eager code."""
+    return not torch.compiler.is_compiling()
+
+
+def can_remember() -> bool:
+    """Return whether a call may write to objects for the next one: in eager code. A graph repeats no such write."""
+    return not torch.compiler.is_compiling()
+
+
+def can_overwrite() -> bool:
+    """Return whether to write a result over an operand that ends here: in eager code. A graph plans its memory."""
+    return not torch.compiler.is_compiling()
+
+
+def can_return_quantized() -> bool:
+    """Return whether code that others call may return a quantized tensor: in eager code. A graph returns values."""
+    return not torch.compiler.is_compiling()
+
+
+def has_addresses() -> bool:
+    """Return whether tensors are memory that has an address: in eager code."""
+    return not torch.compiler.is_compiling()
 
 
 def host_reads(x: Tensor) -> bool:
     """Return whether Python may look at the values of ``x``: on a CPU, in eager code."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and has_addresses()
+
+
+def release(*lists: list[Any]) -> None:
+    """Let go of tensors before their memory is needed for others; a graph does that by itself."""
+    if can_overwrite():
+        for tensors in lists:
+            tensors.clear()

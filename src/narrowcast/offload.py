@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._checks import positive
+from ._tracing import refuse_in_graphs
 from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
 
 LEAST_ELEMENTS = 256 * 1024
@@ -226,11 +227,10 @@ class _Offload:
         return self.side[device]
 
     def __enter__(self) -> _Offload:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "the offload context is inside a function compiled with fullgraph=True, and its copies are no part of "
-                "a graph; compile the layers inside the context, or leave fullgraph out"
-            )
+        refuse_in_graphs(
+            "the offload context is inside a function compiled with fullgraph=True, and its copies are no part of "
+            "a graph; compile the layers inside the context, or leave fullgraph out"
+        )
         if not self.synchronised:
             raise RuntimeError(
                 "the offload context was entered again before the sync function; call it with each layer's output"

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from .._environment import read_flag, read_text
+from .._tracing import can_check
 
 _LOG = logging.getLogger("narrowcast.attention")
 
@@ -196,7 +197,7 @@ def choose_backend(facts: Facts, switches: Switches) -> str:
     for name in _order(facts, switches):
         reasons = _REFUSALS[name](facts, switches)
         if not reasons:
-            if switches.debug and not torch.compiler.is_compiling():
+            if switches.debug and can_check():
                 why = f"; refused {'. '.join(refused)}" if refused and switches.debug > 1 else ""
                 _LOG.info("attention by %s%s (%s)", name, why, facts)
             return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._tracing import warn
+from .._tracing import can_remember, warn
 from .kv_cache import InferenceParams
 from .masks import MaskRule
 
@@ -47,7 +47,7 @@ def extended(
             "torch.no_grad() or inference_mode()"
         )
         q, k, v = q.detach(), k.detach(), v.detach()
-    if not torch.compiler.is_compiling() and not params.has_layer(layer_number):
+    if can_remember() and not params.has_layer(layer_number):
         params.allocate_memory(layer_number, k, v)
     keys, values, pages = params.step(layer_number, k, v, qkv_format)
     if pages is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import has_addresses
 from ..upstream.tensors import in_transform
 
 
@@ -32,7 +33,7 @@ def concatenate(parts: list[Tensor]) -> Tensor:
         parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code and the transforms of
             torch.func always copy: they know no addresses.
     """
-    if not (in_transform() or torch.compiler.is_compiling()) and _are_adjacent(parts):
+    if has_addresses() and not in_transform() and _are_adjacent(parts):
         return _Adjacent.apply(*parts)
     return torch.cat(parts)
 

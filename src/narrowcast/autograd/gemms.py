@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._tracing import release
 from ..functional import draw_seed, gemm, quantize, quantize_dbias, quantize_operand
 from ..functional.collectives import arrived, gather_rows, group_size
 from ..functional.wgrad_store import DeferredWgrad
@@ -347,9 +348,7 @@ def quantized_gradients(
         del columns, operands
         if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
             dgrad = parallel.start_grad_input(dgrad)
-    if not torch.compiler.is_compiling():  # the memory is free for the weight gradient
-        grad.rowwise.clear()
-        weight.clear()
+    release(grad.rowwise, weight)  # the memory is free for the weight gradient
     if not plan.needs_weight:
         return None, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
     if gathers:

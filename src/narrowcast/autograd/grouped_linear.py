@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import can_overwrite, release
 from ..quantizers import Operand, Quantizer
 from ..tensors import grouped_layout
 from .arguments import LinearBwdArgs, LinearFwdArgs
@@ -50,7 +51,7 @@ def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is None:
         return result
     written = buffer.copy_(result)
-    return result if torch.compiler.is_compiling() else written
+    return written if can_overwrite() else result
 
 
 def grouped_bwd_args(
@@ -112,8 +113,7 @@ def grouped_backward(
     """
     count = args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
-    if not torch.compiler.is_compiling():
-        saved.clear()  # what is done with is let go of by the stage
+    release(saved)  # what is done with is let go of by the stage
     grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales)
     wgrad, dgrad, grad_bias = linear_backward(args, dy, inp, weight, scale_bwd, grouped)
     if dgrad is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_eager
+from .._tracing import can_return_quantized, in_eager
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
 from ..tensors import QuantizedTensor, plain_gradient
@@ -44,7 +44,7 @@ class _QuantizeInputGradient(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         operand, (scale,), shape = ctx.operand, ctx.saved_tensors, tuple(grad_output.shape)
         buffers = quantize(grad_output, operand.quantizer, operand.seed(grad_output), scale, ctx.amax)
-        if torch.compiler.is_compiling():  # a compiled graph passes on plain gradients: the quantized values
+        if not can_return_quantized():  # a compiled graph passes on plain gradients: the quantized values
             rowwise = operand.split(buffers).rowwise
             return dequantize(rowwise, operand.quantizer, False, grad_output.dtype, list(shape)), None, None
         return operand.quantizer._assemble(buffers, shape, grad_output.dtype), None, None
@@ -61,9 +61,8 @@ def quantize_output(out: Tensor, operand: Operand, scales: DelayedScales) -> Qua
     if not operand.value:
         return in_eager(_QuantizeOutput.apply, out, operand, scales)  # type: ignore[no-any-return]
     quantized = _QuantizeOutput.apply(out, operand, scales)
-    if torch.compiler.is_compiling():
-        # for the next layer in the graph: it cannot read an object off a graph's tensor
-        quantized._quantizer = operand.quantizer
+    # for the next layer in a graph: it cannot read an object off a graph's tensor
+    quantized._quantizer = operand.quantizer
     return quantized
 
 

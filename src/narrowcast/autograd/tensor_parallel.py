@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._tracing import has_addresses
 from ..functional import amax_to_share, quantize, transpose_codes
 from ..functional.collectives import (
     arrived,
@@ -152,7 +153,7 @@ class TensorParallel:
 
 def _beside(gathered: Tensor, size: int) -> Tensor:
     """Return matrices that are stacked along the rows, joined along the columns."""
-    wide = gathered.shape[-1] % 8 == 0 and gathered.dtype == torch.uint8 and not torch.compiler.is_compiling()
+    wide = gathered.shape[-1] % 8 == 0 and gathered.dtype == torch.uint8 and has_addresses()
     words = gathered.view(torch.int64) if wide else gathered
     matrices = words.unflatten(0, (size, words.shape[0] // size))
     return matrices.transpose(0, 1).flatten(1).contiguous().view(gathered.dtype)

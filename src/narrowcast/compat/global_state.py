@@ -13,7 +13,7 @@ from .._device import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from .._tracing import refuse_in_graphs
+from .._tracing import can_check, refuse_in_graphs
 from ..state.delayed_scaling import DelayedSlots, DelayedState, renew
 from .absent import why_absent
 
@@ -129,9 +129,7 @@ class FP8GlobalStateManager(metaclass=_Named):
     @staticmethod
     def fp8_graph_capturing() -> bool:
         """Return whether the current stream is captured into a CUDA graph; False in compiled code."""
-        if torch.compiler.is_compiling() or not torch.cuda.is_available():
-            return False
-        return torch.cuda.is_current_stream_capturing()
+        return can_check() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     @staticmethod
     def reset() -> None:

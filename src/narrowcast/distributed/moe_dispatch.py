@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import can_check
 from ..formats import DType
 from ..functional import moe_positions
 from ..moe import moe_unpermute
@@ -155,7 +156,7 @@ class MoEDispatch(nn.Module):
             torch._check(size >= 0)
         ranks = self.there.ranks
         sent, received = known[:ranks], known[ranks : 2 * ranks]
-        if not torch.compiler.is_compiling() and sum(sent) != rows:
+        if can_check() and sum(sent) != rows:
             raise ValueError(f"tokens_per_expert counts {sum(sent)} rows; there are {rows}")
         starts = (came.reshape(-1).cumsum(0) - came.reshape(-1)).view(came.shape)
         source, splits = by_expert(came, starts, known[-1], self.align_size)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.parameters import weight_quantizer
@@ -463,7 +464,7 @@ class _NotAgain:
         self.gather = gather
 
     def __call__(self, layer: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and self.gather.columns_arrived:
+        if can_check() and self.gather.columns_arrived:
             raise RuntimeError(
                 f"a {type(layer).__name__} runs forward in the backward, where its weight is gathered column-wise; "
                 "give shard recompute=True"

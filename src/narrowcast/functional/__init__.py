@@ -38,7 +38,7 @@ from .grouped_quantize import (
     operand_of,
     splits_on_device,
 )
-from .kept_weights import WeightsNote, are_unchanged, is_current, kept_weight, note_kept, note_weights
+from .kept_weights import WeightsNote, are_unchanged, note_weights, use_kept
 from .moe import moe_collect, moe_collect_backward, moe_positions, moe_spread
 from .norm import (
     norm,
@@ -100,10 +100,8 @@ __all__ = [
     "grouped_quantize",
     "grouped_quantize_keeping_amax",
     "grouped_quantize_weights",
-    "is_current",
     "join_weights",
     "joined_statistics",
-    "kept_weight",
     "linear_cross_entropy_gradients",
     "linear_cross_entropy_statistics",
     "moe_collect",
@@ -114,7 +112,6 @@ __all__ = [
     "norm_backward",
     "norm_backward_quantize",
     "norm_quantize",
-    "note_kept",
     "note_weights",
     "observe",
     "operand_of",
@@ -142,4 +139,5 @@ __all__ = [
     "transpose_codes",
     "unpad_rows",
     "unswizzle_scales",
+    "use_kept",
 ]

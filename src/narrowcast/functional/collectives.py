@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._tracing import can_check
 from ..upstream.c10d import (
     all_gather_op,
     all_reduce_op,
@@ -39,7 +39,7 @@ def group_name(process_group: Any) -> str | None:
     if process_group is None or isinstance(process_group, str):
         return process_group
     # before torch 2.13 a trace cannot ask a group what it has
-    if not torch.compiler.is_compiling() and not hasattr(process_group, "group_name"):
+    if can_check() and not hasattr(process_group, "group_name"):
         raise TypeError(
             f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, or None for "
             "the default one"

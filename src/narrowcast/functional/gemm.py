@@ -24,13 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
-from torch.torch_version import TorchVersion
 
 from .. import _device
-from ..upstream import opaque
 from ..upstream.compiler import may_choose_gemms
 from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
-from ._library import QUANTIZER, define
+from ._library import QUANTIZER, can_write_with_quantizer, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
 from .swizzle import swizzle_scales
@@ -166,10 +164,6 @@ _accumulate_op = define(
 )
 
 
-# Before 2.13 the functionalization of a mutating operator replaces arguments that are callable, and quantizers are.
-_COMPILES_MUTATION = TorchVersion(torch.__version__) >= "2.13" or not opaque.AVAILABLE
-
-
 def gemm_accumulate_(
     kind: str,
     out: Tensor,
@@ -194,7 +188,7 @@ def gemm_accumulate_(
         ``out = RN(out + left @ right.T)``, product and sum in fp32, one rounding to the dtype of ``out``.
     """
     operands = (left, left_quantizer, right, right_quantizer)
-    if _COMPILES_MUTATION or not torch.compiler.is_compiling():
+    if can_write_with_quantizer():
         _accumulate_op(kind, out, *operands, fast_accumulation, emulate)
         return
     _check_accumulator(kind, out)

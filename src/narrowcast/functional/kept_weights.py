@@ -153,3 +153,20 @@ Args:
 Raises:
     RuntimeError: when it runs, the weights are no longer those that the buffer was made from.
 """
+
+
+def use_kept(buffer: Tensor, weights: list[Tensor], first: bool = False) -> Tensor | None:
+    """Return the buffer of a quantized weight for this microbatch, or None if the weights have changed since.
+
+    Args:
+        buffer: the smallest of the operand. weights: what it was made from.
+        first: it was made just now, which is noted; else it was kept.
+    Raises:
+        RuntimeError: when compiled code runs, the weights have changed, since a graph cannot quantize them again.
+    """
+    if torch.compiler.is_compiling():
+        return kept_weight(weights, buffer, first)  # type: ignore[no-any-return]
+    if first:
+        note_kept(buffer, weights)
+        return buffer
+    return buffer if is_current(buffer, weights) else None

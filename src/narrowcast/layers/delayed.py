@@ -164,17 +164,17 @@ class DelayedLayer(RecipeOwner):
             fitted[:kept] = history[:kept]
             setattr(self, names[1], fitted)
 
-    def _keep_states(
-        self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], compiling: bool | None = None
-    ) -> None:
-        """Call :meth:`_keep_state` for all stages before any is read, in traced and eager code."""
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
+        """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read.
+
+        Returns:
+            Whether code is traced.
+        """
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
-        if states == [(None, None)] * len(states):
-            return
-        if not (torch.compiler.is_compiling() if compiling is None else compiling):
+        if not torch.compiler.is_compiling():
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
-            return
+            return False
         thread = (
             THREAD.state.thread
         )  # read to be guarded: another thread traces again, and so registers the layer
@@ -272,8 +272,7 @@ class DelayedLayer(RecipeOwner):
         scales = [DelayedScales() for _ in plans]
         if not [plan for plan in plans if plan.forward_state or plan.backward_state]:
             return scales
-        compiling, recorded = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        self._keep_states(prefixes, plans, compiling)
+        compiling, recorded = self._keep_states(prefixes, plans), torch.is_grad_enabled()
         # a graph without gradients may be the first run of a reentrant checkpoint: what does not count is put back
         collects = self.training and (recorded or compiling)
         # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import positive
-from .._tracing import host_reads
+from .._tracing import has_addresses, host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
 from ..functional import grouped_calibrate_, join_weights, splits_on_device
@@ -515,7 +515,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors overlap; in traced code, where memory has no address, whether they are one or its
     view.
     """
-    if torch.compiler.is_compiling():
+    if not has_addresses():
         return (
             a is b
             or base_of(a) is b

@@ -31,7 +31,7 @@ from ..autograd import (
     compute_wgrad,
     concatenate,
 )
-from ..functional import calibrate_, is_current, kept_weight, note_kept
+from ..functional import calibrate_, use_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
@@ -349,10 +349,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             return None
         buffers = kept[1]
         *others, last = buffers.rowwise
-        if torch.compiler.is_compiling():
-            last = kept_weight(made_from, last, False)
-            return OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
-        return buffers if is_current(last, made_from) else None
+        last = use_kept(last, made_from)
+        return (
+            None if last is None else OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
+        )
 
     def _keep_weight(
         self, name: str, operand: Operand, made_from: list[Tensor], buffers: OperandBuffers
@@ -361,11 +361,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if is_managed(self):
             return buffers
         *others, last = buffers.rowwise
-        if torch.compiler.is_compiling():
-            last = kept_weight(made_from, last, True)
-            buffers = OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
-        else:
-            note_kept(last, made_from)
+        last = use_kept(last, made_from, first=True)  # type: ignore[assignment]
+        buffers = OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
         self._fp8_workspaces[name] = (operand.value, buffers)
         return buffers
 

@@ -50,17 +50,13 @@ class RecipeOwner(nn.Module):
         One that runs inside a backward, outside of any autocast, is a recomputation, and goes by the last forward.
         """
         state = THREAD.state
+        depth = state.depth
+        recipe = state.recipe if depth else self._recipe
         if torch.compiler.is_compiling():
-            depth = state.depth
-            recipe = state.recipe if depth else self._recipe
             while_tracing(_check_while_tracing)
             return recipe
-        if state.depth:
-            recipe = state.recipe
-        elif graph_task_id() != -1:  # in a backward
+        if not depth and graph_task_id() != -1:  # in a backward
             return self._last_recipe
-        else:
-            recipe = self._recipe
         if recipe is not self._last_recipe:
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)

@@ -125,20 +125,21 @@ _ROOTS = itertools.count()
 
 def _enter_root(model: nn.Module, args: Any) -> None:
     """Renew, and until the forward ends keep the layers from doing so: the forward pre-hook of a model."""
-    name = model.__dict__["_renews_as"]
-    if torch.compiler.is_compiling():
-        renew_layers(model)
-        others = [root for root in THREAD.state.roots if root != name]  # an exception may have left it there
-        THREAD.state.roots = (*others, name)
-    else:
-        _renew_now(model)
-        RUNNING.roots.append(name)
+    renew_layers(model)
+    _note_root(model.__dict__["_renews_as"], True)
 
 
 def _leave_root(model: nn.Module, args: Any, output: Any) -> None:
-    name = model.__dict__["_renews_as"]
+    _note_root(model.__dict__["_renews_as"], False)
+
+
+def _note_root(name: str, runs: bool) -> None:
+    """Note that the forward of a root begins or ends: a graph among what it guards, eager code where graphs look."""
     if torch.compiler.is_compiling():
-        THREAD.state.roots = tuple([root for root in THREAD.state.roots if root != name])
+        others = [root for root in THREAD.state.roots if root != name]  # an exception may have left it there
+        THREAD.state.roots = (*others, name) if runs else tuple(others)
+    elif runs:
+        RUNNING.roots.append(name)
     elif name in RUNNING.roots:
         RUNNING.roots.remove(name)
 
@@ -151,18 +152,13 @@ def renew_layers(model: nn.Module) -> None:
     Raises:
         RuntimeError: in a graph, inside a checkpoint.
     """
-    if not torch.compiler.is_compiling():
-        _renew_now(model)
-        return
-    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
-    while_tracing(_renewed_by_root_while_tracing)
-    if model.training:
-        renew(layers)
-
-
-def _renew_now(model: nn.Module) -> None:
-    if not is_in_backward() and model.training:
-        layers: list[DelayedLayer] = []
+    if torch.compiler.is_compiling():
+        layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+        while_tracing(_renewed_by_root_while_tracing)
+        if model.training:
+            renew(layers)
+    elif not is_in_backward() and model.training:
+        layers = []
         for layer in model.modules():
             if isinstance(layer, DelayedLayer):
                 layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._device import HIGH_PRECISION
+from .._tracing import warn
 from ..formats import round_up
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
@@ -178,8 +178,7 @@ def moe_unpermute(
     if probs is not None:
         if merging_probs is not None:
             raise ValueError("both probs and merging_probs are given; probs is the former name, leave it out")
-        if not torch.compiler.is_compiling():
-            warnings.warn("probs is now merging_probs", DeprecationWarning, stacklevel=2)
+        warn("probs is now merging_probs", DeprecationWarning)
         merging_probs = probs
     if is_quantized(inp):
         raise TypeError("moe_unpermute adds rows up, which quantized ones cannot; pass inp.dequantize()")

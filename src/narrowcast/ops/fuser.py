@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import in_eager, refuse_in_transform
+from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
 from ..layers import GroupedLinearLayer, LinearLayer
@@ -313,7 +313,7 @@ class OperationFuser:
         self._preparing = [(op, at) for at, op in enumerate(self.basic_ops) if op._prepares_forward]
         self._last_fused: tuple[Any, Fused] = None, Fused((), ())
         self._ran = False
-        if capture and not torch.compiler.is_compiling():
+        if capture and can_remember():
             for op in self.basic_ops:
                 op._captured = True
 

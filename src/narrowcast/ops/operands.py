@@ -6,8 +6,6 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import Operand
 from ..recipe import DelayedScaling, Recipe, eager_only, remember
@@ -33,9 +31,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     Raises:
         ValueError: what a custom recipe's factory returned.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        while_tracing(_remember_while_tracing)
+    compiling = while_tracing(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
     key = _key(roles)
     plan = getattr(recipe, key, None)

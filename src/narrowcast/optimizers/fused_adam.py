@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.torch_version import TorchVersion
 
 from .._checks import in_range
 from .._device import HIGH_PRECISION
+from .._tracing import refuse_in_graphs
 from ..functional import adam_
+from ..functional._library import can_write_with_quantizer
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local
 from ..upstream.fsdp import is_distributed
@@ -224,11 +225,10 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if scaler is not None and torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "compiled code takes no grad_scaler; call grad_scaler.step outside of it"
-            )
         if scaler is not None:
+            refuse_in_graphs(
+                "compiled code takes no grad_scaler; call grad_scaler.step outside of it", NotImplementedError
+            )
             scaler.step(self)
             return loss
         inv_scale, found_inf = self._found_by_scaler()
@@ -444,16 +444,9 @@ def _placed_as(grad: Any, p: Any) -> Tensor:
     return grad if grad.dtype in HIGH_PRECISION else grad.float()
 
 
-_GRAPHS_REFUSE_QUANTIZING_IN_PLACE = TorchVersion(torch.__version__) < "2.13"
-
-
 def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
     """Return what to write to a parameter: its master weight, quantized before where a graph cannot do so in place."""
-    if (
-        isinstance(p, QuantizedTensor)
-        and _GRAPHS_REFUSE_QUANTIZING_IN_PLACE
-        and torch.compiler.is_compiling()
-    ):
+    if isinstance(p, QuantizedTensor) and not can_write_with_quantizer():
         return p._quantizer.quantize(weight, dtype=p.dtype)  # type: ignore[attr-defined]
     return weight
 

@@ -441,8 +441,7 @@ class Quantizer(Sealable, QuantizerValue):
             ValueError: too few dims, no direction, another ``out``, or ``with_amax_reduction`` without a group.
             NotImplementedError: a group, and a format that has no amax to reduce.
         """
-        if torch.compiler.is_compiling() and not self._te_compile_value_opaque:
-            while_tracing(_refuse_while_tracing)
+        if not self._te_compile_value_opaque and while_tracing(_refuse_while_tracing):
             group = amax_reduction_group
             return in_eager(self.quantize, tensor, out=out, dtype=dtype, amax_reduction_group=group)
         self._check_input(tensor)

@@ -202,6 +202,7 @@ class Recipe(Sealable):
     """
 
     _family: ClassVar[str] = ""
+    _plans_by_name: ClassVar[bool] = False  # whether a plan depends on the layer's name
     _flags: ClassVar[tuple[str, ...]] = ()  # names of the fields that are True or False
 
     high_precision_blocks: ClassVar[HighPrecisionBlocks | None] = None
@@ -285,10 +286,6 @@ class Recipe(Sealable):
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         """Return the quantizer for one kind of tensor; ``slot`` is its position in delayed-scaling state."""
         raise NotImplementedError(f"{type(self).__name__} makes no quantizers of its own")
-
-    def plan_name(self, name: str) -> str:
-        """Return the part of a layer's name that its plan depends on."""
-        return ""
 
     @classmethod
     def delayed(cls) -> bool:

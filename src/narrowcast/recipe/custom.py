@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
-import torch
-
+from .._tracing import can_check
 from ..quantizers import DelayedFloat8Quantizer, Quantizer
 from ..roles import QuantizerRole
 from .base import (
@@ -39,6 +38,8 @@ class CustomRecipe(Recipe):
 
     _family = "custom"
 
+    _plans_by_name = True
+
     qfactory: Callable[[QuantizerRole], Any] | None = None
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
@@ -55,9 +56,6 @@ class CustomRecipe(Recipe):
             raise ValueError(
                 f"quantization_alignment is {self.quantization_alignment}; use a positive number"
             )
-
-    def plan_name(self, name: str) -> str:
-        return name.replace("_", "__").replace(".", "_d")  # the compiler takes no dots in an attribute
 
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]
@@ -86,7 +84,7 @@ class CustomRecipe(Recipe):
                 f"qfactory returned None for {role}; return an IdentityQuantizer to leave it alone"
             )
         # in a traced call the compiler stands something else in for the quantizer it has just made
-        if not (torch.compiler.is_compiling() or isinstance(result, (Quantizer, DelayedScalingRequest))):
+        if can_check() and not isinstance(result, (Quantizer, DelayedScalingRequest)):
             raise TypeError(
                 f"qfactory returned {type(result).__qualname__} for {role}; return a Quantizer or request"
             )

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
@@ -115,10 +113,10 @@ def linear_plan(
     flags = _FLAGS[8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
-    key = flags + module_type + recipe.plan_name(name)
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        while_tracing(_remember_while_tracing)
+    key = flags + module_type
+    if recipe._plans_by_name:
+        key += name.replace("_", "__").replace(".", "_d")  # the compiler takes no dots in an attribute
+    compiling = while_tracing(_remember_while_tracing)
     plan = getattr(recipe, key, None)
     if plan is None:
         plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over, module_type)

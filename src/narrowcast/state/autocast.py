@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from .._tracing import while_tracing
+from .._tracing import can_remember, warn, while_tracing
 from ..recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -151,7 +150,7 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
             f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or a name such "
             "as 'current'"
         )
-    if not torch.compiler.is_compiling():
+    if can_remember():
         share_plans(recipe)
     return recipe
 
@@ -209,9 +208,8 @@ class autocast:
     def __enter__(self) -> None:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
-        state, compiling = THREAD.state, torch.compiler.is_compiling()
-        if compiling:
-            while_tracing(_begin_writes)
+        state = THREAD.state
+        compiling = while_tracing(_begin_writes)
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
@@ -228,13 +226,11 @@ class autocast:
             state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
-        if compiling:
-            while_tracing(_end_writes)
+        while_tracing(_end_writes)
 
     def __exit__(self, *exception: Any) -> None:
         previous, self.previous = self.previous, None
-        if torch.compiler.is_compiling():
-            while_tracing(_begin_writes)
+        if while_tracing(_begin_writes):
             THREAD.state.set(previous)  # type: ignore[arg-type]
             while_tracing(_end_writes)
             return
@@ -316,7 +312,7 @@ class fp8_autocast(autocast):
         fp8_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        _warn_old_name("fp8_autocast", "autocast")
+        warn("fp8_autocast is now called autocast", DeprecationWarning)
         super().__init__(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
@@ -365,10 +361,5 @@ class fp8_model_init(quantized_model_init):
         recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        _warn_old_name("fp8_model_init", "quantized_model_init")
+        warn("fp8_model_init is now called quantized_model_init", DeprecationWarning)
         super().__init__(enabled, recipe, preserve_high_precision_init_val)
-
-
-def _warn_old_name(old: str, new: str) -> None:
-    if not torch.compiler.is_compiling():
-        warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=3)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._device import default_device
+from .._tracing import refuse_in_graphs
 
 
 class CudaRNGStatesTracker:
@@ -90,8 +91,7 @@ class CudaRNGStatesTracker:
             KeyError: an unknown name.
             RuntimeError: in compiled code.
         """
-        if torch.compiler.is_compiling():
-            raise RuntimeError("CudaRNGStatesTracker.fork cannot be compiled; leave it out of the graph")
+        refuse_in_graphs("CudaRNGStatesTracker.fork cannot be compiled; leave it out of the graph")
         if name not in self._states:
             raise KeyError(
                 f"there is no random state {name!r}; add() it first, there are {sorted(self._states)}"

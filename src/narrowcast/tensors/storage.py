@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._tracing import can_remember
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
 from ..functional.quantize import overwrite
@@ -351,7 +352,7 @@ class QuantizedTensorStorage(BufferHolder):
         Writes to a plain tensor count by themselves, but not below autograd, where an operator on a tensor subclass
         writes to what the subclass holds.
         """
-        if not torch.compiler.is_compiling():
+        if can_remember():
             for buffer in self.get_data_tensors():
                 if buffer is not None and not buffer.is_inference():
                     torch.autograd.graph.increment_version(buffer)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._tracing import can_return_quantized
 from ...autograd import DelayedScales
 from ...functional import quantize
 from ...quantizers import Operand
@@ -96,7 +97,7 @@ class Quantize(BasicOperation):
             return x, ()
         state: DelayedScales = arguments.get("scales") or DelayedScales()
         own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
-        if next_op_input_quantizer is None and chosen.input.value and not torch.compiler.is_compiling():
+        if next_op_input_quantizer is None and chosen.input.value and can_return_quantized():
             quantizer = chosen.input.quantizer.with_usage(rowwise=True, columnwise=arguments["columnwise"])
             return quantizer._assemble(quantize(x, quantizer, *own.state(x)), tuple(x.shape), x.dtype), ()
         return _rounded(x, next_op_input_quantizer, own), ()

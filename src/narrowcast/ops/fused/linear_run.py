@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..._tracing import can_overwrite
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
@@ -90,6 +90,6 @@ def may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
 
 def added(out: Tensor, other: Tensor) -> Tensor:
     """Return ``out + other``; eager code writes it to ``out``, which must be the caller's own."""
-    if torch.compiler.is_compiling() or out.dtype != other.dtype:
+    if not can_overwrite() or out.dtype != other.dtype:
         return out + other
     return out.add_(other)
