@@ -1,4 +1,4 @@
-"""What docs/architecture.md says of the way to the kernel is the way that a call takes."""
+"""The pages docs/architecture*.md name files and functions that exist, and the path that a call takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 import narrowcast as nc
 
 PACKAGE = Path(nc.__file__).resolve().parent
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(DOCS.glob("architecture*.md"))
 PLACE = r"`([a-z_0-9]+/[a-z_0-9]+\.py)` `([A-Za-z_0-9.]+)`"
 
 # The kernels in Triton's interpreter, as on a GPU; there, the dispatcher's wrapper ``run`` is not on the way.
@@ -51,7 +52,7 @@ print("\\n".join(way))
 
 def test_the_way_is_the_one_that_is_told() -> None:
     pytest.importorskip("triton")
-    told = re.findall(rf"^\d+\. {PLACE}", PAGE.read_text().split("And back")[0], re.MULTILINE)
+    told = re.findall(rf"^\d+\. {PLACE}", (DOCS / "architecture-call.md").read_text().split("The gradient of the output")[0], re.MULTILINE)
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -66,8 +67,8 @@ def test_the_way_is_the_one_that_is_told() -> None:
     assert taken == [f"{file} {name.rsplit('.', 1)[-1]}" for file, name in told]
 
 
-def test_files_and_names_of_the_page_exist() -> None:
-    places = re.findall(PLACE, PAGE.read_text())
+def test_files_and_names_of_the_pages_exist() -> None:
+    places = [place for page in PAGES for place in re.findall(PLACE, page.read_text())]
     assert len(places) > 15
     for file, name in places:
         source = (PACKAGE / file).read_text()

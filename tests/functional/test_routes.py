@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from narrowcast.functional import routes
 from narrowcast.functional.routes import watcher
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-call.md"
 
 
 def test_the_page_has_the_table() -> None:

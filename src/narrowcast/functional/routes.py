@@ -2,7 +2,7 @@
 
 A route is chosen when the operator is called (:func:`watcher`), and in a graph again where that is functionalized
 (:func:`watcher_in_graph`). Every route gives the same bits. They differ in what the host pays for and in what the one
-who watches gets to see. docs/architecture.md explains the table.
+who watches gets to see. docs/architecture-call.md explains the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watcher(NamedTuple):
     """Who watches a call.
 
     Args:
-        name: in the words of docs/architecture.md.
+        name: in the words of docs/architecture-call.md.
         operator: the route of an operator's call.
         replays: whether a stage of several operators is replayed, in place of running itself.
     """

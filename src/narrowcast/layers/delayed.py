@@ -186,6 +186,7 @@ class DelayedLayer(RecipeOwner):
             raise RuntimeError(
                 "an autocast does not know a layer that is traced under it; report this with the code"
             )
+        return True
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
