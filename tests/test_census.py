@@ -15,6 +15,11 @@ def test_what_stands_more_than_once_gets_no_more(count, most):
     assert 0 < CENSUS[count]() <= most
 
 
+def test_operators_quantize_in_few_ways():
+    ways = CENSUS["ways_to_quantize"]()
+    assert "_producers.encode" in ways and len(ways) <= 6
+
+
 def test_counts_the_calls_of_a_step():
     def step():
         import narrowcast

@@ -46,6 +46,44 @@ def questions() -> int:
     return matches(r"is_compiling\(\)")
 
 
+ENCODING = {"encode", "_encode", "_encode_scaled", "_encode_again", "_encode_keeping_amax", "_amax_to_share"}
+
+
+def ways_to_quantize() -> list[str]:
+    """Functions of functional/ that call the numerics of a quantizer; every quantizing operator is made of one of them.
+
+    A call is one of a quantizer's encoding methods, of ``encode``, which chooses among them, or of ``quantize`` of the
+    numerics. Methods do not count: through them a quantizer sees numerics that work on groups.
+    """
+    found = []
+    for path, text in files():
+        if path.parent.name != "functional":
+            continue
+        tree = ast.parse(text)
+        for node in (
+            inner for outer in tree.body if not isinstance(outer, ast.ClassDef) for inner in ast.walk(outer)
+        ):
+            if isinstance(node, (ast.FunctionDef, ast.Lambda)) and _encodes(node):
+                found.append(f"{path.stem}.{getattr(node, 'name', f'lambda in line {node.lineno}')}")
+    return found
+
+
+def _encodes(function: ast.AST) -> bool:
+    """Whether a function itself, not one inside it, calls the numerics of a quantizer."""
+    for child in ast.iter_child_nodes(function):
+        if isinstance(child, (ast.FunctionDef, ast.Lambda)):
+            continue
+        called = child.func if isinstance(child, ast.Call) else None
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if name in ENCODING or (
+            name in ("quantize", "quantize_current") and isinstance(called, ast.Attribute)
+        ):
+            return True
+        if _encodes(child):
+            return True
+    return False
+
+
 def dtype_sets() -> int:
     """Tuples that name the three dtypes which layers take, outside of messages."""
     found = 0
@@ -108,6 +146,8 @@ def rows() -> Iterator[tuple[str, object]]:
         yield f"calls of an MLP block's forward and backward, {name}: nn, ops", "{}, {}".format(*counts)
     yield "caches (lru_cache, functools.cache)", caches()
     yield "is_compiling()", questions()
+    ways = ways_to_quantize()
+    yield "ways that operators quantize", f"{len(ways)}: {', '.join(ways)}"
     yield "tuples of the three float dtypes", dtype_sets()
     yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
     yield "lines", lines()

@@ -125,14 +125,20 @@ def refuse_in_graphs(message: str, error: type[Exception] = RuntimeError) -> Non
         raise error(message)
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
+def warn(message: str) -> None:
     """Warn of a call, at the line of the caller's caller; traced code warns while it is traced."""
     if not while_tracing(_warn_while_tracing):
-        warnings.warn(message, category, stacklevel=3)
+        warnings.warn(message, stacklevel=3)
 
 
 def _warn_while_tracing(context: Any) -> None:
-    warnings.warn(traced_local(context, "message"), traced_local(context, "category"), stacklevel=2)
+    warnings.warn(traced_local(context, "message"), stacklevel=2)
+
+
+def warn_of_old_name(message: str) -> None:
+    """Warn that a name is deprecated, at the line of the caller's caller; traced code does not warn."""
+    if can_check():
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def can_check() -> bool:

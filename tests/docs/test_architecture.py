@@ -24,7 +24,7 @@ import torch
 import narrowcast as nc
 from narrowcast import kernels
 
-sys.modules["narrowcast.functional.quantize"].numerics_for = lambda x: kernels
+sys.modules["narrowcast.functional._producers"].numerics_for = lambda x: kernels
 layer = nc.Linear(32, 32, device="cpu", recipe=nc.recipe.MXFP8BlockScaling())
 x = torch.randn(32, 32)
 layer(x)
@@ -52,7 +52,8 @@ print("\\n".join(way))
 
 def test_the_way_is_the_one_that_is_told() -> None:
     pytest.importorskip("triton")
-    told = re.findall(rf"^\d+\. {PLACE}", (DOCS / "architecture-call.md").read_text().split("The gradient of the output")[0], re.MULTILINE)
+    forward = (DOCS / "architecture-call.md").read_text().split("The gradient of the output")[0]
+    told = re.findall(rf"^\d+\. {PLACE}", forward, re.MULTILINE)
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",

@@ -7,7 +7,6 @@ yields argument tuples, and decorate it with the operator's name.
 from __future__ import annotations
 
 import importlib
-import itertools
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,14 +65,6 @@ def quantize_cases(x: Tensor) -> Iterator[Arguments]:
 def quantize_keeping_amax_cases(x: Tensor) -> Iterator[Arguments]:
     for usage in USAGES.values():
         yield x, VARIANTS["current"].with_usage(*usage)
-
-
-@family("quantize_into")
-def quantize_into_cases(x: Tensor) -> Iterator[Arguments]:
-    flag = torch.zeros(1, device=x.device)
-    for quantizer, noop_flag in zip(VARIANTS.values(), itertools.cycle((None, flag, flag + 1))):
-        seed = seed_for(quantizer, x)
-        yield x, functional.quantize(x, quantizer, seed), quantizer, noop_flag, seed
 
 
 @family("quantize_rounded")
@@ -347,7 +338,11 @@ def draw_seed_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("calibrate_")
 def calibrate_cases(x: Tensor) -> Iterator[Arguments]:
-    yield x, torch.zeros(4, 3, device=x.device), 1
+    yield [x], None, torch.zeros(4, 3, device=x.device), 1
+    rows = x.flatten(0, -2)
+    splits = torch.tensor([1, 0, max(rows.shape[0] - 2, 0)], device=x.device)
+    yield [rows], splits, torch.full((9,), 9.0, device=x.device), 0
+    yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
 
 
 @family("amax_to_share")
@@ -363,14 +358,6 @@ def observe_cases(x: Tensor) -> Iterator[Arguments]:
         scale, into = torch.full((3,), 2.0, device=x.device), torch.zeros(7, device=x.device)
         functional.observe(x, rowwise, scale, into, x)  # the write is not declared: let it change nothing
         yield x, rowwise, scale, into, x.flatten()[:3]
-
-
-@family("grouped_calibrate_")
-def grouped_calibrate_cases(x: Tensor) -> Iterator[Arguments]:
-    rows = x.flatten(0, -2)
-    splits = torch.tensor([1, 0, max(rows.shape[0] - 2, 0)], device=x.device)
-    yield [rows], splits, torch.full((9,), 9.0, device=x.device), 0
-    yield [rows, 2 * rows, rows], None, torch.full((9,), 9.0, device=x.device), 1
 
 
 @family("join_weights")

@@ -29,7 +29,6 @@ from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
-    grouped_calibrate_,
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_keeping_amax,
@@ -53,7 +52,6 @@ from .quantize import (
     draw_seed,
     quantize,
     quantize_dbias,
-    quantize_into,
     quantize_keeping_amax,
     quantize_operand,
     quantize_rounded,
@@ -92,7 +90,6 @@ __all__ = [
     "gemm",
     "gemm_accumulate_",
     "gemm_call",
-    "grouped_calibrate_",
     "grouped_column_sum",
     "grouped_dequantize",
     "grouped_gemm",
@@ -118,7 +115,6 @@ __all__ = [
     "pad_rows",
     "quantize",
     "quantize_dbias",
-    "quantize_into",
     "quantize_keeping_amax",
     "quantize_operand",
     "quantize_rounded",

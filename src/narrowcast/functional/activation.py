@@ -80,7 +80,7 @@ _ACT_BACKWARD = Producer(
     source=_gradient,
     shape=lambda grad, x, *_: tuple(x.shape),
     options={"float[] parameters": []},
-    sums=True,
+    sums="asked",
 )
 
 act_backward = define_plain(_ACT_BACKWARD)

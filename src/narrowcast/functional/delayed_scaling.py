@@ -13,6 +13,7 @@ from ..formats import E4M3
 from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
+from .grouped_quantize import ALIGNMENT
 from .numerics import computed_by, numerics_for
 from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show
 from .replay import replay_of
@@ -299,11 +300,34 @@ the forward of ``root`` runs, which has renewed. The schema does not declare the
 """
 
 
-def _calibrate(x: Tensor, amax: Tensor, slot: int) -> None:
-    own = amax.view(-1)[slot : slot + 1].zero_()
-    # a cast without outputs raises the amax and nothing else; its scale does not matter
-    numerics_for(x).float8.quantize(x, own, E4M3, rowwise=False, columnwise=False, amax=own)
+def _calibrate(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
+    numerics, groups = numerics_for(tensors[0]), len(tensors) if splits is None else splits.shape[0]
+    own = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
+    # casts for their amax alone; the scale does not matter
+    if splits is None:
+        for x, one in zip(tensors, own.split(1)):
+            numerics.float8.quantize(x, one, E4M3, rowwise=False, columnwise=False, amax=one)
+    else:
+        numerics.grouped_quantize.quantize(
+            tensors[0],
+            splits,
+            own,
+            E4M3,
+            rowwise=True,
+            columnwise=False,
+            alignment=ALIGNMENT["tensor"],
+            amax=own,
+        )
 
 
-calibrate_ = define("calibrate_(Tensor x, Tensor(a!) amax, int slot) -> ()", _calibrate, lambda *_: None)
-"""Overwrite one slot of ``amax`` (n,) with max|x|, without quantizing."""
+calibrate_ = define(
+    "calibrate_(Tensor[] tensors, Tensor? splits, Tensor(a!) amax, int slot) -> ()",
+    _calibrate,
+    lambda *_: None,
+)
+"""Overwrite one slot of ``amax`` (slots * G,) with max|x| of every group, without keeping codes.
+
+Args:
+    tensors: G of any shape; with ``splits``, one (T, K) that has the groups one after the other.
+    splits: int32 or int64 (G,) on the device of ``tensors``: rows of each group.
+"""

@@ -19,6 +19,7 @@ reads the splits on the host.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..formats import E4M3, round_up
+from ..formats import round_up
 from ._library import QUANTIZER, define
+from ._producers import STATE, describe, encode
 from .numerics import computed_by, numerics_for
-from .quantize import STATE, describe, encode
 from .quantizer_value import BufferTable, QuantizerValue
 
 ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
@@ -85,66 +86,72 @@ def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tenso
     return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
 
 
-def _encode(
-    x: Tensor,
+def _encode_groups(
+    tensors: list[Tensor],
     splits: Tensor | None,
-    groups: int,
     quantizer: QuantizerValue,
     layout: str,
     seed: Tensor | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    keep_amax: bool = False,
 ) -> list[Tensor]:
-    """Quantize rows (T, K) in groups, or weights (G, N, K) without splits."""
+    """Quantize rows (T, K) in groups, or weights, G of (N, K) or one (G, N, K), without splits."""
+    x = stack(tensors) if splits is None else tensors[0]
+    groups = x.shape[0] if splits is None else splits.shape[0]
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
-        numerics = _GroupedNumerics(x, splits, groups, scales, amaxes)
-        return encode(x, quantizer, seed, scale, amax, numerics)
-    if layout == "padded":
-        return _encode_padded(x, splits, quantizer, seed)
-    matrix = x.reshape(-1, x.shape[-1])
-    sizes = (
-        [x.shape[1]] * groups
-        if splits is None
-        else reference.grouped_quantize.extents(splits, x.shape[0], 1)[0]
+        parts, numerics = [x], _GroupedNumerics(x, splits, groups, scales, amaxes, keep_amax)
+    elif layout == "padded":
+        parts, numerics = [_padded(x, splits, quantizer)], numerics_for(x)
+    else:
+        sizes = _sizes(x, splits)
+        parts, numerics = x.reshape(-1, x.shape[-1]).split(sizes)[:groups], numerics_for(x)
+    seeds = [seed + group if seed is not None and group else seed for group in range(len(parts))]
+    # one after the other: the split layout copies each group's buffers to where they stay
+    encoded = (
+        encode(part, quantizer, own, scale, amax, numerics)
+        for part, own in zip(parts, seeds, strict=True)
+        if layout != "split" or part.numel()
     )
-    return _encode_split(matrix, sizes, groups, quantizer, seed)
+    return _place(encoded, x, sizes[:groups], quantizer) if layout == "split" else next(encoded)
 
 
-def _encode_padded(
-    x: Tensor, splits: Tensor | None, quantizer: QuantizerValue, seed: Tensor | None
-) -> list[Tensor]:
-    """Return the matrix whose groups start at multiples of 128 rows, quantized; kernels that can find its rows
-    themselves.
-    """
+def _sizes(x: Tensor, splits: Tensor | None) -> list[int]:
+    """Return the rows of every group, on the host, and then those that belong to none."""
+    if splits is None:
+        return [x.shape[1]] * x.shape[0]
+    sizes = reference.grouped_quantize.extents(splits, x.shape[0], 1)[0]
+    return [*sizes, x.shape[0] - sum(sizes)]
+
+
+def _padded(x: Tensor, splits: Tensor | None, quantizer: QuantizerValue) -> Any:
+    """Return the matrix whose groups start at multiples of 128 rows; a source, if the kernels find its rows."""
     alignment, numerics = ALIGNMENT["padded"], numerics_for(x)
     if splits is None:
         missing = -x.shape[1] % alignment
-        whole = (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
-        return quantizer._encode(numerics, whole, seed)
+        return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
     rows = reference.grouped_quantize.padded_rows(x.shape[0], splits.shape[0], alignment)
     source = numerics.sources.rows_of_groups(x, splits, rows)
-    whole = source if quantizer._takes_sources else numerics.sources.materialize(source)
-    return quantizer._encode(numerics, whole, seed)
+    return source if quantizer._takes_sources else numerics.sources.materialize(source)
 
 
-def _encode_split(
-    x: Tensor, sizes: list[int], groups: int, quantizer: QuantizerValue, seed: Tensor | None
-) -> list[Tensor]:
-    parts = x.split([*sizes, x.shape[0] - sum(sizes)])[:groups]
+def _place(encoded: Iterator[list[Tensor]], x: Tensor, sizes: list[int], quantizer: Any) -> list[Tensor]:
+    """Return the buffers of the groups that have rows, in one arena per direction."""
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     arenas, places = [], []
     for columnwise in quantizer._directions():
-        direction = Direction("split", quantizer, columnwise, x.shape[1], x.dtype)
-        arena = x.new_zeros(direction.arena_bytes(x.shape[0], groups), dtype=torch.uint8)
+        direction = Direction("split", quantizer, columnwise, columns, x.dtype)
+        arena = x.new_zeros(direction.arena_bytes(rows, len(sizes)), dtype=torch.uint8)
         arenas.append(arena)
         places.append((direction, direction.split_arena(arena, sizes)))
-    for group, part in enumerate(parts):
-        if not part.numel():
+    for group, size in enumerate(sizes):
+        if not size * columns:
             continue
-        buffers = quantizer._encode(numerics_for(x), part, None if seed is None else seed + group)
-        by_name = dict(zip(quantizer._describe_buffers(tuple(part.shape), x.dtype), buffers, strict=True))
+        names = quantizer._describe_buffers((size, columns), x.dtype)
+        by_name = dict(zip(names, next(encoded), strict=True))
         for direction, views in places:
-            for name, view in zip(direction.described(part.shape[0]), views[group], strict=True):
+            for name, view in zip(direction.described(size), views[group], strict=True):
                 view.copy_(by_name[name])
     return arenas
 
@@ -264,7 +271,7 @@ def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
 def _describe(
     like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Empty buffers as ``_encode`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
+    """Empty buffers as ``_encode_groups`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
     columns = shape[-1]
     weights = len(shape) == 3
     rows = shape[0] * shape[1] if weights else shape[0]
@@ -282,12 +289,6 @@ def _describe(
     return [*codes, like.new_empty((groups,), dtype=torch.float32)]
 
 
-def _grouped_quantize(
-    x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
-) -> list[Tensor]:
-    return _encode(x, splits, splits.shape[0], quantizer, layout, *state)
-
-
 def _grouped_quantize_fake(
     x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
@@ -296,7 +297,7 @@ def _grouped_quantize_fake(
 
 grouped_quantize = define(
     f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
-    _grouped_quantize,
+    lambda x, splits, quantizer, layout, *state: _encode_groups([x], splits, quantizer, layout, *state),
     _grouped_quantize_fake,
 )
 """Quantize the groups of rows of ``x``, each as if it were alone.
@@ -316,13 +317,6 @@ Raises:
 """
 
 
-def _quantize_weights(
-    weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
-) -> list[Tensor]:
-    stacked = stack(weights)
-    return _encode(stacked, None, stacked.shape[0], quantizer, layout, *state)
-
-
 def _quantize_weights_fake(
     weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:
@@ -332,37 +326,10 @@ def _quantize_weights_fake(
 
 grouped_quantize_weights = define(
     f"grouped_quantize_weights(Tensor[] weights, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
-    _quantize_weights,
+    lambda weights, quantizer, layout, *state: _encode_groups(weights, None, quantizer, layout, *state),
     _quantize_weights_fake,
 )
 """As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
-
-
-def _calibrate_groups(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
-    x = stack(tensors) if splits is None else tensors[0]
-    groups = x.shape[0] if splits is None else splits.shape[0]
-    own = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
-    # only the amaxes are kept, so the scales do not matter
-    numerics_for(x).grouped_quantize.quantize(
-        x, splits, own, E4M3, rowwise=True, columnwise=False, alignment=ALIGNMENT["tensor"], amax=own
-    )
-
-
-grouped_calibrate_ = define(
-    "grouped_calibrate_(Tensor[] tensors, Tensor? splits, Tensor(a!) amax, int slot) -> ()",
-    _calibrate_groups,
-    lambda *_: None,
-)
-"""Overwrite one slot of ``amax`` (slots * G,) with max|x| of every group, without keeping codes.
-
-Args:
-    tensors: rows (T, K) alone with ``splits`` (G,); without, weights as :data:`grouped_quantize_weights` takes them.
-"""
-
-
-def _keeping_amax(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tensor]:
-    x = stack(weights)
-    return quantizer._encode(_GroupedNumerics(x, None, x.shape[0], keep_amax=True), x, None)  # type: ignore[arg-type]
 
 
 def _keeping_amax_fake(weights: list[Tensor], quantizer: QuantizerValue) -> list[Tensor]:
@@ -373,7 +340,7 @@ def _keeping_amax_fake(weights: list[Tensor], quantizer: QuantizerValue) -> list
 
 grouped_quantize_keeping_amax = define(
     f"grouped_quantize_keeping_amax(Tensor[] weights, {QUANTIZER} quantizer) -> Tensor[]",
-    _keeping_amax,
+    lambda weights, quantizer: _encode_groups(weights, None, quantizer, "tensor", keep_amax=True),
     _keeping_amax_fake,
 )
 """As :data:`grouped_quantize_weights` in the tensor layout under current scaling, and max|w| of each weight, fp32 (G,).

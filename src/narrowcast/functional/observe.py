@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
 from ._library import QUANTIZER, define
+from ._producers import encode
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -45,18 +46,16 @@ def _observe(
     x: Tensor, quantizer: QuantizerValue, scale: Tensor | None, into: Tensor, through: Tensor
 ) -> Tensor:
     if x.numel():
-        numerics = numerics_for(x)
-        if scale is not None and quantizer._is_delayed():
-            buffers = quantizer._encode_scaled(numerics, x, scale, None)
-        else:  # one sample of stochastic rounding, from a fixed seed: no generator advances
-            buffers = quantizer._encode(numerics, x, torch.zeros(1, dtype=torch.int64, device=x.device))
+        # one sample of stochastic rounding, from a fixed seed: no generator advances
+        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
+        buffers = encode(x, quantizer, seed, scale)
         shape = tuple(x.shape)
         largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
         ceiling = _decoded(quantizer, [largest, *buffers[1:]], shape)
         read = _decoded(quantizer, buffers, shape)
         beyond = 1 + 2.0 ** -(ELEMENT_FORMATS[quantizer.dtype].mantissa_bits + 2)  # type: ignore[attr-defined]
         into[0] = x.numel()
-        into[1:] = numerics.observe.loss(x, read, ceiling, beyond)
+        into[1:] = numerics_for(x).observe.loss(x, read, ceiling, beyond)
     return through.clone()
 
 

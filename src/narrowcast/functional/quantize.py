@@ -1,4 +1,4 @@
-"""Operators that quantize and dequantize: ``narrowcast::quantize``, its in-place form, and what the others build on.
+"""Operators that quantize and dequantize a tensor: ``narrowcast::quantize`` and its variants.
 
 Every quantizing operator ends in ``seed``, ``scale`` and ``amax``. ``seed``: int64[1], for stochastic rounding.
 ``scale`` and ``amax``: fp32 (n,), the state of delayed scaling of one layer and direction; a delayed quantizer reads
@@ -14,49 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ._library import QUANTIZER, always, define
+from ._producers import STATE, Producer, define_quantizing, describe, encode
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
-
-STATE = "Tensor? seed=None, Tensor? scale=None, Tensor? amax=None"
-"""Schema of the arguments that every quantizing operator ends in."""
-
-
-def describe(
-    like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, quantizer: QuantizerValue
-) -> list[Tensor]:
-    """Empty buffers as quantizing a tensor of that shape and dtype yields."""
-    described = quantizer._describe_buffers(shape, dtype)
-    return [like.new_empty(size, dtype=kind) for size, kind in described.values()]
-
-
-def encode(
-    x: Any,
-    quantizer: QuantizerValue,
-    seed: Tensor | None = None,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    numerics: Any = None,
-) -> list[Tensor]:
-    """Quantize a tensor, or a source of ``numerics`` where the quantizer takes sources; flatten order.
-
-    Args:
-        numerics: what computes; None: what suits the tensor's device.
-    Raises:
-        ValueError: a delayed quantizer without ``scale``.
-    """
-    if numerics is None:
-        numerics = numerics_for(x)
-    if scale is not None and quantizer._is_delayed():
-        return quantizer._encode_scaled(numerics, x, scale, amax)
-    if scale is None and amax is not None and quantizer._needs_amax:
-        return quantizer._encode_again(numerics, x, amax)
-    return quantizer._encode(numerics, x, seed)
 
 
 def _quantize_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
@@ -82,9 +48,13 @@ quantize_operand = define(
 """As :data:`quantize`, for results that only GEMMs read: equal calls in one graph share one result."""
 
 
+def _amax_to_share(x: Tensor, quantizer: QuantizerValue, seed: Tensor | None) -> Tensor:
+    return quantizer._amax_to_share(numerics_for(x), x, seed)
+
+
 amax_to_share = define(
     f"amax_to_share(Tensor x, {QUANTIZER} quantizer, Tensor? seed) -> Tensor",
-    lambda x, quantizer, seed: quantizer._amax_to_share(numerics_for(x), x, seed),
+    _amax_to_share,
     lambda x, quantizer, seed: x.new_empty(2, dtype=torch.float32),
     inlined=always,
 )
@@ -94,57 +64,34 @@ Reduced over the processes that hold parts of a tensor, they are the ``scale`` t
 quantizer ``with_amax_reduction``."""
 
 
-def _quantize_keeping_amax_fake(x: Tensor, quantizer: QuantizerValue) -> list[Tensor]:
-    parts = numerics_for(x).float8.parts_of(x.numel())
-    return [*describe(x, tuple(x.shape), x.dtype, quantizer), x.new_empty((parts,), dtype=torch.float32)]
-
-
-quantize_keeping_amax = define(
-    f"quantize_keeping_amax(Tensor x, {QUANTIZER} quantizer) -> Tensor[]",
-    lambda x, quantizer: quantizer._encode_keeping_amax(numerics_for(x), x),
-    _quantize_keeping_amax_fake,
-    inlined=always,
+_TENSOR = Producer(
+    name="tensor",
+    inputs=("Tensor x",),
+    like=0,
+    source=None,
+    shape=lambda x: tuple(x.shape),
 )
+
+quantize_keeping_amax = define_quantizing(_TENSOR, "quantize_keeping_amax", keep_amax=True)
 """As :data:`quantize` with current scaling; the last output is the amax of ``x``, in parts, fp32.
 
 Passed as ``amax`` without ``scale``, it saves a later :data:`quantize` of the same ``x`` the pass that finds it.
 """
 
-
-def _quantize_rounded(
-    x: Tensor, dtype: torch.dtype, quantizer: QuantizerValue, *state: Tensor | None
-) -> list[Tensor]:
-    numerics = numerics_for(x)
-    source = numerics.sources.rounded(x, dtype) if quantizer._takes_sources else x.to(dtype)
-    return encode(source, quantizer, *state, numerics=numerics)
-
-
-quantize_rounded = define(
-    f"quantize_rounded(Tensor x, ScalarType dtype, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
-    _quantize_rounded,
-    lambda x, dtype, quantizer, *_: describe(x, tuple(x.shape), dtype, quantizer),
-    inlined=always,
+quantize_rounded = define_quantizing(
+    Producer(
+        name="rounded",
+        inputs=("Tensor x", "ScalarType dtype"),
+        like=0,
+        source=lambda numerics, wanted, x, dtype: (numerics.sources.rounded(x, dtype), ()),
+        shape=lambda x, dtype: tuple(x.shape),
+        dtype=lambda x, dtype: dtype,
+    ),
+    "quantize_rounded",
 )
 """As :data:`quantize` of ``x.to(dtype)``, which is written nowhere if the quantizer's kernels take sources."""
 
-
-def _quantize_dbias(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
-    numerics = numerics_for(x)
-    source = numerics.sources.tensor(x, column_sums=True) if quantizer._takes_sources else x
-    buffers = encode(source, quantizer, *state, numerics=numerics)
-    return [*buffers, numerics.sources.column_sum(source)]
-
-
-def _quantize_dbias_fake(x: Tensor, quantizer: QuantizerValue, *state: Tensor | None) -> list[Tensor]:
-    return [*_quantize_fake(x, quantizer), x.new_empty(x.shape[-1:], dtype=torch.float32)]
-
-
-quantize_dbias = define(
-    f"quantize_dbias(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
-    _quantize_dbias,
-    _quantize_dbias_fake,
-    inlined=always,
-)
+quantize_dbias = define_quantizing(replace(_TENSOR, sums="always"), "quantize_dbias")
 """As :data:`quantize`, with the sums of ``x`` over all but its last dim, fp32 (K,), as the last output."""
 
 
@@ -160,14 +107,6 @@ def overwrite(
     for buffer, value in zip(buffers, values, strict=True):
         if buffer is not None and value is not None:
             buffer.copy_(value if noop_flag is None else torch.where(noop_flag != 0, buffer, value))
-
-
-quantize_into = define(
-    f"quantize_into(Tensor x, Tensor(a!)[] out, {QUANTIZER} quantizer, Tensor? noop_flag, Tensor? seed) -> ()",
-    lambda x, out, quantizer, noop_flag, seed: overwrite(out, encode(x, quantizer, seed), noop_flag),
-    lambda *_: None,
-)
-"""Overwrite ``out`` with the quantization of ``x``, or leave it when ``noop_flag`` (fp32, one element) is non-zero."""
 
 
 def _dequantize(

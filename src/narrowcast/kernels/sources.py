@@ -339,9 +339,9 @@ def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
     )
 
 
-def materialize(source: Source) -> Tensor:
+def materialize(source: Tensor | Source) -> Tensor:
     """Return the matrix as a tensor."""
-    return source.compute(None)
+    return source.compute(None) if isinstance(source, Source) else source
 
 
 def column_sum(source: Tensor | Source) -> Tensor:
@@ -352,7 +352,7 @@ def column_sum(source: Tensor | Source) -> Tensor:
         and source.column_sums.partials is not None
     ):
         return reduction.column_sum(source.column_sums.partials)
-    x = source.compute(None) if isinstance(source, Source) else source
+    x = materialize(source)
     return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 
 

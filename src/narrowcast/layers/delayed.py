@@ -165,7 +165,7 @@ class DelayedLayer(RecipeOwner):
             setattr(self, names[1], fitted)
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
-        """:meth:`_keep_state` in traced and eager code alike, of all stages at once, before any is read.
+        """Call :meth:`_keep_state` for all stages before any is read, in traced and eager code.
 
         Returns:
             Whether code is traced.

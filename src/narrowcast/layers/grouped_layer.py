@@ -19,7 +19,7 @@ from .._checks import positive
 from .._tracing import has_addresses, host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
-from ..functional import grouped_calibrate_, join_weights, splits_on_device
+from ..functional import calibrate_, join_weights, splits_on_device
 from ..quantizers import Operand, OperandBuffers, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
@@ -344,9 +344,10 @@ class GroupedLinearLayer(LinearLayer):
         if plan is None or amax is None:
             return
         if plan.input.delayed:
-            grouped_calibrate_([x.detach()], splits, amax, INPUT_SLOT)
+            calibrate_([x.detach()], splits, amax, INPUT_SLOT)
         if plan.weight.delayed:
-            grouped_calibrate_([plain(w).detach() for w in weights], None, amax, WEIGHT_SLOT)
+            alone = [one for w in weights for one in plain(w).detach().view(-1, *w.shape[-2:])]
+            calibrate_(alone, None, amax, WEIGHT_SLOT)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

@@ -432,8 +432,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")
-            calibrate_(plain(inp).detach(), amax, INPUT_SLOT)
-            calibrate_(plain(weight).detach(), amax, WEIGHT_SLOT)
+            calibrate_([plain(inp).detach()], None, amax, INPUT_SLOT)
+            calibrate_([plain(weight).detach()], None, amax, WEIGHT_SLOT)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
         """Return the summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""

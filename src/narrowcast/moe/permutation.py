@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._device import HIGH_PRECISION
-from .._tracing import warn
+from .._tracing import warn_of_old_name
 from ..formats import round_up
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
@@ -178,7 +178,7 @@ def moe_unpermute(
     if probs is not None:
         if merging_probs is not None:
             raise ValueError("both probs and merging_probs are given; probs is the former name, leave it out")
-        warn("probs is now merging_probs", DeprecationWarning)
+        warn_of_old_name("probs is now merging_probs")
         merging_probs = probs
     if is_quantized(inp):
         raise TypeError("moe_unpermute adds rows up, which quantized ones cannot; pass inp.dequantize()")

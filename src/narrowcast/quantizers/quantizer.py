@@ -25,7 +25,6 @@ from ..functional import (
     QuantizerValue,
     draw_seed,
     quantize,
-    quantize_into,
 )
 from ..functional.quantize import overwrite
 from ..functional.quantizer_value import CLASSES, quantizer_of_text
@@ -522,10 +521,12 @@ class Quantizer(Sealable, QuantizerValue):
         src = src if src.dim() else src.view(1)
         buffers = [buffer for buffer in dst.get_data_tensors() if buffer is not None]
         group = self._reduction_group(amax_reduction_group)
-        if group is None:
-            quantize_into(src.detach(), buffers, kept, noop_flag, self._seed(src))
-            return dst
-        overwrite(buffers, kept._reduced_buffers(src.detach(), group), noop_flag)
+        made = (
+            quantize(src.detach(), kept, self._seed(src))
+            if group is None
+            else kept._reduced_buffers(src.detach(), group)
+        )
+        overwrite(buffers, made, noop_flag)
         return dst
 
     def multi_quantize(self, tensors: list[Tensor]) -> list[Any]:

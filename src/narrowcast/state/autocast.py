@@ -18,7 +18,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .._device import get_device_compute_capability, is_mxfp8_available
-from .._tracing import can_remember, warn, while_tracing
+from .._tracing import can_remember, warn_of_old_name, while_tracing
 from ..recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -312,7 +312,7 @@ class fp8_autocast(autocast):
         fp8_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        warn("fp8_autocast is now called autocast", DeprecationWarning)
+        warn_of_old_name("fp8_autocast is now called autocast")
         super().__init__(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
@@ -361,5 +361,5 @@ class fp8_model_init(quantized_model_init):
         recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        warn("fp8_model_init is now called quantized_model_init", DeprecationWarning)
+        warn_of_old_name("fp8_model_init is now called quantized_model_init")
         super().__init__(enabled, recipe, preserve_high_precision_init_val)

@@ -268,8 +268,8 @@ class BasicLinear(LinearLayer, BasicOperation):
                 input_ = input_.to(self.activation_dtype(input_))
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
             if not plan.quantized and scales is not None and scales.amax_fwd is not None:
-                calibrate_(plain(input_), scales.amax_fwd, INPUT_SLOT)
-                calibrate_(plain(weight), scales.amax_fwd, WEIGHT_SLOT)
+                calibrate_([plain(input_)], None, scales.amax_fwd, INPUT_SLOT)
+                calibrate_([plain(weight)], None, scales.amax_fwd, WEIGHT_SLOT)
         scales, dtype = scales or DelayedScales(), self.activation_dtype(input_)
         args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
