@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -27,3 +29,14 @@ def test_counts_the_calls_of_a_step():
         return narrowcast.formats.cdiv(3, 2)
 
     assert CENSUS["calls"](step) == 1
+
+
+def test_the_first_sentence_of_a_file_names_what_is_in_it():
+    """A noun or an imperative, not a clause that begins with what, which or how."""
+    source = Path(CENSUS["SOURCE"]).parent
+    first = {
+        path: ast.get_docstring(ast.parse(path.read_text())) for path in source.glob("narrowcast*/**/*.py")
+    }
+    assert not [path for path, text in first.items() if not text]
+    clause = re.compile(r"(What|Which|How|Who|Whose|Whether|Where|When|Of|Not)\b")
+    assert not {path.name: text.split(".")[0] for path, text in first.items() if clause.match(text)}

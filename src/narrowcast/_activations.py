@@ -1,4 +1,4 @@
-"""The activations as data: which there are, which are gated, and the numbers that they take."""
+"""Activations as data: their names, which of them are gated, and their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed beside narrowcast, and whether it was tested: for ``narrowcast doctor`` and bug reports."""
+"""Installed packages and whether narrowcast was tested with them, for ``narrowcast doctor`` and bug reports."""
 
 from __future__ import annotations
 

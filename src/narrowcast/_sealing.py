@@ -1,4 +1,4 @@
-"""``Sealable``: what may be set up until it is first used, and is a value from then on."""
+"""``Sealable``: base of objects that may be set up until their first use, and are values afterwards."""
 
 from __future__ import annotations
 

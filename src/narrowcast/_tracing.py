@@ -1,4 +1,4 @@
-"""What must be done for real while the compiler traces: state to be made, values to be remembered.
+"""Code that differs in a compiled graph: work on real objects, refusals, and choices that only eager code has.
 
 Traced code cannot make a buffer (it would be a result of the graph) nor keep a value (a graph must not depend on what
 it wrote). ``torch._dynamo.comptime`` runs a function at that very point of the trace, on the real objects; what the

@@ -1,4 +1,4 @@
-"""Roles: which tensor of which module a quantizer is for."""
+"""Roles: the module type, tensor type and layer name that a recipe chooses a quantizer by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention is called with, checked before anything is computed."""
+"""Checks of attention's arguments, before anything is computed."""
 
 from __future__ import annotations
 

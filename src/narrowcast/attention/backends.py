@@ -1,4 +1,4 @@
-"""Which backend computes a call: decided by static facts alone, so that a compiled graph holds one of them.
+"""The choice of an attention backend from static facts, so that a compiled graph holds one backend.
 
 No value of a tensor is read, no memory layout inspected. Every backend says what it cannot do; the first one that can
 do everything is used, and where none is left the error lists the reasons of each.

@@ -1,4 +1,4 @@
-"""Which keys a query sees: said once, by a rule of plain facts and the places of the tokens, for every backend.
+"""Masks: rules from plain facts and token positions that say which keys a query sees, for every backend.
 
 A :class:`MaskRule` is what a call asks for (padding, causal, a window, and which diagonal they count from). A
 :class:`Geometry` is where each token stands: its position in its sequence, which sequence, and whether it is a token at

@@ -1,4 +1,4 @@
-"""What happens between the product of queries and keys and their softmax: one record, read by every backend."""
+"""The record of everything between the query-key product and the softmax, read by every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, the scores in memory, in fp32: what every configuration can be computed with."""
+"""Attention in plain PyTorch with fp32 scores in memory, for every configuration."""
 
 from __future__ import annotations
 

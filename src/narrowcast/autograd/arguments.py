@@ -1,4 +1,4 @@
-"""What a linear layer reads besides its tensors, grouped by owner: the records that cross the autograd boundary."""
+"""Records that cross a linear layer's autograd boundary besides its tensors, grouped by owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What groups of rows change in the stage of a linear layer: its operators, and what these read besides.
+"""Groups of rows in a linear layer's stage: their record and the grouped operators that they need.
 
 y_g = x_g w_g^T for every group of rows, all groups in one operator per step. A group is quantized as a linear layer of
 its own would quantize it; the splits, how many rows each group has, are a tensor that nothing here reads.

@@ -1,4 +1,4 @@
-"""How a linear layer is split over processes, and what its operands and results go through because of it.
+"""The split of a linear layer over processes: collectives of its operands and results.
 
 mode      weight of this process    input                                     output
 column    (N / p, K)                whole; with sequence_parallel its rows    its columns

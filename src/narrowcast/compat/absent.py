@@ -1,4 +1,4 @@
-"""Transformer Engine's names that are absent: what replaces each, or why there is none."""
+"""Transformer Engine's names that are absent, each with its replacement or the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``TransformerEngineBaseModule``: what code asks ``isinstance`` of, or derives from."""
+"""``TransformerEngineBaseModule``, for ``isinstance`` checks and subclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element types by Transformer Engine's functions: what a recipe gives to forward and backward tensors."""
+"""Transformer Engine's functions that return a recipe's element types of forward and backward tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules Transformer Engine has, and which of this library's names stand in each."""
+"""Table of Transformer Engine's modules and this library's names in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conversion decided about each module, kept on the module, so that a receipt can be made at any time."""
+"""Decisions of a conversion, kept on the modules, so that a receipt can be made at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model hold the weight of a GEMM, which of them can be converted, and why the others cannot."""
+"""The search for modules that hold a GEMM's weight, each convertible or with the reason why not."""
 
 from __future__ import annotations
 

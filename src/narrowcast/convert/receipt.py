@@ -1,4 +1,4 @@
-"""``receipt``: what ``convert`` found and decided in a model, what to expect of it, and afterwards what ran."""
+"""``receipt``: the decisions of ``convert`` in a model, their expected gain, and later the operators that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ran: the GEMM operators, counted as they are called, and the layer that each call belongs to.
+"""Recorder of the GEMM operators that run, with the layer of each call.
 
 An operator does not know its layer. But the weight is quantized from a parameter, fprop and dgrad read that, and the
 gradient that dgrad reads is the one that wgrad reads: buffers are followed by where their memory lies, so it makes no

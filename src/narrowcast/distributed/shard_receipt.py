@@ -1,4 +1,4 @@
-"""``ShardReceipt``: what ``shard`` decided about each parameter."""
+"""``ShardReceipt``: the decision of ``shard`` about each parameter."""
 
 from __future__ import annotations
 

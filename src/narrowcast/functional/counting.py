@@ -1,4 +1,4 @@
-"""What a call of a GEMM operator multiplies, for FLOP counters and receipts."""
+"""Sizes of a GEMM operator's call, for FLOP counters and receipts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation of the numerics a tensor takes: Triton kernels on CUDA, the reference elsewhere."""
+"""The choice of the numerics for a tensor: Triton kernels on CUDA, the reference elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator may ask of a quantizer: the protocol between this room and the quantizers above it.
+"""``QuantizerValue``: the protocol between operators and the quantizers of the room above.
 
 Operators take quantizers as opaque operands. They never test which quantizer they got; they call these methods on
 the real object, inside the operator or its fake, where nothing is traced.

@@ -1,4 +1,4 @@
-"""Which run of a recomputed function is under way, and which scales it reads: for eager layers and for graphs alike.
+"""The forward that a recomputation repeats, and the scales that it reads, in eager code and graphs.
 
 A recomputation reads the scales that its first run has read, and collects no amax. Both are decided when a layer, or an
 operator in its graph, runs. PyTorch keeps an object for each forward that will be recomputed

@@ -1,4 +1,4 @@
-"""Which route a call of an operator takes: one table of who watches the call, and the two functions that look there.
+"""Table of the routes that an operator's call may take, and the two functions that choose one.
 
 A route is chosen when the operator is called (:func:`watcher`), and in a graph again where that is functionalized
 (:func:`watcher_in_graph`). Every route gives the same bits. They differ in what the host pays for and in what the one

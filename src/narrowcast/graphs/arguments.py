@@ -1,4 +1,4 @@
-"""What ``make_graphed_callables`` is called with: old names, one of everything per callable, the order of passes."""
+"""Checks of ``make_graphed_callables``' arguments: old names, one value per callable, the order of passes."""
 
 from __future__ import annotations
 

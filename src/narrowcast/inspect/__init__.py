@@ -1,4 +1,4 @@
-"""Looking into a training: what quantizing does to each operand, and which layer's precision costs the most."""
+"""Tools to inspect training: quantization error of each operand, and the layer whose precision costs the most."""
 
 from .bisect import Bisection, LayerError, bisect
 from .watch import Record, Watch, watch

@@ -1,4 +1,4 @@
-"""``bisect``: which layer's precision costs the gradients the most.
+"""``bisect``: find the layer whose precision costs the gradients the most.
 
 The model runs once with every layer in high precision, and then once for each layer with that one alone under its
 recipe. So the errors of single layers are told apart, which those of all together are not: every layer's error reaches

@@ -1,4 +1,4 @@
-"""What quantizing did to a tensor, in one pass over it and its decoded codes."""
+"""Statistics of quantization error, in one pass over a tensor and its decoded codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules and operations share: a recipe, its state, parameters and their gradients."""
+"""Base classes that modules and operations share: a recipe, its state, parameters and their gradients."""
 
 from .calibrate import calibrate_delayed_scaling
 from .delayed import DelayedLayer

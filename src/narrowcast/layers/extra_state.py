@@ -1,4 +1,4 @@
-"""What Transformer Engine keeps in a checkpoint beside parameters: ``_extra_state``, read where that is safe."""
+"""Reader of Transformer Engine's ``_extra_state`` in checkpoints, if that is safe."""
 
 from __future__ import annotations
 

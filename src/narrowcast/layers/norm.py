@@ -1,4 +1,4 @@
-"""The parameters of a norm: how they begin, and what inputs fit them."""
+"""The parameters of a norm: their initial values, and the inputs that fit them."""
 
 from __future__ import annotations
 

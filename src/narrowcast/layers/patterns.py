@@ -1,4 +1,4 @@
-"""Which modules of a model are meant: by name, by pattern, or by a function."""
+"""Selection of a model's modules by name, by pattern, or by a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: what chooses between a recipe and high precision for a layer, by the sizes of its GEMMs."""
+"""Policies: the choice between a recipe and high precision for a layer, by the sizes of its GEMMs."""
 
 from __future__ import annotations
 

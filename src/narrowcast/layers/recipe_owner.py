@@ -1,4 +1,4 @@
-"""Which recipe a layer runs under: that of the autocast in force, else its own."""
+"""``RecipeOwner``: a layer with a recipe, which the autocast in force overrides."""
 
 from __future__ import annotations
 

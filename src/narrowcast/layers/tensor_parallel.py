@@ -1,4 +1,4 @@
-"""How the modules are split over processes: their options, and what their parameters say of it."""
+"""Options of modules that are split over processes, and the marks on their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules share that begin with a norm."""
+"""Parts that the modules with a norm in front share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation's forward leaves for its backward."""
+"""Contexts: values that an operation's forward leaves for its backward."""
 
 from __future__ import annotations
 

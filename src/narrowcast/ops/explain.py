@@ -1,4 +1,4 @@
-"""Which fused operations a list gets under a recipe, and why others were not chosen."""
+"""Explanation of the fused operations that a list gets under a recipe, with the reasons for the rest."""
 
 from __future__ import annotations
 

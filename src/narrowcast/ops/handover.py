@@ -1,4 +1,4 @@
-"""What neighboring operations hand each other quantized."""
+"""Quantized tensors that neighboring operations pass to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fusions there are: functions from a list of operations to a list in which runs are replaced."""
+"""Registry of fusions: functions that replace runs in a list of operations."""
 
 from __future__ import annotations
 

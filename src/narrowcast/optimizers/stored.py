@@ -1,4 +1,4 @@
-"""How an optimizer's state is stored in fewer bits than it is computed in.
+"""Optimizer state stored in fewer bits than it is computed in.
 
 Moments and master weights are fp32 while a step computes. Between steps they are fp32, bf16, fp16 with one fp32 scale
 per tensor, or E4M3 codes with such a scale. Of second moments the scaled dtypes keep the root: its range is that of the

@@ -1,4 +1,4 @@
-"""What the constructors of quantizers take: checked, and in the form in which a field keeps it."""
+"""Checks of quantizers' constructor arguments, and the form in which a field keeps them."""
 
 from __future__ import annotations
 

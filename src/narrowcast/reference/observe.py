@@ -1,4 +1,4 @@
-"""What quantizing did to a tensor, in numbers."""
+"""Statistics of quantization error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of the reference: what kernels compute on the way into a quantize kernel is simply computed here.
+"""Sources of the reference: tensors computed at once, where kernels compute them while they load.
 
 Functions and signatures are those of ``kernels.sources``; a source is a tensor.
 """

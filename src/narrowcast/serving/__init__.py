@@ -1,5 +1,4 @@
-"""Checkpoints of quantized weights, as servers read them: written from the bits that training multiplied, and read;
-and programs that ``torch.export`` made, without this library's operators."""
+"""Checkpoints of quantized weights for servers, and exported programs without this library's operators."""
 
 from .decompose import decompose
 from .export import Exported, ExportedWeight, export

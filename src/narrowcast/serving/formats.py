@@ -1,4 +1,4 @@
-"""How quantized weights lie in the checkpoints of others, and what their ``quantization_config`` says of it.
+"""Layouts of quantized weights in other libraries' checkpoints, with their ``quantization_config``.
 
 A linear layer's weight becomes a few tensors, named by what is put behind the weight's key. Two dialects are in use:
 

@@ -1,4 +1,4 @@
-"""``autocast`` and ``quantized_model_init``: which recipe is in force.
+"""``autocast`` and ``quantized_model_init``: contexts that set the recipe in force.
 
 The state is one plain object per thread. A ``threading.local`` holds it and nothing else: the compiler guards the
 attributes of the plain object, those of the ``threading.local`` itself it does not. Nothing here is read in a backward:

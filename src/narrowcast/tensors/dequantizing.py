@@ -1,4 +1,4 @@
-"""What quantized tensors are as torch tensors: operators see their values, in-place ones requantize, views only read.
+"""Torch behavior of quantized tensors: operators see values, in-place operators requantize, views are read-only.
 
 ``QuantizedTensor`` and ``GroupedTensor`` stand on :class:`DequantizingTensor`. A view of one is a copy of its values in
 the end, so a write through it would be lost: :class:`DequantizedView` refuses it.

@@ -1,4 +1,4 @@
-"""What is private in PyTorch's autograd and in ``torch.utils.checkpoint``: running backwards, hooks, versions."""
+"""Private names of autograd and ``torch.utils.checkpoint``: running backwards, hooks, versions."""
 
 from __future__ import annotations
 

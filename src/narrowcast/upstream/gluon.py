@@ -1,4 +1,4 @@
-"""What Triton's experimental Gluon language calls by another name from release to release, for kernels on Hopper."""
+"""Names of Triton's experimental Gluon language that change from release to release, for kernels on Hopper."""
 
 from __future__ import annotations
 

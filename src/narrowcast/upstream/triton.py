@@ -1,4 +1,4 @@
-"""How compiled Triton kernels are started, and how a launch becomes a node of PyTorch's graphs.
+"""Private names of Triton: launches of compiled kernels, and launches as nodes of PyTorch's graphs.
 
 Triton starts a compiled kernel through ``CudaLauncher``, a Python function around one in C. Its work is to allocate the
 memory that a kernel asks for; ours ask for none. :func:`start_of` finds out what that function would hand to the one in

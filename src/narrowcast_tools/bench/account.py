@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: its kernels in groups, each with its bytes and the floor of the chip."""
+"""Time of a training step by groups of kernels, each with its bytes and the floor of the chip."""
 
 from __future__ import annotations
 

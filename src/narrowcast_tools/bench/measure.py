@@ -1,4 +1,4 @@
-"""Who runs it and how long it takes: bf16, the recipes of this package, and the packages that are installed."""
+"""Measurements of bf16, the recipes of this package, and the installed packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run: linear layers, a feed-forward block, grouped layers, and training steps of Llama-like models."""
+"""Workloads: linear layers, a feed-forward block, grouped layers, and training steps of Llama-like models."""
 
 from __future__ import annotations
 

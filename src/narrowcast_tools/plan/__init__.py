@@ -1,4 +1,4 @@
-"""What training costs on many GPUs, on paper: memory, bytes on the wire and time of a step, from measured rates."""
+"""Estimates of training on many GPUs: memory, bytes on the wire and time of a step, from measured rates."""
 
 from .estimate import Estimate, estimate
 from .hardware import GPUS, RECIPES, Gpu

@@ -1,4 +1,4 @@
-"""What a run tells, for TensorBoard as well."""
+"""Figures of a run for TensorBoard."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run is: the settings of the model and of its training, checked when they are made."""
+"""Settings of a run's model and training, checked when they are made."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What this machine runs natively, what it would emulate, and which versions it found."""
+"""``doctor``: formats that this machine runs natively or emulates, and the versions found."""
 
 import os
 from collections.abc import Iterator

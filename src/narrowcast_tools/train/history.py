@@ -1,4 +1,4 @@
-"""What a run has measured so far."""
+"""Measurements of a run so far."""
 
 from dataclasses import dataclass, field
 

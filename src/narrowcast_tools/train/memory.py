@@ -1,4 +1,4 @@
-"""Whether a run can fit: refused before anything is allocated, because an operating system may kill the process."""
+"""Estimate of a run's memory, which refuses a run that cannot fit before anything is allocated."""
 
 import os
 from collections.abc import Iterator

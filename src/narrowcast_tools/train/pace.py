@@ -1,4 +1,4 @@
-"""How fast a run is, and what it takes of the machine."""
+"""Speed of a run, and its use of the machine."""
 
 from dataclasses import dataclass
 

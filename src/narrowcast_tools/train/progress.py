@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar with loss and time left on a terminal, plain lines elsewhere."""
+"""Progress of a run: a bar with loss and time left on a terminal, plain lines elsewhere."""
 
 import time
 

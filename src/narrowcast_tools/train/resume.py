@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to the run that wants to go on from it."""
+"""Check that a checkpoint belongs to the run that resumes from it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a token is: a byte, or what a tokenizer of the package `tokenizers` makes of text."""
+"""Tokens: bytes, or the tokens of a tokenizer of the package `tokenizers`."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What an operation that asks for no quantized data does with what it gets."""
+"""Plain inputs for operations that take no quantized data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functional forms of a linear layer refuse before they compute, of tensors and of prototypes alike."""
+"""Checks of the functional forms of a linear layer, for tensors and for prototypes."""
 
 from __future__ import annotations
 

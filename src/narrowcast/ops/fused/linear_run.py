@@ -1,4 +1,4 @@
-"""What the fused operations share that begin with a :class:`BasicLinear`: its GEMM, and saving for all they run."""
+"""Parts that fused operations starting with a :class:`BasicLinear` share: its GEMM, and saving for the backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a fused operation says what it replaces: a record of a pattern, its conditions and its wiring."""
+"""Records of fused operations: the pattern that each replaces, its conditions and its wiring."""
 
 from __future__ import annotations
 
