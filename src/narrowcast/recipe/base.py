@@ -53,12 +53,12 @@ class Format(enum.Enum):
         """The element format of forward tensors."""
         return _ELEMENTS["E4M3" if self is Format.HYBRID else self.value]
 
-    @functools.cached_property
+    @property
     def max_fwd(self) -> float:
         """Largest value of forward tensors."""
         return self.element.max
 
-    @functools.cached_property
+    @property
     def max_bwd(self) -> float:
         """Largest value of backward tensors."""
         return E5M2.max if self is Format.HYBRID else self.element.max
