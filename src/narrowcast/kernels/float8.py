@@ -437,26 +437,10 @@ def quantize(
     columnwise: bool,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Encode with a given scale, both directions and the amax from one read of ``x``.
-
-    Args:
-        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides; or a source of it.
-        scale: fp32, one element; multiplies before the cast.
-        fmt: E4M3 or E5M2.
-        rowwise: return the data in the logical orientation.
-        columnwise: return the transposed data.
-        amax: fp32, one element, non-negative; raised in place to max|x| (NaN ignored). None: no amax is taken.
-
-    Returns:
-        ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
+    """Compute ``reference.float8.quantize`` of a tensor or source, both directions and the amax from one read.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a tensor the kernels cannot reach, or rank 0.
-
-    Numerics:
-        ``code = sat(RN(x * scale))``, NaN where ``x`` is infinite, ``scale_inv = RN(1 / scale)``; equal to
-        ``reference.float8.quantize``.
+        ValueError: also a tensor the kernels cannot reach, or rank 0.
     """
     return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, False, False, 0.0)
 
@@ -471,28 +455,12 @@ def quantize_current(
     columnwise: bool,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Encode with the scale of the tensor's own amax, no host synchronization: an amax pass and a cast pass.
+    """Compute ``reference.float8.quantize_current`` of a tensor or source, without synchronizing with the host.
 
-    Of a small tensor the cast pass alone.
-
-    Args:
-        x: (*lead, K), rank >= 1, bf16, fp16 or fp32, any strides; or a source of it.
-        fmt: E4M3 or E5M2.
-        power_2: round the scale down to a power of two.
-        epsilon: lower bound of the amax.
-        rowwise: return the data in the logical orientation.
-        columnwise: return the transposed data.
-        amax: fp32, one or more, to take the scale of the largest of them instead of the tensor's own.
-
-    Returns:
-        ``[data (*lead, K) uint8]``, ``[transpose (K, *lead) uint8]``, ``scale_inv`` fp32 (1,).
+    An amax pass and a cast pass; of a small tensor the cast pass alone.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a tensor the kernels cannot reach, or rank 0.
-
-    Numerics:
-        ``scale = scale_from_amax(max|x|)``; equal to ``reference.float8.quantize_current``.
+        ValueError: also a tensor the kernels cannot reach, or rank 0.
     """
     source = source_of(x, 1)
     # All of the matrix must be seen before any of it can be encoded. An activation is written and read back; the
@@ -557,13 +525,7 @@ def _amax_launch(n: int, programs: int) -> Launch:
 
 
 def transpose(data: Tensor) -> Tensor:
-    """Transpose of quantized bytes: the last dim moves to the front.
-
-    Args:
-        data: (*lead, K) uint8, rank >= 1.
-
-    Returns:
-        (K, *lead) uint8, contiguous, never an alias of ``data``.
+    """Compute ``reference.float8.transpose`` of bytes.
 
     Raises:
         ValueError: a tensor the kernels cannot reach.

@@ -375,8 +375,7 @@ def quantize(
 ) -> list[Tensor]:
     """Compute ``reference.grouped_quantize.quantize``: both directions and the amaxes from one read of ``x``.
 
-    Args:
-        alignment: a power of two, 4 or more.
+    ``alignment`` must be a power of two, 4 or more.
     """
     _check(x, splits, alignment)
     x = x.contiguous()

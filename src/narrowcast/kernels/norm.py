@@ -287,28 +287,18 @@ def statistics(
     amax_partials: bool = False,
     into: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return mean and reciprocal standard deviation of every row, and if asked the largest normalized magnitudes.
+    """Compute ``reference.norm.statistics``, and if asked the result of ``normalized`` or its largest magnitudes.
 
     Args:
-        x: (*lead, K), bf16, fp16 or fp32, any strides.
         weight, bias, zero_centered_gamma: of the norm, used for ``amax_partials`` and ``into``.
-        eps: added to the variance.
-        normalization: "LayerNorm" or "RMSNorm".
-        residual: shape and dtype of ``x``, added to it first.
         amax_partials: also return maxima over parts of the magnitudes of ``normalized``'s result, NaN ignored.
         into: where to write ``normalized``'s result, contiguous, of shape and dtype of ``x``.
 
     Returns:
-        ``(summed, mean, rstd)``, shape of ``x`` or None, fp32 (M,) or None, fp32 (M,); with ``amax_partials`` also
-        fp32 (programs,), one value at least and 1024 at most.
+        with ``amax_partials`` also fp32 (programs,), one value at least and 1024 at most; the largest is the amax.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a tensor the kernels cannot reach, rank 0, shapes that do not fit, an unknown normalization, or
-            ``amax_partials`` without a weight.
-
-    Numerics:
-        Equal to ``reference.norm.statistics``; the largest partial is the amax of ``normalized``'s result.
+        ValueError: also a tensor the kernels cannot reach, or ``amax_partials`` without a weight.
     """
     check_device(x)
     launch_of = _statistics_launch if type(x) in PLAIN else _statistics_launch.__wrapped__
@@ -351,23 +341,7 @@ def normalized(
     zero_centered_gamma: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Normalize; the result and what :func:`statistics` returns.
-
-    Args:
-        x, residual, eps, normalization: as given to :func:`statistics`.
-        weight: (K,), bf16, fp16 or fp32.
-        bias: (K,), or None.
-        zero_centered_gamma: the factor is ``1 + weight``.
-
-    Returns:
-        ``(y, summed, mean, rstd)``, y in shape and dtype of ``x``.
-
-    Raises:
-        ValueError: as :func:`statistics`.
-
-    Numerics:
-        Equal to ``reference.norm.normalized``.
-    """
+    """Compute ``reference.norm.normalized``."""
     x = x.contiguous()
     y = torch.empty_like(x)
     summed, mean, rstd = statistics(
@@ -406,26 +380,10 @@ def gradient_statistics(
     zero_centered_gamma: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return the sums that the gradients of a norm need, from one read of ``grad`` and ``x``.
-
-    Args:
-        grad: gradient of the result, shape of ``x``; bf16, fp16 or fp32, any strides.
-        x: what was normalized, the sum with the residual if there was one.
-        weight: (K,), bf16, fp16 or fp32.
-        mean: fp32 (M,), or None for RMSNorm.
-        rstd: fp32 (M,).
-        zero_centered_gamma: the factor is ``1 + weight``.
-        dtype: of ``dweight`` and ``dbias``: fp32, bf16 or fp16.
-
-    Returns:
-        ``(c1, c2, dweight, dbias)``, fp32 (M,), (M,) or None; (K,), (K,) or None of ``dtype``; None for RMSNorm.
+    """Compute ``reference.norm.gradient_statistics``, from one read of ``grad`` and ``x``.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
-
-    Numerics:
-        Equal to ``reference.norm.gradient_statistics``.
+        ValueError: also a tensor the kernels cannot reach.
     """
     check_device(x)
     launch_of = _gradient_launch if type(x) in PLAIN else _gradient_launch.__wrapped__
@@ -486,22 +444,10 @@ def backward(
     zero_centered_gamma: bool,
     residual_grad: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of a norm with respect to its input.
-
-    Args:
-        grad, x, weight, mean, rstd, zero_centered_gamma: as given to ``gradient_statistics``.
-        c1, c2: from ``gradient_statistics``.
-        residual_grad: shape of ``x``; added, the gradient of the sum with the residual from elsewhere.
-
-    Returns:
-        Shape and dtype of ``x``.
+    """Compute ``reference.norm.backward``.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: a tensor the kernels cannot reach, rank 0, or shapes that do not fit.
-
-    Numerics:
-        Equal to ``reference.norm.backward``.
+        ValueError: also a tensor the kernels cannot reach.
     """
     check_device(x)
     amax = takes_amax(x)

@@ -35,6 +35,7 @@ def quantize(
         fmt: E4M3 or E5M2.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
+        amax: fp32, one element, non-negative; raised in place to max|x| (NaN ignored). None: no amax is taken.
 
     Raises:
         TypeError: ``x`` has another dtype.

@@ -99,7 +99,20 @@ def normalized(
     zero_centered_gamma: bool,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return ``(y, summed, mean, rstd)``: :func:`statistics`, then :func:`forward` with them."""
+    """Normalize; the result and what :func:`statistics` returns.
+
+    Args:
+        x, eps, normalization, residual: as given to :func:`statistics`.
+        weight: (K,), bf16, fp16 or fp32.
+        bias: (K,), or None.
+        zero_centered_gamma: the factor is ``1 + weight``.
+
+    Raises:
+        ValueError, TypeError: as :func:`statistics`.
+
+    Numerics:
+        ``(y, summed, mean, rstd)``: :func:`forward` with the statistics, y in shape and dtype of ``x``.
+    """
     summed, mean, rstd = statistics(x, eps=eps, normalization=normalization, residual=residual)
     inner = x if summed is None else summed
     y = forward(inner, weight, bias, mean, rstd, zero_centered_gamma=zero_centered_gamma)

@@ -31,21 +31,21 @@ def row_sum(v: Tensor) -> Tensor:
     return lanes.squeeze(-1)
 
 
-def column_sum(v: Tensor) -> Tensor:
+def column_sum(x: Tensor) -> Tensor:
     """Sum over the rows of a matrix.
 
     Args:
-        v: fp32, shape (M, K).
+        x: fp32, shape (M, K).
 
     Numerics:
         fp32, shape (K,). Zero rows are appended up to a power of two, 128 at least; then adjacent pairs of rows
         are added until one is left. A sum that is zero is +0, a NaN is the one of ``canonical_nan``.
     """
-    rows = max(1 << (v.shape[0] - 1).bit_length(), MIN_ROWS)
-    v = F.pad(v, (0, 0, 0, rows - v.shape[0]))
-    while v.shape[0] > 1:
-        v = v[0::2] + v[1::2]
-    return canonical_nan(v.squeeze(0) + 0.0)
+    rows = max(1 << (x.shape[0] - 1).bit_length(), MIN_ROWS)
+    x = F.pad(x, (0, 0, 0, rows - x.shape[0]))
+    while x.shape[0] > 1:
+        x = x[0::2] + x[1::2]
+    return canonical_nan(x.squeeze(0) + 0.0)
 
 
 def canonical_nan(v: Tensor) -> Tensor:
