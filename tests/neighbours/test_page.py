@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ def run(title: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     return namespace
 
 
-@pytest.mark.parametrize("title", PROGRAMS)
+@pytest.mark.parametrize("title", [title for title in PROGRAMS if title != "torchtitan"])
 def test_converted_models_train_as_plain_ones_do(
     title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,3 +49,22 @@ def test_converted_models_train_as_plain_ones_do(
     fallen = plain[0] - min(plain)
     assert losses[-1] < losses[0] - 0.1 * abs(losses[0]), losses
     assert max(abs(a - b) for a, b in zip(losses, plain)) < 0.2 * fallen, (losses, plain)
+
+
+def test_torchtitan_shards_trains_and_resumes_a_converted_model(tmp_path: Path) -> None:
+    (tmp_path / "narrowcast_titan.py").write_text(PROGRAMS["torchtitan"])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("titan_ranks.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*launch, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(re.findall(r"^results: (.*)$", done.stdout, re.MULTILINE)[0])
+    plain, quantized = results["plain"], results["quantized"]
+    assert (plain["converted"], quantized["converted"]) == (
+        0,
+        30,
+    )  # five of each of six blocks; the head stays
+    assert quantized["resumed"] == quantized["losses"][-len(quantized["resumed"]) :]
+    assert quantized["losses"] != plain["losses"]
+    assert quantized["losses"][-1] < quantized["losses"][0] - 1
+    assert max(abs(a - b) for a, b in zip(quantized["losses"], plain["losses"])) < 0.1
