@@ -84,7 +84,7 @@ def test_what_cannot_be_ranked_is_said() -> None:
         nc.bisect(model, x)
     with pytest.raises(ValueError, match="all 0"):
         nc.bisect(model, x, loss=lambda out: (out * 0).sum())
-    with nc.autocast(recipe=QUANTIZED["current"]), pytest.raises(RuntimeError, match="inside of autocast"):
+    with nc.autocast(recipe=QUANTIZED["current"]), pytest.raises(RuntimeError, match="inside an autocast"):
         nc.bisect(model, x, loss=loss)
     assert model[0].recipe is QUANTIZED["current"]
     model.requires_grad_(False)

@@ -210,13 +210,13 @@ def table(results: dict[str, dict[int, list[Compiled | str]]], gpus: list[int], 
         "# GPUs",
         "",
         "The GPU tests ran on an H200 (sm_90), with PyTorch 2.11 and Triton 3.6, before the latest changes. "
-        "The other GPUs were not tried: their kernels are compiled "
-        "without one, and what each takes is held against the GPU's limits. Kernels in Gluon are for sm_90 alone; "
-        "the general kernels compute the same bits elsewhere.",
+        "The other GPUs were not tried. Triton compiles their kernels without one, and the table compares what each "
+        "needs with the GPU's limits. Kernels in Gluon are only for sm_90; the general kernels compute the same bits "
+        "elsewhere.",
         "",
-        f"Written by `make kernels` with Triton {version} on {datetime.date.today()}. A cell holds the number of "
-        "variants compiled, the most registers per thread (r), the most KiB of shared memory per block (K) and the "
-        "most bytes spilled per thread (s), or the reason why a variant does not run.",
+        f"Written by `make kernels` with Triton {version} on {datetime.date.today()}. A cell has the number of "
+        "compiled variants, then their largest number of registers per thread (r), KiB of shared memory per block (K) "
+        "and bytes spilled per thread (s). If a variant does not run, it has the reason.",
         "",
         "| kernel | " + " | ".join(f"sm_{gpu}" for gpu in gpus) + " |",
         "| --- |" + " --- |" * len(gpus),

@@ -25,7 +25,7 @@ def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 def check_not_there(**options: Any) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name}={value!r} asks for what this module does not do; leave it out")
+            raise NotImplementedError(f"{name}={value!r} is not supported by this module; leave it out")
 
 
 def separate(

@@ -292,7 +292,7 @@ def _extent(value: Any) -> Extent:
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or ":" in name:
         raise ValueError(f"{name!r} is not the name of a file in it")
     if extent.offset < 0 or extent.length < 0:
-        raise ValueError(f"{extent} is outside of the file")
+        raise ValueError(f"{extent} is outside the file")
     return extent
 
 

@@ -164,7 +164,7 @@ def _check_options(mesh: Any, quantized_gather: bool, options: dict[str, Any]) -
         raise TypeError(f"mp_policy is {policy!r}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
     if quantized_gather and type(reshard) is int:
         raise ValueError(
-            f"reshard_after_forward={reshard}: FSDP2 cannot reshard to fewer ranks what it gathered quantized; use "
+            f"reshard_after_forward={reshard}: FSDP2 cannot reshard weights gathered quantized to fewer ranks; use "
             "True, False or quantized_gather=False"
         )
 

@@ -94,7 +94,9 @@ class WeightGradStore:
 
 def _defer_wgrad(store: str, *fields: Any) -> Tensor:
     if store not in _STORES:
-        raise RuntimeError(f"the module of weight-gradient store {store!r} no longer exists; compile it anew")
+        raise RuntimeError(
+            f"the module of weight-gradient store {store!r} no longer exists; compile it again"
+        )
     deferred = DeferredWgrad(*fields)
     # copies: the compiler reuses the memory of an operand after its last use in the graph
     copied = deferred._replace(

@@ -79,9 +79,7 @@ def check_callable(function: Callable[..., Any]) -> None:
                 f"{where} has backward hooks, which a replay would not run; remove them before"
             )
         if getattr(module, "delay_wgrad_compute", False):
-            raise RuntimeError(
-                f"{where} has delay_wgrad_compute=True: its queue is filled outside of any graph"
-            )
+            raise RuntimeError(f"{where} has delay_wgrad_compute=True: its queue is filled outside any graph")
     if any(buffer.requires_grad for buffer in function.buffers()):
         raise RuntimeError("a buffer needs a gradient; only parameters may")
 

@@ -86,7 +86,7 @@ def bisect(
     """
     if THREAD.state.depth:
         raise RuntimeError(
-            "bisect was called inside of autocast, which overrides all recipes; call it outside"
+            "bisect was called inside an autocast, which overrides all recipes; call it outside"
         )
     owners = {name: layer for name, layer in model.named_modules() if isinstance(layer, RecipeOwner)}
     recipe = checked_recipe(recipe, "bisect")

@@ -87,6 +87,6 @@ def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> Non
         accepted = get_args(hints[name])
         if accepted and not any(value is own or (own is not None and value == own) for own in accepted):
             raise NotImplementedError(
-                f"{layer}({name}={value!r}) asks for what this layer does not do; leave {name} out, or pass "
+                f"{layer}({name}={value!r}) is not supported by this layer; leave {name} out, or pass "
                 f"{' or '.join(map(repr, accepted))}"
             )

@@ -37,7 +37,7 @@ def parts_of(
         raise RuntimeError("parameters_split with device='meta'; make the parameters on a real device")
     if THREAD.state.init_recipe is not None:
         raise RuntimeError(
-            "parameters_split inside quantized_model_init; make the layer outside of it, or without parameters_split"
+            "parameters_split inside quantized_model_init; make the layer outside it, or without parameters_split"
         )
     names = [name.rstrip("_") for name, _ in sizes]
     if len(set(names)) < len(names):

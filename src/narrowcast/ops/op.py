@@ -242,7 +242,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         if not self._has_forward:
             raise TypeError(
                 f"{type(self).__name__} has no forward: define op_forward_compute and op_forward_save_ctx, or "
-                "op_forward; with extra inputs or outputs, the methods of the same names with fuser_ in front; or "
+                "op_forward; with extra inputs or outputs, the methods of the same names with the prefix fuser_; or "
                 "Transformer Engine's pack_forward_args, forward_compute and forward_setup_context"
             )
         # index of an extra input or output -> name of the channel that connects it

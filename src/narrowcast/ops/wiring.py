@@ -81,7 +81,7 @@ class Wiring:
         source = next(out.op for out in self.outlets if out.channel == inlet.channel)
         if source not in run:
             raise RuntimeError(
-                f"operation {inlet.op} reads channel {inlet.channel!r}, for which the fused operation in front "
+                f"operation {inlet.op} reads channel {inlet.channel!r}, for which the previous fused operation "
                 "returned None; it may do so only where it holds all readers"
             )
         return None

@@ -227,7 +227,7 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         if scaler is not None:
             refuse_in_graphs(
-                "compiled code takes no grad_scaler; call grad_scaler.step outside of it", NotImplementedError
+                "compiled code takes no grad_scaler; call grad_scaler.step outside it", NotImplementedError
             )
             scaler.step(self)
             return loss

@@ -46,7 +46,7 @@ def quantizer_of(
         described = quantizer
     unknown = sorted(fields.keys() - vars(described).keys())
     if unknown:
-        raise TypeError(f"{name} got unknown buffers {unknown}; they are none of its buffers or fields")
+        raise TypeError(f"{name} got unknown buffers {unknown}; it has no such buffers or fields")
     if quantizer is None:
         return described.replace(**fields)
     for field, value in fields.items():

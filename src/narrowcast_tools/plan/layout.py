@@ -85,6 +85,6 @@ def plan(
     raise ValueError(
         f"{model} does not fit {gpus} GPUs of {gpu}: the smallest layout tried ({smallest.layout}"
         f"{', recomputing' if smallest.layout.recompute else ''}) needs {gib(smallest.total_memory)} each, "
-        f"{gib(missing)} more than {gib(RESERVE * machine.memory)}, {RESERVE:.0%} of what it has; "
+        f"{gib(missing)} more than {gib(RESERVE * machine.memory)}, {RESERVE:.0%} of its memory; "
         "use more GPUs, shorter sequences, or leave --tp, --pp, --ep and --recompute to the search"
     )

@@ -41,14 +41,14 @@ def compose(
         f"gradient norm clipped at {config.clip:g}, seed {config.seed}, {mode}.",
     )
     paragraphs = (
-        "# First light",
+        "# First training run",
         _wrap(
-            "One small Transformer, trained from the same seed on the same batches once per recipe. Every number "
-            "below was measured by this command, in one run:"
+            "The demo trains one small Transformer per recipe, from the same seed on the same batches. This command "
+            "measured every number below, in one run:"
         ),
         f"```\n{command}\n```",
         _wrap(
-            "With `--quick` the runs are shorter, and two cores need less than a minute. After Ctrl-C, the same "
+            "With `--quick` the runs are shorter and need less than a minute on two cores. After Ctrl-C, the same "
             "command with `--resume` continues from the last checkpoint."
         ),
         markdown_table(rows),
@@ -56,7 +56,7 @@ def compose(
             f"Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "
             f"{config.seq_len} bytes. `gap to bf16` compares it with the first row; below zero is better than bf16. "
             "`allowed` is the gap that counts as equal quality: 1% for FP8, 3% for 4 bits. Tokens are bytes. Speed "
-            f"leaves out evaluation and the first step; time counts everything. The runs took {total} together."
+            f"excludes evaluation and the first step; time includes everything. All runs took {total}."
         ),
         f"![Held-out loss per recipe and gap to bf16]({picture})",
         _wrap(_remarks(rows, config)),
@@ -77,7 +77,7 @@ def _remarks(rows: Sequence[Row], config: TrainConfig) -> str:
         verdict = f"Not every recipe met its allowed gap in this run: {names}."
     if config.device == "cpu":
         verdict += (
-            " A CPU has no narrow matrix units: every recipe quantizes exactly as on an accelerator and then "
-            "multiplies in wider numbers, so the losses are representative and the speeds are not."
+            " A CPU has no low-precision matrix units. Every recipe quantizes as on an accelerator and multiplies "
+            "in higher precision, so the losses are representative and the speeds are not."
         )
     return verdict

@@ -95,7 +95,7 @@ def check_backward(
     grad, inp, weight = operands
     for needed, name, tensor in ((wanted[0], "weight", weight), (wanted[1], "input", inp)):
         if needed and tensor is None:
-            raise ValueError(f"{name} is None, and a gradient that reads it is wanted")
+            raise ValueError(f"{name} is None, but a requested gradient reads it")
     if not any(wanted):
         return None
     if parallel.gathers_grad_output and is_quantized(grad):
@@ -177,7 +177,7 @@ def check_out(
         storage is not None and not issubclass(theirs, storage)
     ):
         wanted = "a plain tensor" if storage is None else storage.__name__
-        raise ValueError(f"{name} is a {theirs.__name__}, but what is written to it is {wanted}")
+        raise ValueError(f"{name} is a {theirs.__name__}, but its result is {wanted}")
     if accumulate and quantizer is not None:
         raise ValueError(f"a quantized {name} cannot be accumulated into")
     if quantizer is not None and described._layout() != quantizer._layout():
