@@ -298,7 +298,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a quantized tensor of one format consists of, and how it is read.
+    """The buffers of a quantized tensor of one format, and how to read them.
 
     Args:
         buffers: in the order of flattening; of each direction, data come first and their scales second.

@@ -84,7 +84,7 @@ class _Moved:
 
 
 class _Handle:
-    """What autograd keeps in place of a tensor: which storage, and where in it."""
+    """Autograd's stand-in for a tensor: its storage, and the place in it."""
 
     def __init__(self, layer: _Layer, moved: _Moved, tensor: Tensor) -> None:
         self.layer, self.moved, self.dtype = layer, moved, tensor.dtype
@@ -97,7 +97,7 @@ class _Handle:
 
 
 class _Layer:
-    """What one layer of one forward has saved.
+    """The tensors that one layer of one forward has saved.
 
     Copies run on a side stream. The device's memory is let go only once the stream that computes was told to wait for
     the copy, so it is used again in the order of that stream, however far ahead the CPU is.

@@ -21,7 +21,7 @@ _LOG = logging.getLogger("narrowcast.attention")
 
 @dataclass(frozen=True)
 class Switches:
-    """Which kernels may be used, from ``NARROWCAST_*`` of the time when they were read.
+    """The allowed kernels, as read from ``NARROWCAST_*``.
 
     Args:
         flash: FLASH_ATTN, flash kernels.
@@ -57,7 +57,7 @@ class Switches:
 
 
 class Facts(NamedTuple):
-    """What a call asks for.
+    """The properties of a call that select a backend.
 
     Args:
         cuda: tensors are on a GPU.

@@ -19,7 +19,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 @dataclass
 class Lengths:
-    """What says how long the sequences are, each for queries and keys; None where nothing needs to.
+    """The lengths of the sequences, each for queries and keys; None if not needed.
 
     Args:
         masks: (b, 1, 1, s) bools, True where there is no token.

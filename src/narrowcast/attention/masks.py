@@ -29,7 +29,7 @@ _SPELLINGS = {"padding,causal": "padding_causal", "causal,padding": "padding_cau
 
 @dataclass(frozen=True)
 class MaskRule:
-    """What a mask type, a window and a diagonal ask for.
+    """The rule of a mask type, a window and a diagonal.
 
     Args:
         name: the mask type.
@@ -80,7 +80,7 @@ def mask_rule(
 
 @dataclass
 class Tokens:
-    """Where the queries, or the keys, stand.
+    """The positions of the queries, or of the keys.
 
     Args:
         position: (b or 1, s) ints, each token's place in its sequence.

@@ -16,7 +16,7 @@ from ..upstream.tensors import in_transform
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """Which activation, and the numbers it takes in the order of its record; none of them means its defaults."""
+    """An activation and its numbers, in the order of its record; no numbers mean its defaults."""
 
     activation: str
     parameters: tuple[float, ...]

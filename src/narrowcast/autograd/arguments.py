@@ -29,7 +29,7 @@ class DelayedScales:
 
 @dataclass(slots=True)
 class LinearWgrad:
-    """Where the weight gradient goes, owned by the layer and its parameter; by default autograd takes it.
+    """The destination of the weight gradient, owned by the layer and its parameter; by default autograd.
 
     ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned in place of
     what went there; "" returns None. Of groups both are lists, with None and "" for a weight without gradient.
@@ -45,7 +45,7 @@ class LinearWgrad:
 
 @dataclass(slots=True)
 class LinearFwdArgs:
-    """What the forward reads besides weight, input and bias.
+    """The inputs of the forward besides weight, input and bias.
 
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
     weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is wanted.
@@ -78,7 +78,7 @@ class LinearFwdArgs:
 
 @dataclass(slots=True)
 class LinearBwdArgs:
-    """What the backward reads besides the gradient and what was saved; never changed, so that it may run again.
+    """The inputs of the backward besides the gradient and saved tensors; never changed, so that it may run again.
 
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
     None for a tensor in high precision, with what it takes to quantize it again. ``shape``: (N, K) of the weight.

@@ -30,7 +30,7 @@ from .arguments import LinearBwdArgs
 
 @dataclass(slots=True)
 class Groups:
-    """What a grouped linear layer reads besides what a linear layer reads.
+    """The inputs of a grouped linear layer besides those of a linear layer.
 
     ``count`` (G), ``out_features``, ``in_features``: of every weight. ``split_weights``, ``split_biases``: they are one
     tensor per group, else one for all. ``covered``: the splits are known to sum to the rows. ``out`` (T, N),

@@ -16,7 +16,7 @@ from ..upstream.tensors import in_transform
 
 @dataclass(frozen=True)
 class NormSettings:
-    """How to normalize. ``normalization``: "LayerNorm" or "RMSNorm"; ``zero_centered_gamma``: gamma is weight + 1."""
+    """Settings of a norm. ``normalization``: "LayerNorm" or "RMSNorm"; ``zero_centered_gamma``: gamma is weight + 1."""
 
     normalization: str
     eps: float

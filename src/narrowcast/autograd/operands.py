@@ -19,7 +19,7 @@ from .groups import GroupedRows, by_direction, quantize_weights
 
 
 class SavedOperand(NamedTuple):
-    """What the backward reads of an operand: its buffers of one direction, or one tensor in high precision."""
+    """The data of an operand for the backward: its buffers of one direction, or one high-precision tensor."""
 
     tensors: list[Tensor]
     quantizer: Quantizer | None

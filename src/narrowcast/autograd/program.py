@@ -51,7 +51,7 @@ from .norm import NormSettings, norm_gradients
 
 
 class Value(NamedTuple):
-    """What a stage hands on: in high precision, quantized for the GEMM behind it, or both.
+    """The output of a stage: in high precision, quantized for the next GEMM, or both.
 
     ``lead``: its leading dims, ``rows`` in all; one of them may be -1.
     """
@@ -72,7 +72,7 @@ class Grad(NamedTuple):
 
 
 class NormArgs(NamedTuple):
-    """What a norm reads besides its tensors. ``returns_input``: what is normalized, which may be a sum, is returned."""
+    """The inputs of a norm besides its tensors. ``returns_input``: the normalized input, maybe a sum, is returned."""
 
     settings: NormSettings
     returns_output: bool
@@ -390,7 +390,7 @@ class Recomputation:
 
 @dataclass(slots=True)
 class ProgramBwdArgs:
-    """What the backward reads besides saved tensors; never changed, so that it may run again.
+    """The inputs of the backward besides saved tensors; never changed, so that it may run again.
 
     ``records``: by stage. ``recompute``: how to compute the forward once more, where only its tensors were saved.
     """

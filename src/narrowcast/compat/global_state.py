@@ -41,7 +41,7 @@ def check_fp8_block_scaling_support() -> Support:
 
 
 class _Direction:
-    """One direction of what has state of delayed scaling."""
+    """One direction of delayed scaling's state."""
 
     def __init__(self, owner: DelayedState, mode: str) -> None:
         self.owner, self.mode = owner, mode
@@ -51,7 +51,7 @@ class _Direction:
 
 
 class _Named(type):
-    """What is absent says so; what would be assigned to the class would be read by nobody."""
+    """A metaclass: absent names raise with a reason; assignments raise, since nothing would read them."""
 
     def __getattr__(cls, name: str) -> Any:
         raise AttributeError(why_absent(cls.__name__, name))

@@ -12,7 +12,7 @@ from ..layers import LinearLayer, Stage, checked_input
 
 
 class Conv1DLayer(LinearLayer):
-    """y = x w + b for a weight (in_features, out_features), as the recipe in force says.
+    """y = x w + b for a weight (in_features, out_features), quantized under the current recipe.
 
     Quantized are the rows and columns of the transposed weight, as those of any linear layer. Errors of the forward are
     those of :class:`narrowcast.Linear`.

@@ -20,7 +20,7 @@ _REASON, _NORM_REASON = "_conversion_reason", "_norm_conversion_reason"
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a module that was found: "converted", "kept", or "narrowcast" where it is one already.
+    """The decision about a found module: "converted", "kept", or "narrowcast" if it already is one.
 
     ``stored``: its weight is kept as one quantized copy.
     """

@@ -113,7 +113,7 @@ class _Call:
 
 
 class NamedWeight(NamedTuple):
-    """Where a weight is found: a parameter of a module, by name; its name in the receipt, and its elements."""
+    """The place of a weight: a parameter of a module, by name; its name in the receipt, and its elements."""
 
     name: str
     module: nn.Module

@@ -20,7 +20,7 @@ _KEPT = "_before_conversion"
 
 
 class _Before(NamedTuple):
-    """What a module was: its class; the attributes that its conversion added and replaced; the buffers it added."""
+    """A module's state before its conversion: class, added and replaced attributes, added buffers."""
 
     original: type[nn.Module]
     added: tuple[str, ...]

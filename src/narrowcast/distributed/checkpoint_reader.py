@@ -53,7 +53,7 @@ _NAMES = {
 
 
 class Extent(NamedTuple):
-    """Where a value is stored: a file of the checkpoint, and the bytes in it."""
+    """The place of a value: a file of the checkpoint, and the bytes in it."""
 
     file: str
     offset: int
@@ -167,7 +167,7 @@ def plain_value(content: io.BytesIO, name: str) -> Any:
 
 
 class _Record:
-    """Stands for an object of a ``.metadata``: keeps what it was made of."""
+    """A stand-in for an object of a ``.metadata``: keeps its arguments."""
 
     args: tuple[Any, ...] = ()
     state: Any = None

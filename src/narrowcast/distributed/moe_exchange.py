@@ -20,7 +20,7 @@ from ..upstream.c10d import all_to_all_op, size_of_group_named, wait_op
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How rows travel.
+    """The format in which rows are sent.
 
     Args:
         group: name of the process group; "" for one rank that talks to nobody.
@@ -36,7 +36,7 @@ class Wire:
 
 
 class Route(NamedTuple):
-    """Where rows go before and after they travel, and back; each None where they stay, else int32, -1 for zeros.
+    """The row orders before and after the exchange, and back; None to keep the order, else int32, -1 for zeros.
 
     Tokens that travel to several places have positions as ``before`` and their row map (T, C) as ``before_back``; on
     the way back each becomes the sum of its rows.

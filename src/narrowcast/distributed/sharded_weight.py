@@ -36,7 +36,7 @@ _STAYS_A_WEIGHT = {
 
 
 class WeightGather:
-    """How one weight is gathered: one object, which all shards of the weight point to.
+    """The gather of one weight: one object, which all shards of the weight share.
 
     Args:
         encoder: quantizes a shard row-wise; with a ``scale`` from outside where the whole tensor has one.

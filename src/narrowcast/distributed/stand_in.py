@@ -12,7 +12,7 @@ from ..upstream.tensors import make_wrapper, no_torch_function, schema_of
 
 
 class Contents:
-    """What FSDP2 would have copied into its buffer; kept as long as FSDP2 keeps the buffer."""
+    """The tensors that FSDP2 would have copied into its buffer; kept as long as FSDP2 keeps the buffer."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []

@@ -35,7 +35,7 @@ _BLOCK_OF = {"1x128": 1, "128x128": 128}
 
 
 class _Native(NamedTuple):
-    """What kernels and library read of the groups of an operand.
+    """The data of a grouped operand that kernels and library read.
 
     ``codes``: rows of groups (T or P, contraction); columns of groups (rows, P); weights (G, rows, contraction).
     ``scale``: (G,), or of ``block`` rows x 128 each: (row blocks, contraction blocks), of weights with G before.

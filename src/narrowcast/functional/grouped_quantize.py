@@ -157,7 +157,7 @@ def _place(encoded: Iterator[list[Tensor]], x: Tensor, sizes: list[int], quantiz
 
 
 class Direction(NamedTuple):
-    """How the groups of one direction's operand lie in its buffers.
+    """The layout of one direction's groups in its buffers.
 
     ``columns``: K. ``dtype``: of what was quantized.
     """

@@ -26,7 +26,7 @@ from ._library import define
 
 
 class _Steps:
-    """How many times optimizers were found to have stepped."""
+    """The number of optimizer steps seen."""
 
     stepped = False
     """Whether one has since ``seen``. A compiled step writes this and reads nothing, so no graph is guarded on it."""
@@ -50,7 +50,7 @@ register_optimizer_step_post_hook(_note_step)
 
 
 class WeightsNote(NamedTuple):
-    """What some weights were when :func:`note_weights` looked."""
+    """The state of some weights at :func:`note_weights`."""
 
     storages: list[StorageWeakRef]
     """They keep the addresses of storages from being given out again."""

@@ -38,7 +38,7 @@ RECORDED = "recorded"
 
 
 class Watcher(NamedTuple):
-    """Who watches a call.
+    """The observer of a call.
 
     Args:
         name: in the words of docs/architecture-call.md.

@@ -20,7 +20,7 @@ from .quantizer_value import QuantizerValue
 
 
 class DeferredWgrad(NamedTuple):
-    """What one weight gradient is computed from: column-wise operands, options of the GEMM, the bias gradient.
+    """The inputs of one weight gradient: column-wise operands, options of the GEMM, the bias gradient.
 
     ``groups``: empty, or for groups of rows the splits (G,), and (T, 0) of the dtype that the operands had.
     """

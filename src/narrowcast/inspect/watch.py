@@ -81,7 +81,7 @@ class _ObservedGradient(torch.autograd.Function):
 
 
 class _Hooks:
-    """What stands on the layers. ``sampling`` is what compiled code guards on."""
+    """The hooks on the layers. Compiled code guards on ``sampling``."""
 
     def __init__(self) -> None:
         self.sampling = False

@@ -184,7 +184,7 @@ _flat = Launcher(_dequantize_flat_kernel, num_warps=4)
 
 
 class Rule(NamedTuple):
-    """Where the codes and scales of block-scaled FP8 lie.
+    """The places of codes and scales of block-scaled FP8.
 
     ``group``: rows and columns of the logical matrix that share a scale. ``transposed``: the codes are stored as
     (K, *lead). ``scales_transposed``: the scales of a group of columns lie side by side, not those of a group of rows.

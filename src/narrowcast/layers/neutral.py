@@ -11,13 +11,13 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 
 class NormOptions(TypedDict, total=False):
-    """What norms take besides their own options."""
+    """Further options of norms."""
 
     sm_margin: Literal[0]
 
 
 class OverlapOptions(TypedDict, total=False):
-    """What layers with GEMMs take besides their own options."""
+    """Further options of layers with GEMMs."""
 
     symmetric_ar_type: Literal[None]
     ub_overlap_ag: Literal[False]
@@ -29,13 +29,13 @@ class OverlapOptions(TypedDict, total=False):
 
 
 class GroupedOptions(OverlapOptions, total=False):
-    """What layers of groups take besides: which of Transformer Engine's two implementations runs."""
+    """Further options of grouped layers: which of Transformer Engine's two implementations runs."""
 
     use_grouped_tensor: Any
 
 
 class MLPOptions(OverlapOptions, total=False):
-    """What feed-forward blocks take besides: sizes that Transformer Engine warms its kernels up with."""
+    """Further options of feed-forward blocks: sizes for the warm-up of Transformer Engine's kernels."""
 
     parallel_mode: Literal[None, "column", "row"]
     seq_length: Any
@@ -43,7 +43,7 @@ class MLPOptions(OverlapOptions, total=False):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What attention blocks take besides their own options."""
+    """Further options of attention blocks."""
 
     ub_overlap_ag: Literal[False]
     ub_overlap_rs: Literal[False]
@@ -55,7 +55,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class TransformerOptions(TypedDict, total=False):
-    """What whole layers take besides: the kinds of overlap choose among what ``ub_tp_comm_overlap`` asks for."""
+    """Further options of Transformer layers: kinds of overlap among those of ``ub_tp_comm_overlap``."""
 
     ub_tp_comm_overlap: Literal[False]
     ub_overlap_ag: Any

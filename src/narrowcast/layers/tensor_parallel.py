@@ -16,7 +16,7 @@ NO_GROUP = ""
 
 
 class TensorParallelOptions(NamedTuple):
-    """What a constructor was given. ``modes``: how each stage is to be split, by its prefix."""
+    """The arguments of a constructor. ``modes``: how each stage is split, by its prefix."""
 
     modes: dict[str, str | None]
     tp_group: Any
@@ -27,7 +27,7 @@ class TensorParallelOptions(NamedTuple):
 
 
 class TensorParallelLayer:
-    """What layers share that may be split over processes; a layer that is not has the values of the class.
+    """Base of layers that may be split over processes; others have the values of the class.
 
     ``tp_size``: how many processes share the layer. ``sequence_parallel``: outside of it, each holds a share of the
     rows. ``parallel_mode``: None, "column" or "row", as it was asked for.

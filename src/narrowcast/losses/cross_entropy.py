@@ -17,7 +17,7 @@ from .token_loss import Smoothing, check_target, mean_loss, token_gradient, toke
 
 
 class _Shard(NamedTuple):
-    """Which part of the vocabulary is here: a group's name, its size, and the rank in it."""
+    """A part of the vocabulary: a group's name, its size, and the rank in it."""
 
     group: str | None
     size: int

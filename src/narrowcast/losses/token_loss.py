@@ -12,7 +12,7 @@ from .._tracing import host_reads
 
 
 class Smoothing(NamedTuple):
-    """How a target is read: smoothed over the vocabulary, and which one is to be ignored."""
+    """The reading of a target: its smoothing over the vocabulary, and the ignored index."""
 
     label_smoothing: float
     ignore_index: int

@@ -21,14 +21,14 @@ EPSILON = 1e-20
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """How a routing map is stored; the names in lower case say the same."""
+    """Formats of a routing map; the names in lower case mean the same."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
 class QBHistogramMode(enum.IntEnum):
-    """How Transformer Engine counts into ``qb_histogram``; here both count alike."""
+    """Transformer Engine's ways to count into ``qb_histogram``; here both count alike."""
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1

@@ -66,7 +66,7 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs, in the order in which it runs, what goes between quantized, and what nearly would have been fused."""
+    """The operations that run, in order, tensors handed over quantized, and near misses of fusions."""
 
     forward: tuple[ChosenOperation, ...]
     backward: tuple[ChosenOperation, ...]

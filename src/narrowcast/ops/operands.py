@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """How an operation's tensors are quantized, in both directions, and what renews their delayed scaling, if any."""
+    """The quantizers of an operation's tensors, in both directions, and the recipe that renews delayed ones."""
 
     forward: tuple[Operand, ...]
     backward: tuple[Operand, ...]

@@ -26,7 +26,7 @@ _STATE_DTYPES = (*HIGH_PRECISION, torch.uint8)
 
 
 class _Tensors(NamedTuple):
-    """Of one parameter, as ``functional.adam_`` takes them."""
+    """The tensors of one parameter, as ``functional.adam_`` takes them."""
 
     weight: Tensor
     grad: Tensor

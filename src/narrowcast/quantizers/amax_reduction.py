@@ -14,7 +14,7 @@ from .value import _rebuild_quantizer
 
 
 class AmaxReducing(Quantizer):
-    """What the formats share that can reduce their amax over a process group.
+    """Base of the formats that can reduce their amax over a process group.
 
     The group comes with each call to ``quantize``: it is no part of a value, and no tensor's quantizer holds it. A
     quantizer that reduces does not quantize from the tensor alone: as under delayed scaling, the operator is given what

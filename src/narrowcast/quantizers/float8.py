@@ -20,7 +20,7 @@ from .quantizer import Quantizer
 
 
 class _Float8Base(Quantizer):
-    """What every per-tensor FP8 quantizer shares."""
+    """Base of the per-tensor FP8 quantizers."""
 
     dtype: DType
 

@@ -23,7 +23,7 @@ from .quantizer import Quantizer
 
 
 class _MXQuantizer(Quantizer):
-    """What the MX formats share: all but the element format and, through it, how codes are stored."""
+    """Base of the MX formats: all but the element format and the storage of its codes."""
 
     dtype: DType
     with_2d_quantization: bool

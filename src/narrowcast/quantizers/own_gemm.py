@@ -20,7 +20,7 @@ from .quantizer import Quantizer
 
 
 class GEMMType(enum.Enum):
-    """Which GEMM of a linear layer a ``qgemm`` computes."""
+    """The GEMM of a linear layer that a ``qgemm`` computes."""
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -29,14 +29,14 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How it is to be computed. ``out_dtype``: of the result; ``use_split_accumulator``: without fast accumulation."""
+    """Options of the GEMM. ``out_dtype``: of the result; ``use_split_accumulator``: without fast accumulation."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
 
 
 class OwnGemmQuantizer(IdentityQuantizer):
-    """What stands for a user's quantizer in the operators: it keeps tensors as they are.
+    """A stand-in for a user's quantizer in the operators: it keeps tensors unchanged.
 
     The user's class has, beside what every :class:`Quantizer` has::
 

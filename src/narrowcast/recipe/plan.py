@@ -43,7 +43,7 @@ def _identity() -> Operand:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer does under a recipe for the gradients that are wanted of it: a constant of the graph.
+    """The work of a linear layer under a recipe for the requested gradients: a constant of the graph.
 
     ``needs_input``, ``needs_weight``: which gradients the backward makes. ``quantized`` False: everything in high
     precision, and the operands do not matter. ``input``, ``weight``, ``grad_output``: how the operands of the three

@@ -34,7 +34,7 @@ _THREADS = itertools.count()
 
 
 class AutocastState:
-    """What the autocast contexts of one thread ask for.
+    """The requests of one thread's autocast contexts.
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:

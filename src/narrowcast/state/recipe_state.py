@@ -171,25 +171,25 @@ class DelayedScalingRecipeState(RecipeState):
 
 
 class Float8CurrentScalingRecipeState(RecipeState):
-    """Of ``Float8CurrentScaling``, which keeps none."""
+    """The state of ``Float8CurrentScaling``, which keeps none."""
 
     _family = "current"
 
 
 class MXFP8BlockScalingRecipeState(RecipeState):
-    """Of ``MXFP8BlockScaling``, which keeps none."""
+    """The state of ``MXFP8BlockScaling``, which keeps none."""
 
     _family = "mxfp8"
 
 
 class Float8BlockScalingRecipeState(RecipeState):
-    """Of ``Float8BlockScaling``, which keeps none."""
+    """The state of ``Float8BlockScaling``, which keeps none."""
 
     _family = "float8_block"
 
 
 class NVFP4BlockScalingRecipeState(RecipeState):
-    """Of ``NVFP4BlockScaling``, which keeps none."""
+    """The state of ``NVFP4BlockScaling``, which keeps none."""
 
     _family = "nvfp4"
 

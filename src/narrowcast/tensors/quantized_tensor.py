@@ -280,7 +280,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
 
 
 class _ByIdentity(dict[str, Any]):
-    """What flattening keeps of a tensor whose quantizer equals nothing but itself.
+    """The flattening context of a tensor whose quantizer equals only itself.
 
     The compiler guards a deep copy of it, which must keep the quantizer, or the guard would fail at once.
     """

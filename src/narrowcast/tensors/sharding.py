@@ -24,7 +24,7 @@ from ..upstream.fsdp import (
 
 
 class ShardedRows:
-    """What a quantized matrix needs to be sharded by rows: the part of ``QuantizedTensor`` that FSDP2 calls.
+    """A quantized matrix sharded by rows: the part of ``QuantizedTensor`` that FSDP2 calls.
 
     A rank's shard has the buffers of its rows, in both directions where one does not follow from the other. A gather
     moves those that lie by rows; what all rows share, such as the amax of the matrix, every rank has.

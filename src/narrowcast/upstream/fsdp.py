@@ -198,7 +198,7 @@ _SHARDS = {
 
 
 class Sharding(NamedTuple):
-    """How FSDP2 shards a parameter: over how many ranks, their group, and further modules that share it."""
+    """FSDP2's sharding of a parameter: number of ranks, their group, and further modules that share it."""
 
     ranks: int
     group: Any

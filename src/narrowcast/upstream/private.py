@@ -134,7 +134,7 @@ def _resolve(path: str) -> Any:
 
 
 class Absent:
-    """Stands for a name that this release lacks: calling it or reading an attribute raises :class:`UpstreamError`."""
+    """A stand-in for a name that this release lacks; a call or an attribute raises :class:`UpstreamError`."""
 
     def __init__(self, of: Entry) -> None:
         self.__dict__["entry"] = of

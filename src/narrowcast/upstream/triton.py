@@ -57,7 +57,7 @@ _KNOWN = frozenset(
 
 
 class Start(NamedTuple):
-    """How to start a kernel: ``run(*grid, stream, *between, *arguments)``, or with the arguments in a tuple."""
+    """A way to start a kernel: ``run(*grid, stream, *between, *arguments)``, or with the arguments in a tuple."""
 
     run: Callable[..., None]
     between: tuple[Any, ...]

@@ -78,7 +78,7 @@ class Kernel(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What the chip reaches: bytes per second of a device copy, operations per second of the library's GEMMs."""
+    """The chip's rates: bytes per second of a device copy, operations per second of the library's GEMMs."""
 
     copy: float
     bf16: float

@@ -12,7 +12,7 @@ from .models import Model
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread: ``gpus = fsdp x tp x pp x cp``, experts over ``ep`` of the fsdp x cp ranks.
+    """The layout of a step: ``gpus = fsdp x tp x pp x cp``, experts over ``ep`` of the fsdp x cp ranks.
 
     ``stages`` are the virtual pipeline stages of a rank, ``micro_batch`` the sequences of a microbatch, ``batch`` the
     tokens of a step over all GPUs. ``state`` are the bytes of a weight, its gradient and its optimizer state, as they

@@ -27,7 +27,7 @@ HOST = 8  # GPUs that NVLink joins
 
 
 class Rates(NamedTuple):
-    """What a recipe does to a step."""
+    """The rates of a step under a recipe."""
 
     fprop: float  # operations per second of a GEMM
     dgrad: float

@@ -25,7 +25,7 @@ WARM_UP = 4  # tokens that the speed leaves out: the prompt's, and those at whic
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token is chosen.
+    """The choice of the next token.
 
     Args:
         temperature: what scores are divided by; 0 takes the likeliest token.

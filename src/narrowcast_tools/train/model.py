@@ -18,7 +18,7 @@ ROPE_THETA = 10_000.0
 
 @dataclass(frozen=True)
 class Generation:
-    """What is kept from one step of generating to the next.
+    """The state kept between steps of generating.
 
     Args:
         cache: keys and values of earlier tokens.

@@ -9,7 +9,7 @@ from .machine import peak_memory
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run is, and what it takes of the machine.
+    """The speed of a run, and its use of the machine.
 
     Args:
         tokens_per_second: without evaluation and first step; 0 before anything was timed.

@@ -15,7 +15,7 @@ NARROWEST_BAR = 8  # cells
 
 
 class Progress:
-    """What a run tells; this one keeps it to itself, as all but one of several processes do."""
+    """The output of a run; this one prints nothing, as in all but one of several processes."""
 
     def begin(self, title: str, *, done: int, total: int) -> None:
         """The run begins, or goes on, at ``done`` of ``total`` steps."""

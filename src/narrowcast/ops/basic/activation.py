@@ -27,7 +27,7 @@ _CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, Fals
 
 
 class ActivationBase(BasicOperation):
-    """What plain and scaled activations share: the formula, and how the channels of the input lie."""
+    """Base of plain and scaled activations: the formula, and the channel order of the input."""
 
     quantizes_output = quantizes_grad_input = True
 

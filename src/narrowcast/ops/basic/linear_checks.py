@@ -16,7 +16,7 @@ OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class Saved(NamedTuple):
-    """Which directions of an operand the backward reads; both False where it does not read the operand."""
+    """The directions of an operand that the backward reads; both False if it does not read the operand."""
 
     rowwise: bool
     columnwise: bool

@@ -85,7 +85,7 @@ def check_extra_input(extra: Tensor, name: str, shape: Sequence[int]) -> None:
 
 
 class _InPlace(BasicOperation):
-    """What both halves of a residual connection share."""
+    """Base of both halves of a residual connection."""
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
