@@ -467,6 +467,8 @@ MXFP4 = replace(
         (_tensor_core_scales("M", "K", MX_BLOCK), _tensor_core_scales("K", "M", MX_BLOCK)),
     ),
 )
+MX_LAYOUTS = {8: MXFP8, 6: MXFP6, 4: MXFP4}
+"""By bits of an element."""
 NVFP4 = Layout(
     buffers=(
         *_one_direction_each(

@@ -8,6 +8,7 @@ long runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import FLOAT8_BLOCK, MX_BLOCK, ElementFormat, cdiv
+from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, MXFP8, ElementFormat, Layout, cdiv
 from .codecs import decode_fp8, repeat_columns, round_to_dtype
 from .dequantize_nvfp4 import nvfp4_block_scaled, nvfp4_columnwise, nvfp4_rowwise
 from .launch import INTERPRETING, Launcher, check_codes, is_aligned
@@ -184,7 +185,7 @@ _flat = Launcher(_dequantize_flat_kernel, num_warps=4)
 
 
 class Rule(NamedTuple):
-    """The places of codes and scales of block-scaled FP8.
+    """The places of codes and scales of block-scaled FP8, for the kernel; :func:`_rules` reads them off a ``Layout``.
 
     ``group``: rows and columns of the logical matrix that share a scale. ``transposed``: the codes are stored as
     (K, *lead). ``scales_transposed``: the scales of a group of columns lie side by side, not those of a group of rows.
@@ -251,7 +252,7 @@ def _per_tensor(
 
 
 def _block_scaled(
-    rules: tuple[Rule, Rule],
+    rules: tuple[Rule, ...],
     data: Tensor,
     scale_inv: Tensor,
     fmt: ElementFormat,
@@ -275,16 +276,21 @@ def _block_scaled(
     return _run(data, scale_inv, strides, rule, fmt, _logical(data, rule.transposed, dtype))
 
 
-_MX_ROWS = Rule((1, MX_BLOCK), False, False)
-_MX_COLUMNS = Rule((MX_BLOCK, 1), False, False)
-_ROWS = Rule((1, FLOAT8_BLOCK), False, True)
-_COLUMNS = Rule((FLOAT8_BLOCK, 1), True, False)
-_TILES = Rule((FLOAT8_BLOCK, FLOAT8_BLOCK), False, False)
-_TILES_TRANSPOSED = Rule((FLOAT8_BLOCK, FLOAT8_BLOCK), True, True)
+def _rules(layouts: Sequence[Layout], columnwise: bool) -> tuple[Rule, ...]:
+    """Return how the buffers of one direction lie, by the records of layouts with block scales."""
+    rules = []
+    for layout in layouts:
+        codes, scales = (buffer.shape for buffer in layout.buffers if buffer.of_direction(columnwise))
+        groups = {extent.size: extent.group for extent in scales}
+        rules.append(Rule((groups["M"], groups["K"]), codes[0].size == "K", scales[0].size == "K"))
+    return tuple(rules)
+
 
 float8 = partial(_per_tensor, False)
 float8_transpose = partial(_per_tensor, True)
-mxfp8_rowwise = partial(_block_scaled, (_MX_ROWS, _MX_ROWS))  # the scale of a tile stands in each of its rows
-mxfp8_columnwise = partial(_block_scaled, (_MX_COLUMNS, _MX_COLUMNS))
-float8_block_rowwise = partial(_block_scaled, (_ROWS, _TILES))
-float8_block_columnwise = partial(_block_scaled, (_COLUMNS, _TILES_TRANSPOSED))
+_MX = MXFP8, MXFP8  # the scale of a tile stands in each of its rows
+_BLOCKS = FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D
+mxfp8_rowwise = partial(_block_scaled, _rules(_MX, False))
+mxfp8_columnwise = partial(_block_scaled, _rules(_MX, True))
+float8_block_rowwise = partial(_block_scaled, _rules(_BLOCKS, False))
+float8_block_columnwise = partial(_block_scaled, _rules(_BLOCKS, True))

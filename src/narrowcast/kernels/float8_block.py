@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..formats import (
     FLOAT8_BLOCK,
-    FLOAT8_BLOCK_SCALE_ALIGNMENT,
+    FLOAT8_BLOCK_1D,
+    FLOAT8_BLOCK_2D,
     FLOAT8_FORMATS,
     ElementFormat,
     cdiv,
-    round_up,
 )
 from .codecs import (
     fp8_code,
@@ -253,14 +253,6 @@ _paired = Launcher(_float8_block_quantize_kernel, num_warps=8, maxnreg=128)
 _paired_in_graph = Launcher(_float8_block_quantize_kernel, num_warps=16)
 
 
-def _scale_shapes(M: int, K: int, block_dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    blocks_m, blocks_k = cdiv(M, FLOAT8_BLOCK), cdiv(K, FLOAT8_BLOCK)
-    alignment = FLOAT8_BLOCK_SCALE_ALIGNMENT
-    if block_dim == 2:
-        return (blocks_m, round_up(blocks_k, alignment)), (blocks_k, round_up(blocks_m, alignment))
-    return (blocks_k, round_up(M, alignment)), (blocks_m, round_up(K, alignment))
-
-
 @remembered
 def _launch(
     shape: tuple[int, ...],
@@ -282,13 +274,8 @@ def _launch(
     ``hopper``: ``gated_hopper``, if that may have a launch.
     """
     M, K = math.prod(shape[:-1]), shape[-1]
-    row_shape, column_shape = _scale_shapes(M, K, block_dim)
-    layouts = []
-    if rowwise:
-        layouts += [(*contiguous(shape), torch.uint8), (*contiguous(row_shape), torch.float32)]
-    if columnwise:
-        codes = (*contiguous((K, *shape[:-1])), torch.uint8)
-        layouts += [codes, (*contiguous(column_shape), torch.float32)]
+    described = (FLOAT8_BLOCK_2D if block_dim == 2 else FLOAT8_BLOCK_1D).describe(shape, rowwise, columnwise)
+    layouts = [(*contiguous(size), getattr(torch, kind)) for size, kind in described.values()]
     if not layouts or M * K == 0:
         return None, layouts
     if hopper is not None:

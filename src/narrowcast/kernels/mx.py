@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import MX_BLOCK, SCALE_TILE_COLUMNS, SCALE_TILE_ROWS, ElementFormat, cdiv, round_up
+from ..formats import MX_LAYOUTS, ElementFormat, cdiv, round_up
 from .codecs import (
     decode_subbyte,
     encode_by_bits,
@@ -275,9 +275,8 @@ def quantize(
     """Compute ``reference.mx.quantize``, both directions from one read of ``x``: any tensor, or a source of one."""
     source = source_of(x, 2).within_registers()
     M, K = source.matrix
-    buffers = [
-        source.empty(shape, torch.uint8) for shape in _shapes(source.shape, M, K, fmt, rowwise, columnwise)
-    ]
+    described = MX_LAYOUTS[fmt.bits].describe(source.shape, rowwise, columnwise)
+    buffers = [source.empty(shape, torch.uint8) for shape, _ in described.values()]
     if not buffers or M * K == 0:
         return [buffer.zero_() for buffer in buffers]
     sums = source.partial_sums()
@@ -293,22 +292,6 @@ def quantize(
         ),
     )  # fmt: skip
     return buffers
-
-
-def _shapes(
-    shape: tuple[int, ...], M: int, K: int, fmt: ElementFormat, rowwise: bool, columnwise: bool
-) -> list[tuple[int, ...]]:
-    """Return shapes of the buffers."""
-    packed = fmt.bits < 8
-    shapes: list[tuple[int, ...]] = []
-    if rowwise:
-        data = (*shape[:-1], round_up(K, MX_BLOCK) * fmt.bits // 8) if packed else shape
-        shapes += [data, (round_up(M, SCALE_TILE_ROWS), round_up(cdiv(K, MX_BLOCK), SCALE_TILE_COLUMNS))]
-    if columnwise:
-        data = (K, round_up(M, MX_BLOCK) * fmt.bits // 8) if packed else shape
-        scale = (round_up(cdiv(M, MX_BLOCK), SCALE_TILE_COLUMNS), round_up(K, SCALE_TILE_ROWS))
-        shapes += [data, scale[::-1] if packed else scale]
-    return shapes
 
 
 @triton.jit(

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import (
-    NVFP4_BLOCK,
+    NVFP4,
+    NVFP4_ROW_SCALED,
     RHT_SIGN_MASK,
-    SCALE_TILE_COLUMNS,
     SCALE_TILE_ROWS,
     cdiv,
     check_nvfp4,
@@ -285,18 +285,14 @@ def quantize(
     K = x.shape[-1]
     M = math.prod(x.shape[:-1])
     allocate = torch.zeros if x.numel() == 0 else torch.empty
-    buffers, amaxes = [], []
-    for wanted, lead, lines, length in ((rowwise, x.shape[:-1], M, K), (columnwise, (K,), K, M)):
-        if wanted:
-            scales = (
-                round_up(lines, SCALE_TILE_ROWS),
-                round_up(cdiv(length, NVFP4_BLOCK), SCALE_TILE_COLUMNS),
-            )
-            for shape in ((*lead, round_up(length, NVFP4_BLOCK) // 2), scales):
-                buffers.append(allocate(shape, dtype=torch.uint8, device=x.device))
-            amaxes.append(allocate(lines if row_scaled else 1, dtype=torch.float32, device=x.device))
-    if x.numel() == 0 or not buffers:
-        return buffers + amaxes
+    described = (NVFP4_ROW_SCALED if row_scaled else NVFP4).describe(tuple(x.shape), rowwise, columnwise)
+    outputs = [
+        allocate(shape, dtype=getattr(torch, dtype), device=x.device) for shape, dtype in described.values()
+    ]
+    if x.numel() == 0 or not outputs:
+        return outputs
+    directions = rowwise + columnwise
+    buffers, amaxes = outputs[:-directions], outputs[-directions:]
     rht = rht and columnwise
     sign_mask = RHT_SIGN_MASK if rht and random_signs else 0
     # Tiles cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
@@ -318,4 +314,4 @@ def quantize(
             fast_error, seed is not None, *tile,
         ),
     )  # fmt: skip
-    return buffers + amaxes
+    return outputs

@@ -21,11 +21,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..formats import MXFP4, MXFP6, MXFP8, ElementFormat, Layout
+from ..formats import MX_LAYOUTS, MXFP4, MXFP6, MXFP8, ElementFormat, Layout
 from . import block_scaling
 from .codecs import encode_e8m0, reciprocal_e8m0
-
-_LAYOUTS = {8: MXFP8, 6: MXFP6, 4: MXFP4}
 
 
 def quantize(
@@ -57,7 +55,7 @@ def quantize(
         return reciprocal_e8m0(code), code
 
     return block_scaling.quantize(
-        x, _LAYOUTS[fmt.bits], fmt, power_of_two, rowwise=rowwise, columnwise=columnwise, tile=two_d
+        x, MX_LAYOUTS[fmt.bits], fmt, power_of_two, rowwise=rowwise, columnwise=columnwise, tile=two_d
     )
 
 
@@ -87,7 +85,7 @@ def _dequantize(
         subnormals of bf16 included, unless it exceeds the range of fp32; it then is infinite.
     """
     # a format of other bits gets the error of the codec
-    layout = next((layout for layout in layouts if layout is _LAYOUTS[fmt.bits]), layouts[0])
+    layout = next((layout for layout in layouts if layout is MX_LAYOUTS[fmt.bits]), layouts[0])
     return block_scaling.dequantize(data, scale_inv, fmt, dtype, layout=layout, columnwise=columnwise)
 
 
