@@ -75,7 +75,7 @@ def sm(capability: tuple[int, int]) -> str:
 
 
 def gpu_standing(capability: tuple[int, int]) -> str:
-    """Return what is known of the kernels on GPUs of a compute capability: runs, compiles or not tried."""
+    """Return the standing of the kernels on GPUs of a compute capability: runs, compiles or not tried."""
     return GPUS.get(capability, ("", "not tried"))[1]
 
 

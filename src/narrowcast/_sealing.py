@@ -25,7 +25,7 @@ class Sealable:
             object.__setattr__(self, "_sealed", True)
 
     def _how_to_change(self, name: str) -> str:
-        """Return what to do in place of an assignment that comes too late."""
+        """Return the alternative to an assignment that comes too late."""
         raise NotImplementedError
 
     def _taken(self, name: str, value: Any) -> Any:

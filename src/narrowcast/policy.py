@@ -105,7 +105,7 @@ def _file() -> Path:
 
 
 def _read(file: Path) -> dict[str, list[float]]:
-    """Return what the file holds; nothing where it is not there or was cut off."""
+    """Return the content of the file; nothing if it is absent or was cut off."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):

@@ -91,7 +91,7 @@ class Facts(NamedTuple):
 
 
 def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
-    """Return what PyTorch's own choice may be among; it looks at shapes and devices itself."""
+    """Return the kernels that PyTorch may choose from; it looks at shapes and devices itself."""
     kernels = []
     exact = switches.nondeterministic or not (facts.cuda and facts.grad)
     if (

@@ -143,7 +143,7 @@ def _block_mask(q: Tensor, k: Tensor, scores: Scores, places: Geometry | None) -
 
 
 def _score_mod(scores: Scores, places: Geometry | None) -> Any:
-    """Return what becomes of a score; None where nothing does."""
+    """Return the function of a score; None without one."""
     user, tensors, slopes = scores.score_mod, scores.tensors, scores.slopes
     if user is None and slopes is None:
         return None

@@ -145,7 +145,7 @@ class KVCacheManager:
         return self.views(cache, batch)
 
     def views(self, cache: Caches, batch: int) -> Caches:
-        """Return what is kept, without the slot that nobody reads."""
+        """Return the stored tokens, without the slot that no layer reads."""
         keys, values = (part[:-1].unflatten(0, (-1, self.page_size)) for part in cache)
         return keys[:batch], values[:batch]
 

@@ -63,7 +63,7 @@ class LinearFwdArgs:
     parallel: TensorParallel | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
-        """Return what the forward follows from, in values and in tensors; None where that is not all."""
+        """Return the values and tensors that determine the forward; None if more does."""
         kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
         if self.parallel is not None:
             return None
@@ -99,7 +99,7 @@ class LinearBwdArgs:
     parallel: TensorParallel | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
-        """Return what the backward follows from, in values and in tensors; None where that is not all."""
+        """Return the values and tensors that determine the backward; None if more does."""
         plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
         if wgrad.store is not None or self.parallel is not None:
             return None
@@ -125,7 +125,7 @@ class LinearBwdArgs:
 
     @property
     def grad_output_quantizer(self) -> Quantizer | None:
-        """What quantizes the gradient of the output; None in high precision."""
+        """The quantizer of the output's gradient; None in high precision."""
         return self.plan.grad_output.quantizer if self.plan.quantized else None
 
     @property

@@ -213,7 +213,7 @@ def linear_bwd_args(
     saved_input: SavedOperand,
     saved_weight: SavedOperand,
 ) -> LinearBwdArgs:
-    """Return what the backward needs besides saved tensors; depends on metadata only."""
+    """Return the backward's arguments besides saved tensors; depends on metadata only."""
     return LinearBwdArgs(
         args.plan,
         args.dtype,

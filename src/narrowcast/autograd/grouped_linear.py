@@ -57,7 +57,7 @@ def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
 def grouped_bwd_args(
     args: LinearFwdArgs, groups: Groups, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
 ) -> LinearBwdArgs:
-    """Return what the backward needs besides the groups and saved tensors; depends on metadata only."""
+    """Return the backward's arguments besides the groups and saved tensors; depends on metadata only."""
     plan = args.plan
     inp: tuple[int, Quantizer | None] = (int(plan.needs_weight), None)
     weight: tuple[int, Quantizer | None] = (

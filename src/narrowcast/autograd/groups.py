@@ -105,7 +105,7 @@ class GroupedRows:
         return grouped_column_sum(dy, self.splits)
 
     def of_wgrad(self, like: Tensor, rows: int) -> list[Tensor]:
-        """Return what a weight gradient reads of the groups, as ``DeferredWgrad`` holds it."""
+        """Return the groups' data for a weight gradient, as ``DeferredWgrad`` holds it."""
         return [self.splits, like.new_empty((rows, 0), dtype=self.dtype)]
 
     def columnwise_weights(self, args: LinearBwdArgs, saved: list[Tensor]) -> list[Tensor]:
@@ -143,7 +143,7 @@ def quantize_weights(
 
 
 def by_direction(buffers: list[Tensor], operand: Operand) -> OperandBuffers:
-    """Return what an operator that quantizes groups returned, by direction."""
+    """Return the result of an operator that quantizes groups, by direction."""
     layout = grouped_layout(operand.storage_name)
     return OperandBuffers(
         operand_of(buffers, layout, False) if any(operand.rowwise) else [],

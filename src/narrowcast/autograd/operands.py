@@ -65,7 +65,7 @@ def plain_or_rowwise(tensor: Any) -> SavedOperand:
 def saved_operand(
     operand: OperandBuffers, high_precision: Any, needed: bool, override: str | None
 ) -> SavedOperand:
-    """Return what the backward reads of an operand.
+    """Return the data of an operand that the backward reads.
 
     Args:
         operand: as fprop read it.

@@ -100,7 +100,7 @@ class Norm:
         behind: LinearFwdArgs,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """Return what it hands on and what the backward reads."""
+        """Return the output and the backward's data."""
         inp: Any = value.plain
         plan, scale, amax = behind.plan, behind.scales.scale_fwd, behind.scales.amax_fwd
         weight, bias, residual, settings = tensors[self.weight], tensors[self.bias], None, args.settings
@@ -172,7 +172,7 @@ class Activation:
         behind: LinearFwdArgs,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """Return what it hands on and what the backward reads."""
+        """Return the output and the backward's data."""
         hidden: Any = value.plain
         plan, scales, name, parameters = behind.plan, behind.scales, args.activation, list(args.parameters)
         saved = [SavedOperand([hidden if plan.needs_input else None], None)]  # type: ignore[list-item]
@@ -251,7 +251,7 @@ class Linear:
         behind: Any,
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
-        """Return what it hands on and what the backward reads."""
+        """Return the output and the backward's data."""
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
         out = fprop(args, operand, w, tensors[self.bias], rows, features)
@@ -411,7 +411,7 @@ class ProgramBwdArgs:
 
     @property
     def grad_output_quantizer(self) -> Quantizer | None:
-        """What quantizes the gradient of the output."""
+        """The quantizer of the output's gradient."""
         return self.records[-1].grad_output_quantizer  # type: ignore[no-any-return]
 
     @property

@@ -42,7 +42,7 @@ def queue_wgrad(wgrad: LinearWgrad, deferred: DeferredWgrad) -> None:
 
 
 def placeholder(dummy: str, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Return what autograd gets in place of a gradient that went to ``main_grad``; ``dummy`` as of ``LinearWgrad``."""
+    """Return autograd's stand-in for a gradient added to ``main_grad``; ``dummy`` as in ``LinearWgrad``."""
     if not dummy:
         return None
     new = like.new_zeros if dummy == "zeros" else like.new_empty

@@ -38,7 +38,7 @@ class Decision:
 
     @property
     def module_type(self) -> str:
-        """What it is, or becomes, in quantizer roles."""
+        """The module type in quantizer roles, now or after conversion."""
         return getattr(self.found.layer or self.found.module, "_module_type", "linear")
 
 
@@ -60,7 +60,7 @@ def drop_reasons(model: nn.Module) -> None:
 
 
 def decision_so_far(found: Found) -> Decision:
-    """Return what was decided about a module before."""
+    """Return the earlier decision about a module."""
     module = found.module
     if is_converted(module):
         stored = bool(getattr(module, "_stored_rowwise", False))
@@ -72,7 +72,7 @@ def decision_so_far(found: Found) -> Decision:
 
 
 def decisions_so_far(model: nn.Module) -> list[Decision]:
-    """Return what was decided about each module of a model that holds the weight of a GEMM."""
+    """Return the earlier decisions about a model's modules with GEMM weights."""
     return [decision_so_far(found) for found in gemm_modules(model)]
 
 

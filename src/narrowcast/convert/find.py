@@ -360,7 +360,7 @@ def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
 
 
 def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
-    """Return what stands in the way of a module whose class would do, "" for nothing."""
+    """Return the obstacle for a module of a suitable class, "" for none."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance; convert before what did that"
     for name in weights:

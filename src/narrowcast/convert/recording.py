@@ -186,7 +186,7 @@ class Recorder(OperatorMode):
         return [weight.name for weight in candidates if weight.address() == address]
 
     def result(self, expected: Sequence[str]) -> RanGemms:
-        """Return what was noted; ``expected``: names of weights that are under a recipe."""
+        """Return the record; ``expected``: names of weights under a recipe."""
         calls = Counter(
             (" or ".join(call.names()), call.gemm, call.precision, call.emulated, call.compiled)
             for call in self._calls

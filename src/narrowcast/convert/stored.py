@@ -22,7 +22,7 @@ _SYMMETRIC = ("tensor", "128x128")
 
 
 def stored_quantizer(recipe: Recipe, name: str) -> Quantizer:
-    """Return what quantizes a weight to be stored.
+    """Return the quantizer of a weight to be stored.
 
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.

@@ -40,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what needs PyTorch's DTensor or its compiler, when it is asked for: they take long to import."""
+    """Import on demand the parts that need PyTorch's DTensor or compiler, which take long to import."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)

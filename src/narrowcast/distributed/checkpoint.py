@@ -181,7 +181,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _empty(described: Any) -> Any:
-    """Return what a value of the checkpoint is read into."""
+    """Return the destination of a value of the checkpoint."""
     size = getattr(described, "size", None)
     return 0 if size is None else torch.empty(size, dtype=described.properties.dtype)
 

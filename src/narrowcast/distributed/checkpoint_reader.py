@@ -148,7 +148,7 @@ def load(state: dict[str, Any], reader: SafeReader, group: Any = None) -> None:
 
 
 def plain_value(content: io.BytesIO, name: str) -> Any:
-    """Return what ``torch.save`` wrote.
+    """Return the value that ``torch.save`` wrote.
 
     Raises:
         ValueError: it is more than tensors, numbers, strings and containers of them.

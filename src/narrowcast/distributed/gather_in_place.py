@@ -55,7 +55,7 @@ class GatherInPlace:
         self._places[weight] = codes
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what stands for the gathered weights, once there is a place for one."""
+        """Return a stand-in for the gathered weights, once there is a place for one."""
         if dtype == torch.uint8 and self._sent:
             return StandIn(_Gathered(self), size, dtype, device)
         self._sent.clear()

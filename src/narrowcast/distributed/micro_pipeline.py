@@ -57,7 +57,7 @@ def async_tensor_parallel(group: Any = None) -> None:
 
 
 def _why_not(group: str | None) -> str:
-    """Return what stands in the way of symmetric memory; "" for nothing, after it was set up."""
+    """Return the obstacle to symmetric memory; "" for none, after it was set up."""
     if not (dist.is_available() and dist.is_initialized()):
         return "torch.distributed is not initialized"
     if not torch.cuda.is_available():
@@ -91,7 +91,7 @@ class _AsWritten(GraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:
-        """Return what caches of compiled graphs tell this pass by."""
+        """Return the pass's key in caches of compiled graphs."""
         return hash_of_files((__file__,))
 
 

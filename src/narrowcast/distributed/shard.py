@@ -245,7 +245,7 @@ class _Chosen:
                 self.rows.append(ShardedParameter(full, shape, reason, moved, plain))
 
     def _why_not(self, layer: LinearLayer, stage: Stage, parameter: Any) -> str:
-        """Return what stands in the way of gathering a weight quantized, "" for nothing."""
+        """Return the obstacle to gathering a weight quantized, "" for none."""
         recipe = layer.recipe or self.recipe
         if not self.wanted:
             return "quantized_gather=False"

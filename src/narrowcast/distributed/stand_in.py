@@ -36,7 +36,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what FSDP2 does to its buffers: view them as a row for each rank, fill them, and copy out of them."""
+        """Do what FSDP2 does to its buffers: view them as a row per rank, fill them, and copy out of them."""
         if func is torch.ops.aten.view.default:
             buffer, (rows, _) = args
             return cls(buffer.contents, (rows, buffer.numel() // rows), buffer.dtype, buffer.device)

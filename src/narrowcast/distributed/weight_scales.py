@@ -71,7 +71,7 @@ class ScaledWeight:
         return range(mesh.get_local_rank() * held if self.gather.members else 0, self.count)[:held]
 
     def parts(self, shard: Tensor) -> list[Tensor]:
-        """Return what has a scale of its own, of a shard."""
+        """Return the parts of a shard with their own scales."""
         return list(shard.unbind()) if self.gather.members else [shard]
 
 

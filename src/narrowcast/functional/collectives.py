@@ -117,7 +117,7 @@ def start_sum(x: Tensor, group: str | None) -> Tensor:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """Return what was begun, once it is there."""
+    """Wait for a started collective."""
     return wait_op(tensor)
 
 

@@ -43,7 +43,7 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
 
 
 def element_of(quantizer: Any, columnwise: bool) -> DType | None:
-    """Return what the codes of one direction are; None for a tensor in high precision."""
+    """Return the element format of one direction's codes; None for a tensor in high precision."""
     if isinstance(quantizer, str):  # in a graph that was exported
         quantizer = quantizer_of_text(quantizer)
     half = quantizer._half(columnwise) if hasattr(quantizer, "_half") else quantizer

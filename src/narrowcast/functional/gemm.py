@@ -375,7 +375,7 @@ def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
 
 
 def no_native_gemm(what: str, left: QuantizerValue, right: QuantizerValue) -> str:
-    """Return what to say when a pair of formats has no native GEMM; ``what``: "GEMM", or of which kind."""
+    """Return the message for a pair of formats without a native GEMM; ``what``: "GEMM", or its kind."""
     return (
         f"this GPU has no native {what} for {type(left).__qualname__} x {type(right).__qualname__}; pass "
         "emulate=True to the recipe or set NARROWCAST_EMULATE=1 to run it emulated (decode to bf16, bf16 GEMM)"

@@ -255,7 +255,7 @@ class Direction(NamedTuple):
 
 
 def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
-    """Return what a buffer has of some rows, or columns, of its matrix: padded as their own buffer is, and contiguous.
+    """Return a buffer's part for some rows, or columns: padded as their own buffer is, and contiguous.
 
     Args:
         place: as :meth:`Buffer.part` tells it.

@@ -61,7 +61,7 @@ def replay_of(
     *values: Any,
     of_state: bool = False,
 ) -> Callable[..., Any]:
-    """Return what to call in place of ``stage``, with its arguments: its recording, what makes one, or the stage.
+    """Return what to call with the stage's arguments: its recording, a recorder, or ``stage`` itself.
 
     Args:
         stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
@@ -179,7 +179,7 @@ class Recording(OperatorMode):
         self._write(self._call, torch.autograd.graph.increment_version, (x,), {})
 
     def refuse(self) -> None:
-        """What happens follows from more than the key."""
+        """Mark the recording as incomplete: more than the key determines the work."""
         self.complete = False
 
     # -- as Python ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class CudaGraphs:
         torch.cuda.synchronize()
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return what ``run`` returned while it was captured and its replay."""
+        """Capture ``run``; return its result and a replay function."""
         graph = torch.cuda.CUDAGraph()
         register_random_states(graph)
         with torch.cuda.graph(graph, pool=self.pool):

@@ -174,7 +174,7 @@ def _under(enabled: bool | None, options: dict[str, Any], capturing: bool) -> Ab
 
 
 def _graphs(pool: Any) -> CudaGraphs:
-    """Return what captures.
+    """Return the object that captures.
 
     Raises:
         RuntimeError: there is no CUDA device.

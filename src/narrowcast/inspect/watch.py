@@ -119,7 +119,7 @@ class _Hooks:
 
 
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
-    """Return what quantizes an operand of a stage row-wise, and only so; None for high precision."""
+    """Return the row-wise quantizer of an operand of a stage; None for high precision."""
     plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
     if not plan.quantized:
         return None

@@ -106,7 +106,7 @@ def _check(logits: Tensor, target: Tensor) -> None:
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Return what the loss needs of each row; as ``reference.cross_entropy.statistics``, to fp32's accuracy."""
+    """Compute ``reference.cross_entropy.statistics``, to fp32's accuracy."""
     _check(logits, target)
     T, V = logits.shape
     logits = _with_dense_rows(logits)

@@ -27,7 +27,7 @@ TRANSPOSED_TILE_COLUMNS = 64
 
 @triton.jit
 def _factor(scale, amax, RECIPROCAL: tl.constexpr, SCALED: tl.constexpr, EMULATE: tl.constexpr):
-    """Return what E2M1 values are multiplied by: the block scale, and the share of the amax if ``SCALED``."""
+    """Return the factor of E2M1 values: the block scale, and the share of the amax if ``SCALED``."""
     factor = decode_fp8(scale, False, EMULATE)
     if SCALED:
         factor = factor * amax * RECIPROCAL

@@ -246,7 +246,7 @@ class Launch:
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """Return what makes uninitialized tensors of a shape, its contiguous strides and a dtype on the device of ``like``.
+    """Return an allocator of uninitialized tensors of a shape, its contiguous strides and a dtype on ``like``'s device.
 
     That is how compiled graphs allocate, which takes the host half as long as ``new_empty``.
     """
@@ -276,7 +276,7 @@ def _in_memory(x: Tensor) -> Tensor:
 
 
 def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Return what Triton may compile a variant of a kernel for, and what a compiled one takes.
+    """Return the properties that Triton compiles a kernel's variant for, and those that a compiled one takes.
 
     Args:
         arguments: run-time arguments of a kernel: tensors, descriptors of tensors, ints, floats, bools and None.

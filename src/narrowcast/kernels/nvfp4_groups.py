@@ -191,7 +191,7 @@ def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
 
 @triton.jit
 def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
-    """Return what elements are multiplied by; a block scale of 0 saturates, not infinity, and NaN stays."""
+    """Return the factor of elements; a block scale of 0 saturates, not infinity, and NaN stays."""
     decoded = decode_e4m3(block_scale)
     factor = reciprocal(decoded * global_inverse, EMULATE)
     return at_most(factor, _FLT_MAX), decoded

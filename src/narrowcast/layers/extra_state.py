@@ -89,7 +89,7 @@ class _TensorsOnly(pickle.Unpickler):
 
 
 def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directions: Iterable[str]) -> Tensor:
-    """Return what Transformer Engine reads of a layer's delayed scaling, uint8 (n,); empty for a layer without.
+    """Return Transformer Engine's state of a layer's delayed scaling, uint8 (n,); empty for a layer without.
 
     Args:
         buffers: of the layer, by name.

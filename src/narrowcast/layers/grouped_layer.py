@@ -251,7 +251,7 @@ class GroupedLinearLayer(LinearLayer):
         dgrad_out: Tensor | None = None,
         described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """Return what the boundary reads besides its operands.
+        """Return the autograd function's arguments besides its operands.
 
         Args:
             dtype: of the input; the others as in the records.

@@ -194,7 +194,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 stage.init_method(value)
 
     def _stored_as(self, stage: Stage) -> Quantizer:
-        """Return what quantizes a weight that ``quantized_model_init`` has stored so."""
+        """Return the quantizer of a weight that ``quantized_model_init`` has stored."""
         quantizer = weight_quantizer(self._init_recipe, stage.name, self._module_type)  # type: ignore[arg-type]
         return quantizer.with_usage(columnwise=self._init_columnwise)
 
@@ -279,7 +279,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         scales: DelayedScales | None = None,
         workspace: OperandBuffers | None = None,
     ) -> LinearFwdArgs:
-        """Return what the boundary reads of a stage besides its operands.
+        """Return a stage's arguments for the autograd function besides its operands.
 
         Args:
             weight: whole, or of several groups the first.
@@ -339,7 +339,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return self._keep_weight(stage.weight, operand, made_from, buffers)
 
     def _kept_weight(self, name: str, operand: Operand, made_from: list[Tensor]) -> OperandBuffers | None:
-        """Return what an earlier microbatch left of a weight; None without, or where the weight has changed since.
+        """Return the weight kept by an earlier microbatch; None without, or if the weight has changed.
 
         Raises:
             RuntimeError: it has changed, and compiled code runs, which cannot turn back.

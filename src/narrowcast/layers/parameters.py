@@ -118,7 +118,7 @@ def needs_recipe(option: str) -> RuntimeError:
 
 
 def remedy(weight: Tensor) -> str:
-    """Return what to do where input and parameters are on different devices."""
+    """Return the remedy for input and parameters on different devices."""
     return "make them real with to_empty and reset_parameters" if weight.is_meta else "move one of them"
 
 

@@ -71,7 +71,7 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
 
 
 def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
-    """Return what else could be meant."""
+    """Return the nearest alternatives."""
     if not names:
         return "it has none"
     anywhere = _regular_expression(f"**.{pattern}")

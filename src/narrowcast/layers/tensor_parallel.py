@@ -179,7 +179,7 @@ def checked_mode(parallel_mode: str | None) -> str | None:
 
 
 def shared(label: str, features: int, size: int) -> int:
-    """Return what each of ``size`` processes holds of so many features.
+    """Return the number of features per process, of ``size`` processes.
 
     Raises:
         ValueError: they do not divide.

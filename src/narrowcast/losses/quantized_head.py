@@ -25,7 +25,7 @@ CHUNK_MULTIPLE = 128
 
 
 def head_plan(recipe: Recipe, hidden: Tensor, weight: Tensor) -> LinearPlan:
-    """Return what the head's GEMMs do under a recipe.
+    """Return the plan of the head's GEMMs under a recipe.
 
     Raises:
         ValueError: the recipe keeps state between steps, asks for a backward in high precision, or rounds weights

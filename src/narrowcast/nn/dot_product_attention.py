@@ -273,7 +273,7 @@ class DotProductAttention(nn.Module):
         tensors: dict[str, Tensor] | None,
         device: torch.device,
     ) -> Scores:
-        """Return what happens to the scores; ``bias``: its type, the bias, and slopes of ALiBi."""
+        """Return the operations on the scores; ``bias``: its type, the bias, and slopes of ALiBi."""
         scores = Scores(self.softmax_scale, rule, masked_out=masked_out)
         scores.dropout = self.attention_dropout if self.training else 0.0
         scores.sink = self._sink(device)

@@ -201,7 +201,7 @@ class TransformerLayer(OfParts):
             )
 
     def _add_output(self, size: int, eps: float, drop_path_rate: float, shared: dict[str, Any]) -> None:
-        """What follows the parts: stochastic depth, and the norm of the output."""
+        """Add a part's output to the residual: stochastic depth, and the norm of the output."""
         batch_dim = {"sbhd": 1, "bshd": 0, "thd": None}[self.attn_input_format]
         self.drop_path = DropPath(drop_path_rate, batch_dim) if drop_path_rate else None
         if self.output_layernorm:
@@ -311,7 +311,7 @@ class TransformerLayer(OfParts):
     def _attended(
         self, part: nn.Module, hidden_states: Tensor, *given: Any, **named: Any
     ) -> tuple[Sequence[Any], Tensor]:
-        """Return what an attention returns, and the input, whose gradient as a residual its norm's backward adds."""
+        """Return an attention's result and its input; the norm's backward adds the input's gradient as a residual."""
         if isinstance(part, MultiheadAttention) and not part.return_layernorm_output:
             *attended, hidden_states = part(hidden_states, *given, return_input=True, **named)
         else:

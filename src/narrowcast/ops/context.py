@@ -44,7 +44,7 @@ class OperationContext:
 
     @property
     def saved_tensors(self) -> tuple[TensorOrQuantized | None, ...]:
-        """What was saved; in the backward, restored."""
+        """The saved tensors; in the backward, restored."""
         return self.to_save
 
     def take(self) -> tuple[TensorOrQuantized | None, ...]:

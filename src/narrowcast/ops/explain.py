@@ -31,7 +31,7 @@ class ChosenOperation:
         return self.name != self.basic_ops[0]
 
     def row(self) -> tuple[str, str, str]:
-        """Return what is printed of it."""
+        """Return its row of the printed table."""
         first, last = self.numbers[0], self.numbers[-1]
         numbers = str(first) if first == last else f"{first}-{last}"
         return numbers, self.name, " + ".join(self.basic_ops) if self.is_fused else ""
@@ -149,7 +149,7 @@ def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:
 def _near_misses(
     fuser: OperationFuser, recipe: Recipe | None, begin: int, chosen: Sequence[ChosenOperation]
 ) -> list[MissedFusion]:
-    """Return what each pattern says about the basic operations; not where another fused operation runs them."""
+    """Return each pattern's answer about the basic operations that no other fused operation runs."""
     missed = []
     registered = (("both", REGISTRY.joint), ("forward", REGISTRY.forward), ("backward", REGISTRY.backward))
     for direction, functions in registered:

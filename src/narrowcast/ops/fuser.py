@@ -319,12 +319,12 @@ class OperationFuser:
 
     @property
     def _forward_ops(self) -> list[_Placed]:
-        """What ran last in the forward, with the positions of the basic operations; Transformer Engine's name."""
+        """The operations of the last forward, with the positions of the basic ones; Transformer Engine's name."""
         return list(self._last_fused[1].forward)
 
     @property
     def _backward_ops(self) -> list[_Placed]:
-        """What ran last in the backward, in its order."""
+        """The operations of the last backward, in its order."""
         return list(reversed(self._last_fused[1].backward))
 
     def __call__(
@@ -434,7 +434,7 @@ class OperationFuser:
         return recipe
 
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
-        """Return what runs under a recipe when the operations from ``first_with_backward`` on have a backward.
+        """Return the fused operations under a recipe if those from ``first_with_backward`` on have a backward.
 
         The registered fusions run: those of both directions, then those of the forward, then those of the backward.
 

@@ -300,7 +300,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return 0
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]:
-        """Return what each of these tensors is, for a custom recipe."""
+        """Return the role of each of these tensors, for a custom recipe."""
         return [QuantizerRole() for _ in range(self.num_quantizers(mode))]
 
     def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
@@ -358,7 +358,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             self._registered = (*self._registered, name)
 
     def _views_of_parameters(self) -> list[Tensor]:
-        """Return what stands in the place of parameters that the module has lost, in the order of registration.
+        """Return the replacements of parameters that the module has lost, in the order of registration.
 
         FSDP1 with ``use_orig_params=False`` takes them out of the module and leaves views as attributes.
         """

@@ -245,7 +245,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _found_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return what gradients are still to be multiplied by and whether one of them is not finite."""
+        """Return the factor still to apply to gradients, and whether one of them is not finite."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         inv_scale = None if scale is None else scale.double().reciprocal().float()
         return inv_scale, found.float().reshape(()) if isinstance(found, Tensor) else None
@@ -323,7 +323,7 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(_for_parameter(p, weight))
 
     def _tensors(self, p: Tensor, grad: Tensor, scaled: Container[str], direct: bool) -> _Tensors:
-        """Return what a step reads and writes of a parameter: what is stored, or fp32 values of what has scales."""
+        """Return the tensors that a step reads and writes of a parameter: as stored, or fp32 values of scaled ones."""
         state = self.state[p]
         first, second = [
             self.get_unscaled_state(p, name) if name in scaled else state[name] for name in _MOMENTS
@@ -445,14 +445,14 @@ def _placed_as(grad: Any, p: Any) -> Tensor:
 
 
 def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
-    """Return what to write to a parameter: its master weight, quantized before where a graph cannot do so in place."""
+    """Return the value to write to a parameter: its master weight, quantized first if a graph cannot in place."""
     if isinstance(p, QuantizedTensor) and not can_write_with_quantizer():
         return p._quantizer.quantize(weight, dtype=p.dtype)  # type: ignore[attr-defined]
     return weight
 
 
 def _initial_master(param: Tensor) -> Tensor:
-    """Return what the master weight of a parameter begins as, fp32."""
+    """Return the initial master weight of a parameter, fp32."""
     if not isinstance(local(param), DequantizingTensor):
         return param.detach().float()
     if not isinstance(param, DequantizingTensor):  # a shard, which does not have the value that was kept

@@ -58,7 +58,7 @@ def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
 
 
 def field_value(name: str, held: Any, value: Any) -> Any:
-    """Return what a field becomes that holds ``held`` and is given ``value``: of the same type.
+    """Return the new value of a field that holds ``held`` and is given ``value``: of the same type.
 
     Raises:
         TypeError: a value of another type.

@@ -228,5 +228,5 @@ class NVFP4Quantizer(AmaxReducing):
         return NativeOperand(codes, scale_inv, self._format_layout().native, self._tensor_scale(amax))
 
     def _tensor_scale(self, amax: Tensor) -> Tensor:
-        """Return what block scales times codes are multiplied by."""
+        """Return the tensor's factor of block scales times codes."""
         return amax * round_to_float32(1.0 / round_to_float32(6.0 * self.nvfp4_e4m3_max))

@@ -87,7 +87,7 @@ class Operand:
         )
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
-        """Return what a quantizing operator returned, by direction."""
+        """Return the result of a quantizing operator, by direction."""
         rowwise, columnwise = compress(buffers, self.rowwise), compress(buffers, self.columnwise)
         return OperandBuffers(list(rowwise), list(columnwise), self.quantizer)
 

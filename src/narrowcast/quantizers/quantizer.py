@@ -295,7 +295,7 @@ class Quantizer(Sealable, QuantizerValue):
         return decode(*buffers, dtype=dtype, **self._decode_options(buffers, columnwise))
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
-        """Return what the format's decoder takes besides the buffers and the dtype."""
+        """Return the decoder's options besides the buffers and the dtype."""
         return {"fmt": self._element_format()}
 
     def _gemm_operand(
@@ -415,7 +415,7 @@ class Quantizer(Sealable, QuantizerValue):
         return self.with_usage(rowwise=True, columnwise=True)._describe_buffers(tuple(shape))[attribute][0]
 
     def _layout(self) -> dict[str, Any]:
-        """Return what must agree for the bytes of two tensors to mean the same."""
+        """Return the properties that must agree for the bytes of two tensors to mean the same."""
         return {"storage": self._storage_name, **{name: getattr(self, name) for name in self._layout_fields}}
 
     # -- quantizing -----------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class Recipe(Sealable):
         return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
 
     def delayed_scaling(self) -> DelayedScaling | None:
-        """Return what renews the state of this recipe's quantizers; None where they keep none."""
+        """Return the recipe that renews the state of this recipe's quantizers; None if they keep none."""
         return None
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:

@@ -77,7 +77,7 @@ class CustomRecipe(Recipe):
         return quantizers, requests[0].as_recipe() if requests else None
 
     def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
-        """Return what the factory returns for a role, checked."""
+        """Return the factory's result for a role, checked."""
         result = self.qfactory(role)  # type: ignore[misc]
         if result is None:
             raise ValueError(

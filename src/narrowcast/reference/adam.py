@@ -87,7 +87,7 @@ def factors(
     bias_correction: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay of ``step``."""
+    """Return the factors that all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay."""
     rate = torch.as_tensor(lr, dtype=torch.float32, device=device).reshape(())
     shrink, floor = rate * weight_decay, torch.full((), eps, device=device)
     if bias_correction:

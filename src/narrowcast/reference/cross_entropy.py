@@ -30,7 +30,7 @@ def check(logits: Tensor, target: Tensor) -> None:
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Return what the loss needs of each row, over the columns that are here.
+    """Return the statistics of each row for the loss, over the columns of this rank.
 
     Args:
         logits: (T, V), fp32, bf16 or fp16.

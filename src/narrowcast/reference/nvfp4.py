@@ -197,7 +197,7 @@ def _encode_directions(
 
 
 def _amaxes(size: Tensor, groups: list[tuple[int, int]], options: _Options) -> list[tuple[Tensor, Tensor]]:
-    """Of each way to group: the amax of each group, and the one behind the global scale; overwrites ``size``.
+    """Return, per grouping, the amax of each group and the amax of the global scale; overwrites ``size``.
 
     A NaN is the amax of its group, but no part of the other, which the whole tensor shares.
     """
@@ -259,7 +259,7 @@ def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:
 
 
 def _element_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return what elements are multiplied by when encoding; a block scale of 0 saturates, not infinity."""
+    """Return the encoding factor of elements; a block scale of 0 saturates, not infinity."""
     return reciprocal(block_scale * reciprocal(global_scale)).clamp_(max=FLT_MAX)
 
 

@@ -103,7 +103,7 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
 
 
 def _scaling(config: Any) -> tuple[str, bool]:
-    """Return what is put behind a weight's key for its scales and whether they are those of tiles.
+    """Return the suffix of a weight's key for its scales, and whether they are tiles'.
 
     Raises:
         ValueError: a quantization that no recipe has for weights that are stored once.

@@ -70,7 +70,7 @@ class AutocastState:
         return bool(self.init_entered) and self.init_entered[-1].preserve
 
     def get(self) -> tuple[Any, ...]:
-        """Return what entering a context changes, for :meth:`set`."""
+        """Return the fields that entering a context changes, for :meth:`set`."""
         return self.recipe, self.calibrating, self.group, self.depth, self.traced
 
     def set(self, values: tuple[Any, ...]) -> None:
@@ -108,7 +108,7 @@ def get_fp8_group() -> Any:
 
 
 def get_autocast_state() -> tuple[Any, ...]:
-    """Return what the contexts of this thread ask for, for :func:`set_autocast_state`."""
+    """Return the requests of this thread's contexts, for :func:`set_autocast_state`."""
     return THREAD.state.get()
 
 

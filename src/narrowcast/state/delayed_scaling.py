@@ -151,7 +151,7 @@ def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
 
 
 def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, root: str) -> list[Tensor]:
-    """Return what a traced forward in training reads: :data:`..functional.scales_of_run`."""
+    """Return the scales that a traced forward in training reads: :data:`..functional.scales_of_run`."""
     if renews and any(asks_callables(state.recipe) for state in states):
         for state in states:
             _renew_with_callables([state], root)
@@ -163,7 +163,7 @@ def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, r
 
 
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
-    """Return what the operators that renew take of each state."""
+    """Return the renewal operators' arguments of each state."""
     return (
         [slots.scale for slots in group],
         [slots.amax_history for slots in group],

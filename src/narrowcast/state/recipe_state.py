@@ -90,7 +90,7 @@ class RecipeState:
 
     @property
     def num_quantizers(self) -> int:
-        """How many quantizers it makes."""
+        """The number of quantizers it makes."""
         return len(self.roles)
 
     @property
@@ -123,7 +123,7 @@ class RecipeState:
         return [self._with_state(quantizer, slot) for slot, quantizer in enumerate(quantizers)]
 
     def delayed_slots(self) -> list[DelayedSlots]:
-        """Return what is to be renewed."""
+        """Return the slots to renew."""
         return [] if self._slots is None else [self._slots]
 
     def inherit_state_from(self, other: RecipeState) -> bool:

@@ -275,7 +275,7 @@ def _begin_of(args: tuple[Any, ...]) -> int:
 
 
 def _view_of(func: Any, result: Any, begins: int) -> Any:
-    """Return what an operator has made of values: a view of them is not written to."""
+    """Return an operator's result on values; a view of them is read-only."""
     return tree_map_only(Tensor, lambda values: read_only(values, begins), result) if func.is_view else result
 
 
@@ -360,7 +360,7 @@ def _run_in_any_mode(run: Callable[..., Any], func: Any, args: Any, kwargs: Any)
 
 
 def _by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what an operator is given, by the names of its schema."""
+    """Return an operator's arguments by the names of its schema."""
     return {**dict(zip([argument.name for argument in schema_of(func).arguments], args)), **kwargs}
 
 

@@ -44,7 +44,7 @@ class ShardedRows:
     def fsdp_pre_all_gather(
         self: Any, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], tuple[torch.Size, bool, list[Tensor]]]:
-        """Return what this rank gives, the shape of the whole, whether its columns are to be made, and and what it
+        """Return what this rank gives, the shape of the whole, whether its columns are to be made, and what it
         keeps.
 
         Args:

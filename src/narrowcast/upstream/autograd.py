@@ -121,7 +121,7 @@ def running_checkpoints() -> list[Running]:
 
 
 def _names_of_hooks() -> tuple[Any, ...]:
-    """Return what a checkpoint is made of: another class calls for another probe."""
+    """Return the structure of a checkpoint: another class needs another probe."""
     return tuple(
         getattr(torch.utils.checkpoint, name, None) for name in ("_checkpoint_hook", "_recomputation_hook")
     )

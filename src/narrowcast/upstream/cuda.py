@@ -148,7 +148,7 @@ entry(
 
 
 def binding_of(operator: Any) -> Callable[..., Any]:
-    """Return what calls an operator in less of the host's time than its object."""
+    """Return a callable of an operator that takes less CPU time than its object."""
     known = _bindings.get(operator)
     return getattr(operator, "_op", operator) if known is None else known
 

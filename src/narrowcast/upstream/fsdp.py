@@ -80,7 +80,7 @@ _SHARDED_PARAMETER = entry(
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
-    """Return what FSDP2 gathers together, of all modules.
+    """Return the parameter groups that FSDP2 gathers together, of all modules.
 
     Raises:
         UpstreamError: this release keeps them elsewhere.

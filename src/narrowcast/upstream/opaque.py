@@ -20,7 +20,7 @@ _API = entry("torch._library.opaque_object", follows=_FILE, without=_EAGER)
 
 
 def _either(new: str, old: str, follows: str, fallback: Any, renamed_in: str, until: str) -> tuple[Any, bool]:
-    """Return what has one of two names, and whether it is the newer; the old one warns where both are there."""
+    """Return the object under one of two names, and whether it is the newer; the old one warns if both exist."""
     found = private(new, follows=follows, without=f"{old} is used", fallback=None, tried=f"{renamed_in}-2.15")
     if found is not None:
         entry(old, follows=follows, without=f"{new} is used", falls_back=True, tried=f"2.11-{until}")

@@ -107,7 +107,7 @@ def private(
 
 
 def needed(value: Any) -> Any:
-    """Return what :func:`private` returned, or raise its error at once: for what the import cannot do without."""
+    """Return the result of :func:`private`, or raise its error at once: for names that the import requires."""
     if isinstance(value, Absent):
         value()
     return value

@@ -117,7 +117,7 @@ def _past(run: Any, between: tuple[Any, ...], kernel: Any) -> Start | None:
 
 
 def _handed_on(run: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Return what a launcher hands to the function in C for these arguments.
+    """Return the arguments that a launcher passes to its C function.
 
     Raises:
         _NotAStandIn: it calls that function another number of times, by keyword, or reads what 3.6 to 3.9 do not read.
@@ -157,7 +157,7 @@ _TABLE, _WRITTEN, _LAUNCH = map(
 
 
 def node_of(kernel: Any, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return what identifies a kernel and its arguments that are no tensors in a graph."""
+    """Return the identity of a kernel and its non-tensor arguments in a graph."""
     table = _TABLE.take()
     return {
         "kernel_idx": table.add_kernel(kernel),

@@ -59,7 +59,7 @@ def write_csv(results: Sequence[Result], path: Path, machine: dict[str, str]) ->
 
 
 def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], Result]:
-    """Return what was measured before on this machine and with these versions, by work, contender and mode."""
+    """Return earlier results of this machine and these versions, by work, contender and mode."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:

@@ -12,7 +12,7 @@ GIGA = 1e9
 
 
 def title(result: Estimate, gpu: str) -> str:
-    """Return what was planned, in a line."""
+    """Return a one-line title of the plan."""
     layout = result.layout
     return (
         f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} microbatches of "

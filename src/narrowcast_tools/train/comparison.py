@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def unit(self) -> str:
-        """What a token is called."""
+        """The name of a token."""
         return self.shared["data"].get("unit", "byte")
 
 

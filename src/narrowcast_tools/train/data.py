@@ -192,7 +192,7 @@ class _Reader:
         return texts
 
     def left_out(self) -> str:
-        """Return what was not read, such as `skipped 2 binary, 1 hidden`."""
+        """Return a note on skipped files, such as `skipped 2 binary, 1 hidden`."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._counts.items()))
         return "; ".join(part for part in (f"skipped {counted or 'nothing'}", self._end) if part)
 

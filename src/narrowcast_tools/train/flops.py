@@ -35,7 +35,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 def peak_flops(device: str) -> float | None:
-    """Return what the device reaches at most in dense bfloat16 per second; None where `PEAK_TFLOPS` has no entry."""
+    """Return the device's peak in dense bfloat16 per second; None without an entry in `PEAK_TFLOPS`."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     if " MIG " in name:  # a slice of one
         return None

@@ -26,7 +26,7 @@ def cpu_model() -> str:
 
 
 def describe(device: str) -> dict[str, str | int]:
-    """Return what a table of measurements must name."""
+    """Return the facts that a table of measurements must name."""
     facts: dict[str, str | int] = {
         "cpu": cpu_model(),
         "cores": os.cpu_count() or 1,

@@ -52,7 +52,7 @@ def find_preset(name: str) -> TrainConfig:
 
 
 def presets_table() -> Table:
-    """Return what each preset sets, as a table for rich."""
+    """Return the settings of each preset, as a table for rich."""
     table = Table(title="presets: what --preset sets, and options override", title_justify="left")
     table.add_column("")
     for name in PRESETS:

@@ -18,7 +18,7 @@ def describe_run(config: TrainConfig, corpus: Corpus, ranks: int) -> dict:
 
 
 def environment(ranks: int) -> dict[str, str | int]:
-    """Return what may change the last bit of a sum although no setting changed."""
+    """Return the facts that may change the last bit of a sum although no setting changed."""
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processes": ranks}
 
 

@@ -117,7 +117,7 @@ class BasicLinear(LinearLayer, BasicOperation):
 
     @property
     def tensor_parallel_mode(self) -> str | None:
-        """How the layer is split; None also for a group of one process."""
+        """The split of the layer; None also for a group of one process."""
         return self.parallel.mode
 
     def _leave_sum(self) -> None:

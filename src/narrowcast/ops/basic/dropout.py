@@ -39,7 +39,7 @@ class Dropout(BasicOperation):
     def implementation(
         self, training: bool, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Literal["identity", "mask"]:
-        """Return what runs for a tensor: "identity", which saves nothing, or "mask".
+        """Return the implementation for a tensor: "identity", which saves nothing, or "mask".
 
         The one place that decides: forward and backward ask here, or store what was said.
         """

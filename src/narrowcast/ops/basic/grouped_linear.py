@@ -105,7 +105,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return self.num_gemms
 
     def extra_repr(self) -> str:
@@ -248,7 +248,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         covered: bool,
         described: bool = False,
     ) -> tuple[LinearFwdArgs, Groups]:
-        """Return what the GEMMs read besides their operands.
+        """Return the GEMMs' arguments besides their operands.
 
         Args:
             kwargs: of the call, or without plan to look one up.

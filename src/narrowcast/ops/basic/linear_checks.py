@@ -29,7 +29,7 @@ Given = tuple[str, Any, Quantizer | None, Saved]
 def kept_directions(
     override: str | None, input_requires_grad: bool, weight_requires_grad: bool
 ) -> tuple[Saved, Saved]:
-    """Return what the backward reads of the input and of the weight.
+    """Return the directions of input and weight that the backward reads.
 
     Raises:
         ValueError: another override.

@@ -265,7 +265,7 @@ def _saved_columnwise(tensor: Any, quantizer: Quantizer | None, quantized: bool)
 
 
 def _as_tensor(saved: SavedOperand, given: Any, kept: Saved) -> TensorOrQuantized | None:
-    """Return what was saved of an operand, as one object; a storage tells the operand's whole shape."""
+    """Return a saved operand as one object; a storage knows the operand's full shape."""
     if not saved.tensors:
         return None
     if saved.quantizer is None or not (kept.rowwise or kept.columnwise):
