@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -66,10 +68,9 @@ def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 Args:
     rows, columns: sizes of
-        the input; tp_size: ranks; default: one.
-Raises (before any kernel):
-    ValueError: a size
-    below 1. TypeError: another dtype.
+        the input; default: one.
+Raises:
+    ValueError, TypeError: no size.
 
 More.
 """
@@ -77,17 +78,33 @@ More.
 
 Args:
     rows: sizes of
-        the input;
+        the input; default: one.
     columns: sizes of
-        the input;
-    tp_size: ranks; default: one.
-
-The errors below are raised before any kernel.
-
+        the input; default: one.
 Raises:
-    ValueError: a size below 1.
-    TypeError: another dtype.
+    ValueError: no size.
+    TypeError: no size.
 
 More.
 """
     assert docstrings.as_markdown(text).strip() == expected.strip()
+
+
+def docstrings_of(path: Path) -> list[tuple[str, str]]:
+    """Return the docstrings of a file with the names of their classes and functions."""
+    tree = ast.walk(ast.parse(path.read_text()))
+    nodes = [node for node in tree if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    return [(f"{path.name}: {node.name}", text) for node in nodes if (text := ast.get_docstring(node))]
+
+
+def test_sections_have_one_name_a_line() -> None:
+    """griffe takes a line's first name for the parameter or error, and the others for its description."""
+    glued = []
+    for path in (ROOT / "src" / "narrowcast").rglob("*.py"):
+        for name, text in docstrings_of(path):
+            errors = re.findall(r"^Raises.*?:\n((?: +.*\n?)+)", text, re.MULTILINE)
+            if re.search(r"^Raises .*:$", text, re.MULTILINE) or any(
+                re.search(r"[.;] [A-Z]\w*Error: ", section) for section in errors
+            ):
+                glued.append(name)
+    assert not glued, f"write each error on a line of its own: {glued}"

@@ -114,7 +114,8 @@ def define_quantizing(producer: Producer, name: str = "", keep_amax: bool = Fals
     It takes (*inputs, quantizer, *options, seed, scale, amax).
 
     Args:
-        name: of the operator; "": ``<name>_quantize``. keep_amax: return the amax after the buffers, in parts.
+        name: of the operator; "": ``<name>_quantize``.
+        keep_amax: return the amax after the buffers, in parts.
     """
     always_sums, asked_sums = producer.sums == "always", producer.sums == "asked"
     options = {**producer.options, **({"bool column_sums": True} if asked_sums else {})}
