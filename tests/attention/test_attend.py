@@ -12,9 +12,10 @@ import torch
 from covering import covering
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend
 
 import narrowcast as nc
-from narrowcast.attention import sdpa
+from narrowcast.attention import core, sdpa
 from narrowcast.testing import assert_close
 
 HEADS, DIM = 4, 8
@@ -469,3 +470,62 @@ def test_no_query_attends_to_nothing(softmax: str, max_logit: bool) -> None:
     assert out.shape == (2, 0, 16)
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
+def test_sequences_may_have_slopes_of_their_own(qkv_format: str) -> None:
+    lengths, slopes = ([5, 5] if qkv_format == "bshd" else [5, 3]), torch.rand(2, HEADS)
+    q, k, v = (torch.randn(sum(lengths), HEADS, DIM) for _ in range(3))
+    mask = "causal" if qkv_format == "bshd" else "padding_causal"
+    module = nc.DotProductAttention(HEADS, DIM, qkv_format=qkv_format, attn_mask_type=mask)
+    options: dict[str, Any] = {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
+    if qkv_format == "thd":
+        cu = cumulative(lengths)
+        out = module(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, **options)
+    else:
+        out = module(*(x.unflatten(0, (2, 5)) for x in (q, k, v)), **options).flatten(0, 1)
+    parts = zip(*(oracle.split(x, "thd", lengths) for x in (q, k, v)), slopes)
+    expected = [
+        oracle.one_sequence(*part, scale=DIM**-0.5, causal=True, slopes=own)[0] for *part, own in parts
+    ]
+    assert_equal([out], [oracle.join(expected, "thd", q, lengths)])
+
+
+def test_switches_choose_among_pytorch_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[Any] = []
+    run = sdpa.attend
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scores: Any, kernels: Any, causal: bool) -> Tensor:
+        allowed.append(kernels)
+        return run(q, k, v, scores, kernels, causal)
+
+    monkeypatch.setattr(sdpa, "attend", attend)
+    x = torch.randn(2, 5, HEADS, DIM)
+    nc.DotProductAttention(HEADS, DIM, qkv_format="bshd")(x, x, x)
+    monkeypatch.setenv("NARROWCAST_FLASH_ATTN", "0")
+    nc.DotProductAttention(HEADS, DIM, qkv_format="bshd")(x, x, x)
+    assert allowed[0] is None
+    assert SDPBackend.MATH in allowed[1] and SDPBackend.FLASH_ATTENTION not in allowed[1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "bias", "expected"),
+    [
+        ("no_mask", "same", "no_bias", "none"),
+        ("causal", "same", "no_bias", "causal"),
+        ("causal", "same", "post_scale_bias", "pairs"),
+        ("causal_bottom_right", "fewer queries", "no_bias", "pairs"),
+        ("arbitrary", "same", "no_bias", "tensor"),
+        ("padding", "same", "no_bias", "pairs"),
+    ],
+)
+def test_what_the_choice_of_a_backend_sees_of_a_mask(
+    mask: str, lengths: str, bias: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    choose = core.choose_backend
+    monkeypatch.setattr(
+        core, "choose_backend", lambda facts, switches: seen.append(facts) or choose(facts, switches)
+    )
+    Case("bshd", mask, lengths, bias=bias).run()
+    assert {facts.mask for facts in seen} == {expected}

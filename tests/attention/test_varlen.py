@@ -13,7 +13,8 @@ import torch
 from test_attend import DIM, HEADS, assert_equal, cumulative, leaf
 from torch import Tensor
 
-from narrowcast.attention import varlen
+import narrowcast as nc
+from narrowcast.attention import core, varlen
 from narrowcast.attention.masks import mask_rule
 
 
@@ -57,3 +58,14 @@ def test_padding_gets_zeros(mask: str, longest: Any, monkeypatch: pytest.MonkeyP
     theirs = torch.autograd.grad((expected * weight[:7]).sum(), (q, k, v))
     assert_equal([out[:7], *ours], [expected, *theirs])
     assert not out[7:].any() and not any(x[7:].any() for x in ours)
+
+
+def test_the_module_hands_over_packed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=kernel))
+    monkeypatch.setattr(core, "choose_backend", lambda facts, switches: "flash_varlen")
+    q, k, v = (torch.randn(7, HEADS, DIM) for _ in range(3))
+    cu_q, cu_kv = cumulative([3, 4]), cumulative([5, 2])
+    module = nc.DotProductAttention(HEADS, DIM, qkv_format="thd", attn_mask_type="padding")
+    out = module(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
+    expected = kernel(q, k, v, cu_q, cu_kv, 7, 7, scale=DIM**-0.5, window_size=(-1, -1))
+    assert torch.equal(out, expected.flatten(1))
