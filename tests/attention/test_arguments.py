@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import narrowcast as nc
 from narrowcast.attention import standard_slopes
+from narrowcast.attention.masks import mask_rule
 
 ROWS = torch.randn(2, 4, 2, 8)
 CU = torch.tensor([0, 2, 4], dtype=torch.int32)
@@ -164,3 +166,10 @@ def test_slopes_of_the_paper(heads: int) -> None:
     expected = {1: [2**-8], 2: [2**-4, 2**-8], 8: [2.0**-i for i in range(1, 9)]}
     expected[12] = expected[8] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
     torch.testing.assert_close(slopes, torch.tensor(expected[heads]))
+
+
+def test_the_rule_of_a_mask_is_a_value() -> None:
+    rule = mask_rule("causal")
+    assert rule == mask_rule("causal") and hash(rule) == hash(mask_rule("causal"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.bottom_right = True  # type: ignore[misc]
