@@ -404,6 +404,33 @@ def test_nothing_is_kept_and_lists_are_emptied(device: torch.device) -> None:
     assert known() == ["recording"]
 
 
+MADE: list[weakref.ref[Tensor]] = []
+ALIVE: list[list[bool]] = []
+
+
+@torch.library.custom_op("narrowcast_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    ALIVE.append([made() is not None for made in MADE])
+    y = 2 * x
+    MADE.append(weakref.ref(y))
+    return y
+
+
+def test_a_recording_lets_go_of_what_no_later_line_reads(device: torch.device) -> None:
+    x = torch.randn(4, device=device)
+
+    def stage(x: Tensor) -> Tensor:
+        return twice(twice(twice(x)))
+
+    with torch.no_grad():
+        for _ in range(4):
+            MADE.clear()
+            ALIVE.clear()
+            assert torch.equal(replay_of(stage, [x], ())(x), 8 * x)
+    assert known() == ["recording"]
+    assert ALIVE == [[], [True], [False, True]]
+
+
 def test_an_error_leaves_nothing_behind(device: torch.device) -> None:
     def stage(x: Tensor) -> Tensor:
         if fails:
