@@ -335,10 +335,10 @@ class Layout:
         return _joined(sides[0]), _joined(sides[1])
 
     @property
-    def joins_aligned(self) -> bool:
-        """Whether rows make up the whole only in multiples of 128: blocks, their padding and packed codes end there."""
+    def joined_rows(self) -> int:
+        """Return the number of rows in whose multiples parts make up the whole: blocks and their padding end there."""
         extents = [extent for buffer in self.buffers for extent in buffer.shape if extent.size == "M"]
-        return any(extent.group > 1 or extent.multiple > 1 for extent in extents)
+        return max((extent.group * extent.multiple for extent in extents), default=1)
 
     def describe(
         self, shape: tuple[int, ...], rowwise: bool, columnwise: bool

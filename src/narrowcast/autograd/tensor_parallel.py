@@ -36,8 +36,6 @@ from ..functional.collectives import (
 )
 from ..quantizers import Operand, OperandBuffers
 
-_ALIGNMENT = 128  # rows: blocks, their padding and packed codes end there in every format
-
 MODES = (None, "column", "row")
 
 
@@ -76,7 +74,7 @@ class TensorParallel:
 
     def joins(self, operand: Operand, rows: int) -> bool:
         """Return whether shares of so many rows, quantized, make up the whole."""
-        return operand.joins != ("", "") and not (operand.joins_aligned and rows % _ALIGNMENT)
+        return operand.joins != ("", "") and rows % operand.joined_rows == 0
 
     def share(
         self, x: Tensor, operand: Operand, seed: Tensor | None, scale: Tensor | None, amax: Tensor | None

@@ -98,20 +98,20 @@ class QuantizerValue(opaque.Base):
         """Return whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False
 
-    def _joins(self: Any) -> tuple[bool, tuple[str, str], bool]:
+    def _joins(self: Any) -> tuple[bool, tuple[str, str], int]:
         """Return how rows that several processes quantize join: (by a common amax, ``Layout.joins``,
-        ``joins_aligned``).
+        ``joined_rows``).
 
         Traced code reads this, since it cannot read the ``Layout`` of a quantizer that is a constant of the graph.
         """
         try:
             layout = self._format_layout()
         except NotImplementedError:
-            return False, ("", ""), False
+            return False, ("", ""), 1
         shares = "s" in "".join(layout.joins) and not self._is_delayed()
         if shares and not self._shares_amax:
-            return False, ("", ""), False
-        return shares, ("", "") if self.optimize_for_gemm else layout.joins, layout.joins_aligned
+            return False, ("", ""), 1
+        return shares, ("", "") if self.optimize_for_gemm else layout.joins, layout.joined_rows
 
     def _directions(self) -> list[bool]:
         """Return directions it produces, in order: False for row-wise, True for column-wise."""

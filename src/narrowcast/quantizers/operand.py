@@ -36,7 +36,7 @@ class Operand:
     ``stochastic``: it needs a fresh seed. ``delayed``: it needs scale and amax from state. ``current``: a pass over the
     tensor finds its scale. ``shared``: the quantizer for rows that are split over processes, which reduce their amax;
     None where they need not. ``joins``: how the buffers of such rows make up those of the whole, row-wise and
-    column-wise, "" where they do not; ``joins_aligned``: only parts of a multiple of 128 rows do (see
+    column-wise, "" where they do not; ``joined_rows``: only parts of a multiple of so many rows do (see
     :class:`..formats.Layout`).
     """
 
@@ -50,7 +50,7 @@ class Operand:
     current: bool
     shared: Quantizer | None = None
     joins: tuple[str, str] = ("", "")
-    joins_aligned: bool = False
+    joined_rows: int = 1
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
@@ -68,7 +68,7 @@ class Operand:
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         storage = resolve_storage_class(quantizer._storage_name)
         names = storage.buffer_attributes(rowwise, columnwise)
-        shares, joins, aligned = quantizer._joins()
+        shares, joins, joined_rows = quantizer._joins()
         shared = quantizer.replace(with_amax_reduction=True) if shares else None
         if shared is not None:
             shared._seal()
@@ -83,7 +83,7 @@ class Operand:
             quantizer._is_current(),
             shared,
             joins,
-            aligned,
+            joined_rows,
         )
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
