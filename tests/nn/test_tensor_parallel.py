@@ -28,6 +28,8 @@ BLOCKS = ("mxfp8", "block")
 RECIPES = {
     **RECIPES,
     "powers": nc.recipe.Float8CurrentScaling(use_power_2_scales=True),
+    "square inputs": nc.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+    "square gradients": nc.recipe.Float8BlockScaling(w_block_scaling_dim=1, grad_block_scaling_dim=2),
     "dequantized": nc.recipe.MXFP8BlockScaling(backward_override="dequantized"),
     "high_precision": nc.recipe.MXFP8BlockScaling(backward_override="high_precision"),
 }
@@ -68,6 +70,8 @@ CASES = [
     *[Case(kind, True, 2, name) for kind in SPLIT for name in OVERRIDES],
     *[Case(kind, True, 2, "dequantized", rows=8) for kind in ("column", "norm")],
     Case("mlp", True, 4, "block"),
+    Case("column", True, 2, "square inputs"),
+    Case("row", True, 2, "square gradients"),
     Case("norm", True, 2, "mxfp8", rows=8),
 ]
 COMPILED = [
