@@ -18,6 +18,8 @@ from torch.torch_version import TorchVersion
 
 from .upstream import opaque
 from .upstream.compiler import is_dynamo_loaded
+from .upstream.functionalization import current_mode
+from .upstream.tensors import count_modes
 
 
 def while_tracing(function: Callable[[Any], None]) -> bool:
@@ -164,6 +166,16 @@ def can_return_quantized() -> bool:
 def has_addresses() -> bool:
     """Return whether tensors are memory that has an address: in eager code."""
     return not torch.compiler.is_compiling()
+
+
+def host_values(x: Tensor) -> Any:
+    """Return the values of ``x`` as a list, and refuse the recording of what runs now, which would repeat them.
+
+    No dispatch mode sees ``tolist``.
+    """
+    if count_modes() and hasattr(mode := current_mode(), "refuse"):
+        mode.refuse()
+    return x.tolist()
 
 
 def host_reads(x: Tensor) -> bool:

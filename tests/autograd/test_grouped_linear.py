@@ -10,6 +10,7 @@ import torch
 from recipes import QUANTIZED
 from torch import Tensor
 
+import narrowcast as nc
 from narrowcast.autograd import (
     DelayedScales,
     Groups,
@@ -79,3 +80,20 @@ def test_one_gradient_alone(name: str, wanted: str) -> None:
     if leaves:
         for ours, theirs in zip(torch.autograd.grad(alone.float().square().sum(), leaves), expected):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_stored_weights_are_decoded_for_a_backward_in_high_precision(single: bool) -> None:
+    """Also where a list of operations has saved them as bare storages."""
+    recipe = nc.recipe.Float8CurrentScaling(backward_override="high_precision")
+    with nc.quantized_model_init(recipe=recipe):
+        layer = nc.ops.GroupedLinear(3, 32, 48, device="cpu", dtype=DTYPE, single_grouped_weight=single)
+    model = nc.set_recipe(nc.ops.Sequential(layer), recipe)
+    x, splits = operands()[0], torch.tensor(SIZES)
+    y = model(x, splits)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    weights = [w.detach().dequantize() for w in layer._parts_of("weight")]
+    each = weights[0].unbind(0) if single else weights
+    expected = torch.cat([part @ w for part, w in zip(dy.split(SIZES), each)])
+    assert x.grad is not None and torch.equal(x.grad, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -169,6 +170,80 @@ def test_main_grads_are_accumulated(device: torch.device, monkeypatch: pytest.Mo
 
 def accumulating_linear(**options: Any) -> nn.Module:
     return nc.Linear(64, 48, bias=False, fuse_wgrad_accumulation=True, **options)
+
+
+SPLITS = ([8, 0, 3], [1, 9, 2], [12, 0, 0], [2, 2, 2])
+
+
+def train_groups(layer: Any, device: torch.device) -> list[Tensor]:
+    """Outputs and gradients of steps whose splits differ, on the device; weights lie apart in the last one."""
+    results, weights = [], [w for name, w in layer.named_parameters() if name.startswith("weight")]
+    for w in weights:
+        w.main_grad = torch.zeros(w.shape, device=device)
+    for at, sizes in enumerate(SPLITS):
+        if at == 3:
+            for w in weights:
+                w.data = w.data.clone()
+        torch.manual_seed(at)
+        x = torch.randn(12, 32, dtype=torch.bfloat16, device=device, requires_grad=True)
+        out = layer(x, torch.tensor(sizes, device=device))
+        out.backward(torch.randn_like(out))
+        results += [out.detach(), x.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]
+        layer.zero_grad()
+    return [*results, *[w.main_grad for w in weights], *[buffer.clone() for buffer in layer.buffers()]]
+
+
+def grouped_layer(**options: Any) -> nn.Module:
+    return nc.GroupedLinear(3, 32, 16, **options)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
+def test_splits_that_the_host_reads_are_read_again(
+    recipe: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No dispatch mode sees how they are read; a recording would repeat the groups of its own call."""
+    with monkeypatch.context() as off:
+        off.setattr(replay, "ENABLED", False)
+        expected = train_groups(built(grouped_layer, QUANTIZED[recipe], device), device)
+    assert_equal(train_groups(built(grouped_layer, QUANTIZED[recipe], device), device), expected)
+    if device.type == "cpu" or recipe == "mxfp8":  # no grouped GEMM of its own
+        kinds = [kind for kind, key in zip(known(), replay._known) if "linear" in key[0].__name__]
+        assert kinds.count("stage") >= 2 and "recording" not in kinds
+
+
+@pytest.mark.parametrize(
+    "recipe, options",
+    [
+        ("current", {}),
+        ("delayed", {"fuse_wgrad_accumulation": True, "bias": False}),
+    ],
+)
+def test_groups_whose_splits_stay_on_the_device_are_replayed(
+    recipe: str, options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels of a GPU; without one these are interpreted."""
+    if device.type == "cpu":
+        kernels = pytest.importorskip("narrowcast.kernels")
+        if not AVAILABLE:
+            pytest.skip("Triton is missing")
+        for room in ("quantize", "grouped_quantize", "numerics"):
+            monkeypatch.setattr(
+                sys.modules[f"narrowcast.functional.{room}"], "numerics_for", lambda x: kernels
+            )
+        gemm = sys.modules["narrowcast.functional.grouped_gemm"]
+        native = gemm._multiply_native
+        monkeypatch.setattr(gemm, "_multiply_each", lambda *given: native(*given[:-1]))
+        monkeypatch.setattr(sys.modules["narrowcast.layers.grouped_layer"], "host_reads", lambda x: False)
+
+    def make(**place: Any) -> nn.Module:
+        return grouped_layer(**options, **place)
+
+    with monkeypatch.context() as off:
+        off.setattr(replay, "ENABLED", False)
+        expected = train_groups(built(make, QUANTIZED[recipe], device), device)
+    assert_equal(train_groups(built(make, QUANTIZED[recipe], device), device), expected)
+    kinds = [kind for kind, key in zip(known(), replay._known) if "linear" in key[0].__name__]
+    assert kinds.count("recording") >= 2 and "stage" not in kinds
 
 
 def test_threads_with_two_recipes(device: torch.device) -> None:

@@ -110,8 +110,14 @@ class LinearBwdArgs:
             return None
         saved = inputs, inp is None, weight is None, weight is plan.weight.quantizer, self.transpose_weight
         dtypes = self.dtype, self.bias_dtype, self.weight_dtype
-        values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, wgrad.dummy
-        return values, [self.amax_bwd, wgrad.main_grad]
+        into, dummy = wgrad.main_grad, wgrad.dummy
+        if isinstance(into, list):
+            return (plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, *dummy), [
+                self.amax_bwd,
+                *into,
+            ]
+        values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, dummy
+        return values, [self.amax_bwd, into]
 
     @property
     def backward_override(self) -> str | None:

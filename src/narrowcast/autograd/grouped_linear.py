@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._tracing import can_overwrite, release
+from ..functional import replay_of
 from ..quantizers import Operand, Quantizer
 from ..tensors import grouped_layout
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_forward
-from .groups import GroupedRows, Groups, biases_of_rows
+from .groups import GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
 
 
@@ -32,10 +33,10 @@ def grouped_forward(
         x, splits, weights, biases: as of :func:`grouped_linear`.
         bias_scales: (T,) to multiply each row's bias with, or None.
     """
-    grouped, added = GroupedRows(groups, splits, x.dtype, weights[0].dtype), biases
-    if bias_scales is not None:
-        added = []
-    out, saved_input, saved_weight = linear_forward(weights, x, added, args, grouped)
+    grouped, weights = GroupedRows(groups, splits, x.dtype, weights[0].dtype), [*weights]
+    added = [*biases] if bias_scales is None else []
+    forward = replay_of(linear_forward, [x, *weights, *added], (args, grouped, Places(weights)), len(added))
+    out, saved_input, saved_weight = forward(weights, x, added, args, grouped)
     if bias_scales is not None:
         scaled = biases_of_rows(biases, splits, x.shape[0]).float() * bias_scales.reshape(-1, 1).float()
         out = (out.float() + scaled).to(out.dtype)
@@ -115,7 +116,10 @@ def grouped_backward(
     inp, weight = saved[:count], saved[count:]
     release(saved)  # what is done with is let go of by the stage
     grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales)
-    wgrad, dgrad, grad_bias = linear_backward(args, dy, inp, weight, scale_bwd, grouped)
+    places = Places(weight[: groups.count if groups.split_weights else 1])
+    backward = replay_of(linear_backward, [dy, scale_bwd, *inp, *weight], (args, grouped, places), len(inp))
+    del places
+    wgrad, dgrad, grad_bias = backward(args, dy, inp, weight, scale_bwd, grouped)
     if dgrad is not None:
         dgrad = _delivered(dgrad, groups.dgrad_out)
     grads = wgrad if isinstance(wgrad, list) else _per_parameter(wgrad, groups.count, groups.split_weights)

@@ -7,12 +7,15 @@ its own would quantize it; the splits, how many rows each group has, are a tenso
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._tracing import PLAIN
 from ..functional import (
+    are_adjacent,
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
@@ -60,6 +63,12 @@ class GroupedRows:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_scales: Tensor | None = None
+
+    def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+        """Return the values and tensors of the groups that determine what a stage does."""
+        groups = self.groups
+        sizes = groups.count, groups.out_features, groups.in_features
+        return (sizes, groups.covered, self.dtype, self.weight_dtype), [self.splits, self.bias_scales]
 
     def quantize(
         self, x: Tensor, operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
@@ -124,13 +133,26 @@ class GroupedRows:
             x = grouped_dequantize(inp, quantizer, layout, self.splits, args.dtype, shape)
         return x.to(args.dtype)
 
-    def decoded_weights(self, args: LinearBwdArgs, weights: list[Tensor]) -> list[Tensor]:
+    def decoded_weights(self, args: LinearBwdArgs, weights: list[Any]) -> list[Tensor]:
         """Return the weights in high precision from what was saved of them."""
         quantizer = args.saved_weight[1]
-        if quantizer is None:
-            return weights
+        if quantizer is None:  # a list of operations saves quantized parameters as bare storages
+            return [weight if isinstance(weight, Tensor) else weight.dequantize() for weight in weights]
         layout, shape = grouped_layout(args.plan.weight.storage_name), [self.groups.count, *args.shape]
         return [grouped_dequantize(weights, quantizer, layout, None, self.weight_dtype, shape)]
+
+
+class Places(NamedTuple):
+    """Where weights are in memory: operators read them in place if one follows the other, and gather them if not."""
+
+    weights: list[Tensor]
+
+    def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+        """Return the values that determine how operators read them; None for tensors without memory of their own."""
+        count = len(self.weights)
+        if not frozenset(PLAIN).issuperset(map(type, self.weights)):
+            return None
+        return (count, count > 1 and are_adjacent(self.weights)), []
 
 
 def quantize_weights(

@@ -29,6 +29,7 @@ from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
 from .grouped_quantize import (
+    are_adjacent,
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_keeping_amax,
@@ -78,6 +79,7 @@ __all__ = [
     "act_quantize",
     "adam_",
     "amax_to_share",
+    "are_adjacent",
     "are_unchanged",
     "calibrate_",
     "columns_at_once",

@@ -379,17 +379,21 @@ def stack(tensors: list[Tensor]) -> Tensor:
     first = tensors[0]
     if len(tensors) == 1:
         return first if first.dim() == 3 else first.unsqueeze(0)
-    size = first.numel()
-    place, start = first.untyped_storage().data_ptr(), first.storage_offset()
-    adjacent = all(
+    if not are_adjacent(tensors):
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def are_adjacent(tensors: list[Tensor]) -> bool:
+    """Whether equal tensors lie one after the other in memory."""
+    first = tensors[0]
+    size, place, start = first.numel(), first.untyped_storage().data_ptr(), first.storage_offset()
+    return all(
         tensor.is_contiguous()
         and tensor.untyped_storage().data_ptr() == place
         and tensor.storage_offset() == start + index * size
         for index, tensor in enumerate(tensors)
     )
-    if not adjacent:
-        return torch.stack(tensors)
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
 def _stacked_shape(weights: list[Tensor]) -> tuple[int, ...]:

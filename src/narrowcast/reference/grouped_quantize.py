@@ -7,6 +7,7 @@ contracts over a group's rows, so there each group starts at a multiple of an al
 import torch
 from torch import Tensor
 
+from .._tracing import host_values
 from ..formats import FLT_MAX, ElementFormat, round_up
 from . import reduction, scaling
 from .float8 import quantize as quantize_tensor
@@ -164,7 +165,7 @@ def extents(splits: Tensor, rows: int, alignment: int) -> tuple[list[int], list[
     starts: list[int] = []
     padded_starts: list[int] = []
     start = padded_start = 0
-    for size in splits.tolist():
+    for size in host_values(splits):
         starts.append(min(start, rows))
         sizes.append(max(min(size, rows - start), 0))
         padded_starts.append(padded_start)
