@@ -53,7 +53,7 @@ _GRADIENT = Producer(
     like=0,
     source=_gradient_source,
     shape=lambda logits, *_: tuple(logits.shape),
-    sums=True,
+    sums="asked",
 )
 
 cross_entropy_gradient = define_plain(_GRADIENT)
