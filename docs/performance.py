@@ -399,9 +399,9 @@ def picture(name: str, alternative: str) -> list[str]:
 
 HEAD = """# Performance
 
-Times of a step, measured on H200s, beside bf16 and torchao. Times are relative to bf16: lower is better, and below
-1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one; [What is measured](benchmarks.md) describes the
-timing.
+Times of a step, measured on H200s unless a table names another GPU, beside bf16 and torchao. Times are relative to
+bf16: lower is better, and below 1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one;
+[What is measured](benchmarks.md) describes the timing.
 
 `docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU,
 versions, day and command are below it.
@@ -415,6 +415,24 @@ CPU time is included. `policy="auto"` measures this on your GPU, and keeps bf16 
 
 | tokens × in → out | bf16, ms | time relative to bf16 |
 | --- | ---: | ---: |"""
+
+ACCOUNTED = ("bf16", "delayed")
+ACCOUNT_HEAD = """## Where does the time of a training step go?
+
+**GEMMs are {3:.2f} of the step under delayed scaling.** A 1B Llama of 16 layers, 8192 tokens, AdamW, compiled and
+replayed as a CUDA graph, takes {0:.1f} ms in bf16 and {1:.1f} ms under delayed scaling, {2:.2f} of bf16's time.
+
+| kernels | bf16, ms | delayed, ms | delayed: floor over time |
+| --- | ---: | ---: | ---: |"""
+ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and delayed scaling](assets/account.png)
+
+Reproduce on one H100: `narrowcast bench account --model 1b --recipes delayed --out account`
+
+- The floor is the least time that operations or bytes take on this GPU; [What is measured](benchmarks.md) has the
+  rules. Norms pass placeholders for absent tensors, so their floor is too high.
+- Under a recipe, casts include the norms and activations that are fused into them.
+- Attention is the largest group that no recipe makes faster.
+"""
 
 KERNELS = """## How close are the kernels to a copy?
 
@@ -447,6 +465,31 @@ def sizes() -> list[str]:
     return [*lines, "", run_of(rows, SIZES["file"]), "", reproduce, ""]
 
 
+def account() -> list[str]:
+    """Return the section of a step's kernels by group, as lines of Markdown.
+
+    Raises:
+        ValueError: the rows come from several runs.
+    """
+    rows = rows_of("account.csv")
+    runs = {tuple(row[column] for column in ("device", "torch", "narrowcast", "date")) for row in rows}
+    if len(runs) != 1:
+        raise ValueError("rows of account.csv come from several runs")
+    device, torch, narrowcast, date = runs.pop()
+    plain, quantized = ({row["group"]: row for row in rows if row["contender"] == name} for name in ACCOUNTED)
+    step = [float(next(iter(group.values()))["step_ms"]) for group in (plain, quantized)]
+    gemms = sum(float(row["ms"]) for name, row in quantized.items() if name.startswith("GEMM"))
+    lines = [ACCOUNT_HEAD.format(step[0], step[1], step[1] / step[0], gemms / step[1])]
+    for name in dict.fromkeys([*plain, *quantized]):
+        times = [f"{float(group[name]['ms']):.1f}" if name in group else "" for group in (plain, quantized)]
+        share = quantized.get(name, {}).get("share_of_floor", "")
+        lines.append(f"| {name} | {times[0]} | {times[1]} | {f'{float(share):.2f}' if share else ''} |")
+    run = (
+        f"{device}, PyTorch {torch}, narrowcast {narrowcast}, {date}. Rows: `benchmarks/results/account.csv`."
+    )
+    return [*lines, "", run, "", ACCOUNT_NOTES]
+
+
 def page() -> str:
     """Return ``docs/performance.md``."""
     lines = [HEAD]
@@ -457,7 +500,7 @@ def page() -> str:
             lines += [*picture(section.key, f"{SHORT[section.key]}: time relative to bf16"), ""]
         lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]
         lines += [*(f"- {note}" for note in section.notes), ""]
-    return "\n".join([*lines, *sizes(), KERNELS])
+    return "\n".join([*lines, *account(), *sizes(), KERNELS])
 
 
 def break_even() -> str:
