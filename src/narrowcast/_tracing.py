@@ -91,7 +91,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
 
 
-# What torch.func differentiates says in a graph that it requires no gradient (seen on 2.11 and 2.13, not on 2.15).
+# In a graph, tensors under torch.func report requires_grad=False (seen on 2.11 and 2.13, not on 2.15).
 _HIDES_GRADIENTS = TorchVersion(torch.__version__) < "2.15"
 
 

@@ -250,7 +250,7 @@ class _Offload:
         if self.hooks is not None:
             self.hooks.__exit__(*exception)
             self.hooks = None
-        if exception and exception[0] is not None:  # the layer failed: the next forward begins anew
+        if exception and exception[0] is not None:  # the layer failed: the next forward starts again
             self.synchronised, self.forward = True, _Forward()
 
     def synchronise(self, output: Any) -> Any:

@@ -24,8 +24,8 @@ from .layers.policies import POLICIES, Shapes
 from .nn import Linear
 from .recipe import Recipe, recipes_to_json
 
-SECONDS, ROUNDS = 0.02, 8  # of a round, of each of the two
-GAIN = 0.97  # of the time in high precision, at most: what is nearer differs from run to run, and no choice shall lose
+SECONDS, ROUNDS = 0.02, 8  # seconds of a round, for each of the two
+GAIN = 0.97  # largest accepted share of the high-precision time: closer results vary between runs
 
 
 class Timing(NamedTuple):
@@ -135,7 +135,7 @@ def measure(
         first_ms = max([_milliseconds(step, 3) for step in steps for _ in range(2)][1::2])
         count = min(max(int(SECONDS * 1e3 / first_ms), 3), 100)
         times: list[list[float]] = [[], []]
-        # Who begins after a pause finds a cooler GPU: each does as often as the other.
+        # The first one after a pause has a cooler GPU, so both start equally often.
         for turn in range(ROUNDS):
             for which in (0, 1) if turn % 2 else (1, 0):
                 times[which].append(_milliseconds(steps[which], count))

@@ -62,7 +62,7 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
-        # of each sequence, in the order of the batch
+        # the pages of each sequence, in batch order
         self.pages: OrderedDict[Hashable, list[int]] = OrderedDict()
 
     def clear(self, pages: list[int]) -> None:

@@ -57,7 +57,7 @@ def attend(
         _GradientOfTokens.apply(x, valid[0]) for x, valid in ((q, valid_q), (k, valid_kv), (v, valid_kv))
     ]
     counts = [x.shape[0] if bound is None else bound for x, bound in zip((q, k), longest)]
-    # 2.11 computes groups of heads without being told
+    # 2.11 supports grouped heads without a flag
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     given: Any = (*operands, *cu_seqlens, *counts)
     out: Any = varlen_attn(*given, scale=scale, window_size=rule.window, **grouped)

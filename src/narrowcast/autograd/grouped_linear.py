@@ -114,7 +114,7 @@ def grouped_backward(
     """
     count = args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
-    release(saved)  # what is done with is let go of by the stage
+    release(saved)  # the stage frees each tensor after its last use
     grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales)
     places = Places(weight[: groups.count if groups.split_weights else 1])
     backward = replay_of(linear_backward, [dy, scale_bwd, *inp, *weight], (args, grouped, places), len(inp))

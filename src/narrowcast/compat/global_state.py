@@ -122,7 +122,7 @@ class FP8GlobalStateManager(metaclass=_Named):
             return False
         outermost = entered[0]
         first = outermost.__dict__.get("first_module_asked")
-        # an entry is told from the next one of the same instance by what it found
+        # the previous state distinguishes two entries of one instance
         outermost.__dict__["first_module_asked"] = outermost.previous
         return first is not outermost.previous
 

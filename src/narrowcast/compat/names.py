@@ -322,5 +322,5 @@ MODULES: dict[str, Names] = {
     "pytorch.utils": {**_DEVICE, **_GLU, **_of(dtypes, "canonicalize_dtype")},
 }
 
-# of the C++ extension, whose functions work on raw buffers: only what people take from it for its layers
+# the C++ extension works on raw buffers: only the names that users of its layers import
 EXTENSION_NAMES: Names = {"DType": DType}

@@ -339,7 +339,7 @@ def _padding(recipe: Recipe, one: Decision, weight: Weight) -> float:
     return rows * columns / (weight.rows * weight.columns) - 1.0
 
 
-_TOKENS = 4096  # what is saved per token is told for many: scales of blocks have their share then
+_TOKENS = 4096  # averages the saved bytes per token, so that block scales count
 
 
 def _expected_bytes(one: Decision, weight: Weight) -> tuple[int, float, float]:

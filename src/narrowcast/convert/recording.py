@@ -137,7 +137,7 @@ class Recorder(OperatorMode):
         for weight in weights:
             self._weights.setdefault(weight.size, []).append(weight)
         self._calls, self._inlined = list[_Call](), 0
-        self._seen: dict[int, _Buffers] = {}  # by where their memory lies; the last that lay there
+        self._seen: dict[int, _Buffers] = {}  # by address; the last buffers at each
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -27,7 +27,7 @@ def stored_quantizer(recipe: Recipe, name: str) -> Quantizer:
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.
     """
-    quantizer = weight_quantizer(recipe, name, "linear")  # of nn.Linear alone
+    quantizer = weight_quantizer(recipe, name, "linear")  # only nn.Linear stores weights
     if quantizer._format_layout().native not in _SYMMETRIC:
         raise ValueError(
             f"weights='stored' keeps one copy for both directions, and {type(recipe).__name__} quantizes them "

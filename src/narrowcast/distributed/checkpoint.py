@@ -56,7 +56,7 @@ def save_checkpoint(
     target, state = Path(path), _state(model, optimizer, extra or {})
     writing = target.with_name(target.name + ".writing")
     if _is_first(group):
-        shutil.rmtree(writing, ignore_errors=True)  # of a save that died
+        shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted save
     if several:
         torch.distributed.barrier(group)
     options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group}

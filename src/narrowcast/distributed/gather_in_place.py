@@ -34,7 +34,7 @@ class GatherInPlace:
         self._last: int | None = None  # first place of the block that this forward gathered last
         self._ready: tuple[int, Any] | None = None  # first place of a block whose memory is taken; since when
         self._begun = False
-        self._stream: Any = None  # of the model, on a GPU
+        self._stream: Any = None  # the model's stream, on a GPU
 
     def __deepcopy__(self, memo: Any) -> GatherInPlace:
         """Return itself: compiled code guards a copy of what a sharded weight holds."""

@@ -34,7 +34,7 @@ class GradientExchange:
         self._accumulates = self._leaves = False
         # in the backward of this forward, and of the one before
         self._reductions = self._reductions_before = 0
-        self._contents = Contents()  # of the next buffer
+        self._contents = Contents()  # contents of the next buffer
 
     def begin(self, reduces: bool) -> None:
         """A forward begins; ``reduces``: its backward does. Ranks do alike, whichever have gradients by then."""
@@ -102,7 +102,7 @@ def _exchanged(
     if small:
         cat_chunks([gradients[index] for index in small], 0, ranks, out=rows)
         sent.append((*_send(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
-    for works, own, others, part in sent:  # what came is summed while the next is on its way
+    for works, own, others, part in sent:  # sum received rows while the next are in transit
         for work in works:
             work.wait()
         yield own, others, part

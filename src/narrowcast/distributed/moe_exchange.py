@@ -156,7 +156,7 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
     # the rows of each rank for the first expert, its padding, those for the second one and so on, then what is left
     chunks = torch.cat([received, padding.unsqueeze(0)]).t().reshape(-1)
     first = F.pad(F.pad(starts, (0, 0, 0, 1), value=-1).t().reshape(-1), (0, 1), value=-1)
-    # A running sum lies in memory; of a view of what does not, Inductor (PyTorch 2.11) cannot search.
+    # A running sum is in memory; Inductor (PyTorch 2.11) cannot search a view of a tensor that is not.
     ends = chunks.cumsum(0)
     row = torch.arange(rows, device=received.device)
     chunk = torch.searchsorted(ends, row, right=True)

@@ -215,8 +215,8 @@ class _Chosen:
         self.recompute = True
         self.rows: list[ShardedParameter] = []
         self.scaled: list[ScaledWeight] = []
-        self.quantizers: dict[Any, Any] = {}  # of gathered tensors, by value
-        self.placed: list[WeightGather] = []  # of weights whose codes always arrive in the same memory
+        self.quantizers: dict[Any, Any] = {}  # quantizers of gathered tensors, by value
+        self.placed: list[WeightGather] = []  # gathers whose codes always use the same memory
 
     def wrap(self) -> None:
         """Put shards that are gathered quantized in the place of the weights that can be."""
@@ -427,7 +427,7 @@ def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> No
     if renews or any(gather.written for gather in gathers):
         reshard(model)
     for gather in gathers:
-        if not gather.has_scale:  # of the others WeightScales takes note
+        if not gather.has_scale:  # WeightScales notes the others
             gather.written = False
 
 

@@ -59,14 +59,14 @@ class WeightGather:
     ) -> None:
         self.encoder, self.quantizer, self.per_tensor = encoder, quantizer, per_tensor
         self.backward_encoder, self.members = backward_encoder, members
-        self.makes_columns = False  # of what arrived, for a layer whose backward does not
+        self.makes_columns = False  # transposes the gathered codes, for a layer whose backward does not
         self.scale: Tensor | None = None
         self.amax: Tensor | None = None
         self.kept: Tensor | None = None
         self.is_renewed = False  # the scale comes from delayed scaling, which renews it
         self.written = False  # since the scale was taken
-        self.columns_arrived = False  # what was gathered last is column-wise
-        self.keeps = False  # of the forward that runs, for its backward: what this rank gave
+        self.columns_arrived = False  # the last gather was column-wise
+        self.keeps = False  # keep this rank's sent codes from the current forward for its backward
         self.given: Any = None
         self.in_place: Any = None  # a ``GatherInPlace``
 
@@ -168,7 +168,7 @@ class ShardedWeight(Tensor):
         weights: list[ShardedWeight] = []
         plain = [_plain(argument, weights) for argument in args]
         result = func(*plain, **{name: _plain(value, weights) for name, value in (kwargs or {}).items()})
-        if schema_of(func).is_mutable:  # of lists in place there is no result
+        if schema_of(func).is_mutable:  # in-place list operators return nothing
             given = {**dict(zip([a.name for a in schema_of(func).arguments], args)), **(kwargs or {})}
             for argument in schema_of(func).arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -201,7 +201,7 @@ class ShardedWeight(Tensor):
             return given_before
         columnwise = gather.backward_encoder is not None and in_backward
         buffers = gather.encode(self._shard, mp_policy.param_dtype or self._shard.dtype, columnwise)
-        # FSDP2 hands only the first of several over where there is nobody to gather from
+        # with one rank, FSDP2 passes on only the first of several tensors
         given = 1 if mesh.size() == 1 else len(buffers) - gather.per_tensor
         result = tuple(buffers[:given]), (columnwise, buffers[given:])
         if gather.keeps and not in_backward:
@@ -244,7 +244,7 @@ class ShardedWeight(Tensor):
         elif columnwise:
             rows, columns = whole[:2], whole[2:]
             overwrite_unseen(columns, [*all_gather_outputs, *kept])
-            for buffer in rows:  # they hold columns; whoever reads them is to fail
+            for buffer in rows:  # they hold columns; reading them as rows must fail
                 buffer.untyped_storage().resize_(0)
         else:
             rows, columns = whole[:2], whole[2:]
@@ -258,7 +258,7 @@ class ShardedWeight(Tensor):
     def _other_direction(self, rowwise: list[Tensor]) -> list[Tensor]:
         """Return column-wise buffers whose memory FSDP2 allocates and frees; a backward fills them."""
         assert self._gather.backward_encoder is not None
-        # the members of a group lie below each other
+        # the members of a group are stacked by rows
         described = self._gather.backward_encoder._describe_buffers((rowwise[0].shape[0], self.shape[-1]))
         buffers = [rowwise[0].new_empty(size, dtype=dtype) for size, dtype in described.values()]
         for buffer in buffers:
@@ -266,7 +266,7 @@ class ShardedWeight(Tensor):
         return buffers
 
 
-# FSDP2 asks for it at every gather of every weight; found out anew, it would cost more than to quantize
+# FSDP2 reads it at every gather of every weight; inspecting it again would cost more than quantizing
 ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     ShardedWeight.fsdp_pre_all_gather
 )

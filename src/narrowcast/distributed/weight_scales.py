@@ -104,10 +104,10 @@ class WeightScales:
         self.weights, self.mesh, self.dtype = weights, mesh, dtype
         self.shards: list[Tensor] = []
         self.delayed = any(weight.delayed for weight in weights)
-        # where all are delayed, their casts find the amax of the shards, which nobody reads before
+        # if all are delayed, the casts compute the shards' amax, which nothing reads earlier
         self.by_casts = all(weight.delayed for weight in weights)
-        self.of_shards: Tensor | None = None  # what the casts have found
-        self.amax: Tensor | None = None  # of the weights, the same on all ranks
+        self.of_shards: Tensor | None = None  # amaxes from the casts
+        self.amax: Tensor | None = None  # amaxes of the weights, the same on all ranks
         self.known = False  # both are of the weights as they are
         self.displaces = False  # the forward that runs has other delayed scales, and no backward
         # delayed scales that the backward of the last forward with one reads, to be handed out again
@@ -161,7 +161,7 @@ class WeightScales:
             largest = self.of_shards
             for weight, shard in zip(self.weights, self.shards):
                 if weight.gather.amax is not None:
-                    # nobody cast it: it stayed gathered after an earlier forward
+                    # no cast ran: it stayed gathered after an earlier forward
                     weight.gather.amax.copy_(torch.stack(torch._foreach_norm(weight.parts(shard), math.inf)))
         else:
             parts = [p for weight, shard in zip(self.weights, self.shards) for p in weight.parts(shard)]

@@ -344,7 +344,7 @@ def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     def rule(mode: Recording, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(arg, QuantizerValue) and not _is_ours(arg) for arg in args):
-            mode.refuse()  # who knows what its code depends on
+            mode.refuse()  # a user's code may depend on anything
         with mode:
             result = implementation(*args, **(kwargs or {}))
             for argument, value in zip(schema_of(op).arguments, args):

@@ -38,7 +38,7 @@ _SCALING = {
     "1x128": [ScalingType.BlockWise1x128.value],
     "128x128": [ScalingType.BlockWise128x128.value],
 }
-# How scaled_mm names scales that lie in tiles, and their dtype; NVFP4 has one of the tensor above those of blocks.
+# scaled_mm's names for tiled scales, and their dtype; NVFP4 has a tensor scale above the block scales.
 _TILED = {
     "1x32": ([ScalingType.BlockWise1x32], torch.float8_e8m0fnu),
     "1x16": ([ScalingType.BlockWise1x16, ScalingType.TensorWise], torch.float8_e4m3fn),
@@ -290,7 +290,7 @@ def _multiply_per_tensor(
     if left.shape[1] % 16 or right.shape[0] % 16:
         # the library takes any number of rows on the left: a ragged batch is not copied
         left, right = _pad_to(left, 1, 16), _pad_to(right, 16, 16)
-    # the older of the library's two entries: F.scaled_mm takes a third more of the host's time to reach the same GEMM
+    # the older of the library's two entries: F.scaled_mm takes a third more CPU time for the same GEMM
     return scaled_mm(
         left,
         right.t(),
@@ -306,7 +306,7 @@ def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) 
     left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
     scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
     recipes = _SCALING[a.scaling], _SCALING[b.scaling]
-    # what F.scaled_mm calls, which takes as much of the host's time again
+    # F.scaled_mm calls this and doubles the CPU time
     return scaled_mm_in_blocks(
         left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype
     )

@@ -97,7 +97,7 @@ def run_now(functions: bool = True) -> Run | None:
     """
     runs = running_checkpoints()
     if functions:
-        # no gradients are recorded in the first run of a function, so no other checkpoint is inside of that
+        # a function's first run records no gradients, so no other checkpoint is inside it
         of_functions = running_functions()
         reruns = [(owner, run) for owner, run in of_functions if run is not None]
         runs = reruns + runs + [(owner, run) for owner, run in of_functions if run is None]

@@ -64,7 +64,7 @@ class Captured:
         (self.under, self.calling), self.keeps_weights = contexts, keeps_weights
         leaves, self.spec = flat(args, kwargs)
         check_leaves(leaves)
-        # of its own: two callables may have been given one sample, and each backward reads the inputs of its forward
+        # own copies: two callables may share a sample, and each backward reads its forward's inputs
         self.leaves = [
             None if x is None else x.detach().clone().requires_grad_(x.requires_grad) for x in leaves
         ]
@@ -85,7 +85,7 @@ class Captured:
         self.replay_backward: Callable[[], None] = _nothing
         self.replay_weights: Callable[[], None] = _nothing
         self.kept_weights: Any = None  # held, for the graph reads them
-        self.weights_note: WeightsNote | None = None  # of what they were made from
+        self.weights_note: WeightsNote | None = None  # note of the weights they were made from
         self.outputs: list[Any] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grads: list[Tensor | None] = []

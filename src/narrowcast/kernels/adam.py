@@ -138,7 +138,7 @@ def _adam_step_kernel(
         g = g + product(w, decay, EMULATE)
     m = product(m, beta1, EMULATE) + product(g, missing1, EMULATE)
     v = product(v, beta2, EMULATE) + product(g * g, missing2, EMULATE)
-    # Of a gradient of zeros, a division would take its slow path; a reciprocal does not.
+    # A division would take its slow path for zero gradients; a reciprocal does not.
     inverse = reciprocal(tl.sqrt_rn(v) + tl.load(factors_ptr + 1), EMULATE)
     change = product(m * inverse, tl.load(factors_ptr), EMULATE)
     if DECAY == 2:

@@ -43,7 +43,7 @@ from .tiles import is_wide, load_tile, store_tile, store_transposed, tile_grid, 
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
-PAIRED_COLUMNS = 64  # of each half, for the gradient of a gated activation
+PAIRED_COLUMNS = 64  # columns of each half, for the gradient of a gated activation
 FLAT_BLOCK = 8192
 AMAX_BLOCK = 8192
 _AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
@@ -422,7 +422,7 @@ def _run_cast(
     tensors = [*operands[:count], *buffers] if scale is None else [*operands[:count], scale, *buffers]
     if amax is not None:
         tensors.append(amax)
-    if sums is not None and sums.numel():  # of an empty source there are none, and nothing to add up
+    if sums is not None and sums.numel():  # an empty source has no sums
         tensors.append(sums)
     launch(tensors)
     return buffers

@@ -27,7 +27,7 @@ WARPS = 4
 _WARPS = gl.constexpr(WARPS)
 _BLOCK = gl.constexpr(FLOAT8_BLOCK)
 _PARTS = gl.constexpr(FLOAT8_BLOCK // PARTIAL_ROWS)
-_ROWS = gl.constexpr(2 * WARPS)  # of a slab: sixteen lanes share a row
+_ROWS = gl.constexpr(2 * WARPS)  # rows of a slab: sixteen lanes share a row
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..upstream.functionalization import FunctionalTensor, functional_mode, state_key
 
 PARTS = 1024  # at most; a cast program reads all of them at once
-CHUNK = 1024  # of a row
+CHUNK = 1024  # elements of a row
 _NAME = "_narrowcast_amax"
 
 
@@ -38,7 +38,7 @@ def kept_amax(x: Tensor) -> Tensor | None:
         return None
     maxima, _ = _made().get(_identity(x), (None, None))
     if maxima is None or x.storage_offset() or not x.is_contiguous():
-        return None  # of as many elements it is the whole tensor
+        return None  # a view with as many elements is the whole tensor
     return in_parts(maxima)
 
 

@@ -11,8 +11,8 @@ from ..formats import cdiv
 from .launch import Launcher, check_device
 
 ROWS = 16
-BLOCK_ROWS = 128  # of the formats with blocks along the rows: no block may lie in two groups
-BYTES = 2048  # of a row, per program
+BLOCK_ROWS = 128  # for formats with blocks along the rows: no block may be in two groups
+BYTES = 2048  # bytes of a row, per program
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

@@ -22,7 +22,7 @@ from .tiles import is_wide, load_rows, store_rows, store_transposed
 
 TILE_ROWS = 64
 TILE_COLUMNS = 256
-BAND_ROWS = 2 * TILE_ROWS  # of one group: a program takes the amax of two tiles
+BAND_ROWS = 2 * TILE_ROWS  # rows of one group: a program takes the amax of two tiles
 AHEAD_BYTES = 12 << 20
 """What is read before the codes of the first group are written; larger groups are not taken."""
 
@@ -153,7 +153,7 @@ def _grouped_current_kernel(
         index = tl.arange(0, GROUPS)
         size, bands = _sizes(splits_ptr, index, 0, T, groups, BAND_ROWS)
         takes_amax, task = _task(number, splits_ptr, index, size, bands, T, groups, ahead, across, BAND_ROWS)
-        if number == 0:  # groups without rows are nobody's task
+        if number == 0:  # groups without rows have no task
             scales = scale_from_amax(tl.zeros([GROUPS], tl.float32), epsilon, FP8_MAX, OVERFLOW, POWER_2)
             inverses = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scales)
             tl.store(scale_inv_ptr + index, inverses, mask=(index < groups) & (bands == 0))

@@ -151,7 +151,7 @@ def _store(
     fence_async_shared()
     if row + HEIGHT <= rows:
         store_tile(out, [start + row, column], staging)
-    else:  # what lies behind is another group's
+    else:  # later rows belong to another group
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
         down = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LAYOUT))
         along = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
@@ -454,7 +454,7 @@ def takes(
         return blocks in (None, (1, FLOAT8_BLOCK)) and _matrix_of(right) is not None
     if blocks is not None and (right_scale.stride(0) != 1 or right_scale.data_ptr() % 16):
         return False
-    # what a step reads beyond a group's end must be zero
+    # rows that a step reads beyond a group's end must be zero
     return blocks in (None, (1, 1)) and alignment % TILE_K == 0
 
 

@@ -177,7 +177,7 @@ class GluonLauncher(Launcher):
     def _compile_and_launch(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
     ) -> Any:
-        try:  # first without the launch, whose errors are none of the language's
+        try:  # first without the launch, whose errors are not the language's
             self.kernel.warmup(*arguments, *constants, grid=grid, num_warps=self.num_warps, **self.options)
         except Exception as error:
             _lose(self.kernel.fn.__module__.rpartition(".")[2], error)
@@ -303,7 +303,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
         kinds += [values[at] % 16 == 0 for at in tensors]
     for at in ints:
         value = values[at]
-        # Numbers that nobody else has: 2 and 3 stand for all of 32 bits that 16 divides or does not.
+        # Numbers that no value has: 2 and 3 stand for 32-bit integers that 16 divides or does not.
         kinds.append(value if value < 2 or value >= 2**31 else 2 + (value % 16 == 0))
     kinds += [(values[at].base.dtype, *values[at].block_shape) for at in descriptors]
     return tuple(kinds), values

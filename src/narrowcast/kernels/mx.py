@@ -137,7 +137,7 @@ def _emit_packed_tile(
     EMULATE: tl.constexpr,
 ):
     MAX_CODE: tl.constexpr = (1 << (BITS - 1)) - 1
-    BYTES: tl.constexpr = BITS // 2  # of four codes
+    BYTES: tl.constexpr = BITS // 2  # bytes of four codes
     m0 = tile_m * 32
     row = tl.arange(0, 8)[:, None] * 4
     column = tl.arange(0, 128)[None, :]
@@ -322,7 +322,7 @@ def _mx_dequantize_packed_kernel(
     if WIDE:
         R = R + r0 * 0  # 64-bit integers
         C = C + c0 * 0
-    BYTES: tl.constexpr = BITS // 2  # of four codes
+    BYTES: tl.constexpr = BITS // 2  # bytes of four codes
     rows_left = tl.minimum(R - r0, 32).to(tl.int32)
     columns_left = tl.minimum(C - c0, 128).to(tl.int32)
     row = tl.arange(0, 32)[:, None]

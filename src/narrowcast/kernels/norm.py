@@ -41,9 +41,9 @@ from .reduction import column_sum, fold_rows
 LANES = 256
 ROWS = 4
 TILE_ROWS = 8
-GRADIENT_ROWS = 8  # of a warp that sums the gradient of gamma
+GRADIENT_ROWS = 8  # rows of a warp that sums the gradient of gamma
 UNROLL = 4  # chunks of a row that are requested at once
-KEPT_CHUNKS = range(9, 17)  # of a row that a warp keeps in registers: with fewer or more of them not measured
+KEPT_CHUNKS = range(9, 17)  # chunks of a row that a warp keeps in registers: fewer or more were not measured
 PROGRAMS = 1024  # at most; a cast program reads the amax partials of all at once
 REREAD_BYTES = 32 * 2**20  # rows in work that are read again should still be in L2
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -117,7 +117,7 @@ def _norm_backward_kernel(
     tl.store(dx_ptr + offsets, dx, mask=inside)
     if AMAX:
         largest = tl.max(tl.where(inside, magnitude(dx, EMULATE), 0.0))
-        tl.store(partials_ptr + tl.program_id(0), tl.maximum(largest, 0.0))  # of nothing but NaN it is NaN
+        tl.store(partials_ptr + tl.program_id(0), tl.maximum(largest, 0.0))  # tl.max of only NaN is NaN
 
 
 @triton.jit

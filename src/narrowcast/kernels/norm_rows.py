@@ -65,7 +65,7 @@ def _load_chunks(
     EMULATE: tl.constexpr,
 ):
     """Return consecutive chunks of the rows at ``base``, summed with the residual, in their dtype."""
-    ONCE: tl.constexpr = "evict_first" if RESIDUAL else ""  # what is read again is their sum
+    ONCE: tl.constexpr = "evict_first" if RESIDUAL else ""  # later passes read the sum
     chunks = ()
     for j in tl.static_range(UNROLL):
         offsets = column + j * column.shape[1]

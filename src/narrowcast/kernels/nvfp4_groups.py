@@ -115,7 +115,7 @@ def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
     ``round_group`` completes it."""
     ys = ()
     for i in tl.static_range(16):
-        # of a subnormal it is rounded, which a multiply-add would leave out
+        # the product of a subnormal is rounded, which a multiply-add would skip
         ys = ys + (product(xs[i], -0.25 if (SIGN_MASK >> i) & 1 else 0.25, EMULATE),)
     ys = butterflies(ys, 8)
     ys = butterflies(ys, 4)

@@ -492,7 +492,7 @@ def load_source(
         mean = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
         y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1, EMULATE)
         if not EVEN:
-            y = tl.where(inside, y, 0.0)  # a shifted zero is none
+            y = tl.where(inside, y, 0.0)  # norm(0) is not 0
         return round_to_dtype(y, DTYPE, EMULATE)
     elif SOURCE == "cross_entropy":
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)

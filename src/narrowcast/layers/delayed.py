@@ -79,7 +79,7 @@ class DelayedLayer(RecipeOwner):
     _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
-    _starts: bool = False  # with first scales, which nobody has looked at since
+    _starts: bool = False  # it has first scales that were not checked for saturation yet
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -349,7 +349,7 @@ class DelayedLayer(RecipeOwner):
                 left_meta |= not moved.is_meta
             else:
                 moved.copy_(tensor)
-        if left_meta:  # to memory that nobody has written to, the weights as well
+        if left_meta:  # to uninitialized memory, the weights as well
             self._start_anew(from_weights=False)
         return self
 

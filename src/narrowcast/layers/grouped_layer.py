@@ -228,7 +228,7 @@ class GroupedLinearLayer(LinearLayer):
             self.register_parameter(name, parameter)
 
     def _takes_rows(self, storage_name: str) -> bool:
-        # the backward transposes groups that lie in common buffers, not those that lie each by itself
+        # the backward transposes groups in common buffers, not groups in separate ones
         self._stored_rowwise = grouped_layout(storage_name) != "split"
         return self._stored_rowwise
 

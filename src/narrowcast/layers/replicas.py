@@ -92,7 +92,7 @@ def _broadcast_codes(module: nn.Module, group: Any, src: int, ignored: Container
             buffer.copy_(sent)
     for parameter in stored.values():
         turns = isinstance(parameter, QuantizedTensor) and parameter._turns()
-        if turns and parameter.get_usages()["columnwise"]:  # made anew, of the rows that came
+        if turns and parameter.get_usages()["columnwise"]:  # made again from the received rows
             parameter.update_usage(columnwise_usage=False)
             parameter.update_usage(columnwise_usage=True)
     return set(stored)

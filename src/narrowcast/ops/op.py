@@ -444,7 +444,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             return super().fuser_forward(basic_op_ctxs, input_, **kwargs)
         check_no_extra_io(self)
         (own,) = kwargs.pop("basic_op_kwargs")
-        kwargs.pop("basic_op_extra_inputs")  # there are none
+        kwargs.pop("basic_op_extra_inputs")  # always empty
         return self.op_forward(basic_op_ctxs[0], input_, **kwargs, **own), [()]
 
     def fuser_forward_compute(

@@ -63,7 +63,7 @@ def _remember_while_tracing(context: Any) -> None:
     recipe, op = traced_local(context, "recipe"), traced_local(context, "op")
     if recipe is not None and op is not None:
         reason = ""
-        # what fails here, traced code meets again, and raises where the user sees it
+        # a failure occurs again in traced code, which raises where the user sees it
         with contextlib.suppress(Exception):
             roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
             plan = _build(recipe, roles)

@@ -143,7 +143,7 @@ def _group(modules: tuple[Any, ...]) -> list[Any]:
             runs.append([module])
     ops_of = [taken_apart(run) if isinstance(run, list) else [] for run in runs]
     given = [[name for op in ops for name in op._output_channels.values()] for ops in ops_of]
-    wanted = [  # what nothing within the run gives
+    wanted = [  # channels without a source within the run
         [name for op in ops for name in op._input_channels.values() if name not in own]
         for ops, own in zip(ops_of, given)
     ]

@@ -118,7 +118,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._step_supports_amp_scaling = (
             True  # to GradScaler: during a step it sets grad_scale and found_inf
         )
-        # Of each parameter and name the scale of what is stored there; not state, for state dicts hold values.
+        # The scale of each parameter's stored state by name; not state, since state dicts hold values.
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "capturable": capturable}
@@ -217,7 +217,7 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             RuntimeError: a sparse gradient, or what making state raises.
         """
-        # no argument of this name: PyTorch's scaler would hand itself over, with a warning, in place of what it found
+        # not a named argument: PyTorch's scaler would pass itself, with a warning, instead of its result
         scaler = scaling.pop("grad_scaler", None)
         if scaling:
             raise TypeError(f"step() got {', '.join(scaling)}; it takes closure and grad_scaler")

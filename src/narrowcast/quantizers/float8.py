@@ -119,7 +119,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:
-        return self._encode_again(numerics, x, scale[:1])  # what was found outside: the amax of all ranks
+        return self._encode_again(numerics, x, scale[:1])  # computed outside: the amax of all ranks
 
     def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
         return numerics.float8.amax(x).expand(2).contiguous()

@@ -184,7 +184,7 @@ class NVFP4Quantizer(AmaxReducing):
     def _encode_scaled(
         self, numerics: ModuleType, x: Tensor, scale: Tensor, amax: Tensor | None
     ) -> list[Tensor]:
-        # what was found outside are the amaxes of the directions, and a seed where rounding is stochastic
+        # computed outside: the directions' amaxes, and a seed if rounding is stochastic
         return reference.nvfp4.quantize(
             x,
             rowwise=self.rowwise_usage,

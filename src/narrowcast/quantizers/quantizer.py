@@ -74,7 +74,7 @@ class Quantizer(Sealable, QuantizerValue):
         super().__init_subclass__(**kwargs)
         cls._identifier = class_identifier(cls)
         CLASSES[cls._identifier] = cls
-        cls._te_compile_value_opaque = False  # of each class itself: a subclass registers for itself
+        cls._te_compile_value_opaque = False  # per class: a subclass registers itself
         # they describe the encoding that they were declared beside; of another nothing is known
         for method, flags in _FLAGS_OF_ENCODING.items():
             for flag in flags if method in cls.__dict__ else ():

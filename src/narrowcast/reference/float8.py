@@ -15,7 +15,7 @@ from .layout import widen
 amax = scaling.amax
 amax_parts = (
     scaling.amax
-)  # what ``quantize_current`` finds out before it encodes: here one number, of kernels several
+)  # the amax that ``quantize_current`` computes before it encodes; kernels return several parts
 
 
 def quantize(

@@ -27,7 +27,7 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
             gradient.
         RuntimeError: an operator's shapes are data, as in grouped layers.
     """
-    # sympy comes with it, which whoever exports has imported
+    # it imports sympy, which an export has already imported
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if not isinstance(program, ExportedProgram):

@@ -161,7 +161,7 @@ def _plain_state(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tenso
     for key, value in model.state_dict(keep_vars=True).items():
         if key in left_out or key.endswith(EXTRA_STATE) or not isinstance(value, Tensor):
             continue
-        if id(value) not in made:  # what is tied stays one tensor
+        if id(value) not in made:  # tied tensors stay one
             plain = value.detach()
             plain = plain.dequantize() if isinstance(plain, QuantizedTensor) else plain
             plain = plain.to(dtype) if dtype is not None and plain.is_floating_point() else plain

@@ -257,7 +257,7 @@ class autocast:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            # built inside: the compiler cannot enter a context manager made outside of what it traces
+            # built inside: the compiler cannot enter a context manager made outside the traced code
             with autocast(enabled, calibrating, recipe, group, graph):
                 return function(*args, **kwargs)
 

@@ -55,7 +55,7 @@ class DelayedState(Protocol):
         ...
 
 
-# "reduced": by the user, at least once; "warned": that nobody does; "saturated": that a first step was
+# "reduced": the user did, at least once; "warned": of no reduction; "saturated": of a first step
 _SAID: set[str] = set()
 
 

@@ -405,7 +405,7 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *bounds: Any) -> Te
     first, last, step = [*bounds, *(None, None, 1)[len(bounds) :]]
     first, last, _ = slice(first, last).indices(tensor.shape[dim])
     if tensor._is_shard and (dim, first, last, step) == (0, 0, tensor.shape[0], 1):
-        return tensor._like(lambda buffer: buffer)  # FSDP2 cuts padding away, of which equal shards have none
+        return tensor._like(lambda buffer: buffer)  # FSDP2 crops padding; equal shards have none
     part = tensor._part(dim, first, last - first) if step == 1 and last > first else None
     return read_only(func(tensor._plain(), dim, *bounds), tensor._begins) if part is None else part
 

@@ -64,7 +64,7 @@ class ShardedRows:
             given.append(
                 held if along < 0 else held.narrow(along, 0, entries).contiguous()
             )  # without padding
-        # FSDP2 hands only the first of several over where there is nobody to gather from
+        # with one rank, FSDP2 passes on only the first of several tensors
         moving = 1 if mesh is not None and mesh.size() == 1 else moving
         return tuple(given[:moving]), (orig_size, makes_columns, given[moving:])
 
@@ -93,7 +93,7 @@ class ShardedRows:
         whole = self._quantizer._assemble(buffers, tuple(shape), param_dtype)
         if makes_columns:
             whole.update_usage(columnwise_usage=True)
-        # what does not lie in FSDP2's memory, to which the gather itself writes, each later gather must fill anew
+        # the gather writes FSDP2's memory; each later gather must fill all other buffers again
         memory = {id(value) for value in all_gather_outputs}
         if out is None:
             apart = [(buffer, held) for buffer, held in _held(whole) if id(held) not in memory]
@@ -165,7 +165,7 @@ class ShardedRows:
         quantizer = self._rows_alone()._quantizer
         shard = quantizer.make_empty(tuple(size), dtype=self.dtype, device=self.device)
         shard._is_shard = True
-        # what all rows share, the ranks agree on whenever a shard is written to
+        # ranks agree on values common to all rows at every write to a shard
         if ranks > 1 and any(_place(buffer, size[0])[0] < 0 for buffer, _ in _held(shard)):
             shard._shards = group
         return shard

@@ -43,7 +43,7 @@ def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
         scale = tiles.repeat_interleave(NVFP4_BLOCK, 0)[:features]
         padding = (0, -scale.shape[1] % SCALE_TILE_COLUMNS, 0, -features % SCALE_TILE_ROWS)
         return [turned[:, ::2] | (turned[:, 1::2] << 4), F.pad(scale, padding), *amax]
-    if scale.dtype == torch.uint8:  # the codes of both directions lie the same way
+    if scale.dtype == torch.uint8:  # both directions' codes have one layout
         tiles = scale[:rows:MX_BLOCK, : cdiv(features, MX_BLOCK)]
         scale = tiles.repeat_interleave(MX_BLOCK, 1)[:, :features]
         padding = (0, -features % SCALE_TILE_ROWS, 0, -scale.shape[0] % SCALE_TILE_COLUMNS)

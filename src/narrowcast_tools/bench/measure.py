@@ -22,7 +22,7 @@ from narrowcast.recipe import NAMES, Recipe
 from .works import Step, Work, build, step_of
 
 RECIPES: dict[str, Callable[..., Recipe]] = {name: NAMES[name] for name in ("delayed", "current", "block")}
-SECONDS = 0.25  # of a round
+SECONDS = 0.25  # seconds of a round
 ROUNDS = 5
 MIB = 2**20
 
@@ -101,7 +101,7 @@ def _installed(name: str) -> bool:
 def _by_torchao(module: nn.Module, name: str) -> nn.Module:
     float8: Any = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(name)
-    if isinstance(module, nn.Linear):  # torchao replaces modules inside of one
+    if isinstance(module, nn.Linear):  # torchao replaces modules inside another module
         module = nn.Sequential(module)
     float8.convert_to_float8_training(module, config=config, module_filter_fn=lambda _, at: at != "head")
     return module

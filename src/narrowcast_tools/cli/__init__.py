@@ -76,7 +76,7 @@ def _install(package: str) -> str:
 def _fail(message: str, code: int) -> int:
     # the library reads the environment; a command that fails before importing it fails alike in every process
     environment = sys.modules.get("narrowcast._environment")
-    rank = environment.read_foreign("RANK") if environment else None  # of a process of torchrun
+    rank = environment.read_foreign("RANK") if environment else None  # set by torchrun
     program = f"narrowcast, rank {rank}" if rank and rank != "0" else "narrowcast"
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code

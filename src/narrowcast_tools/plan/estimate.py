@@ -77,7 +77,7 @@ class Estimate:
     memory: dict[str, float] = field(default_factory=dict)
     wire: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    tokens_per_second: float = 0.0  # of one GPU
+    tokens_per_second: float = 0.0  # per GPU
     mfu: float = 0.0
 
     @property

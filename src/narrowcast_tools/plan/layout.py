@@ -11,7 +11,7 @@ from .models import find_model
 
 BATCH = 16 * 2**20  # tokens of a step on many GPUs
 BATCH_PER_GPU = 128 * 2**10  # on few: some seconds a step
-CLOSE = 0.97  # of the fastest: less than the model can tell apart, so the simpler layout is taken
+CLOSE = 0.97  # relative to the fastest: closer than the model's error, so take the simpler layout
 
 
 def default_batch(gpus: int, length: int) -> int:

@@ -21,8 +21,8 @@ class Model:
     heads: int
     kv_heads: int
     vocabulary: int
-    head_dim: int = 128  # of the values
-    key_dim: int = 128  # of queries and keys
+    head_dim: int = 128  # head dim of the values
+    key_dim: int = 128  # head dim of queries and keys
     attention: int = 0
     experts: int = 0
     active_experts: int = 0

@@ -53,7 +53,7 @@ class DamagedCheckpoint(Exception):
     """A checkpoint folder that is not what was saved; the message says in which way."""
 
 
-# What reading bytes of unknown content raises: a folder in a file's place, no JSON, JSON of other things, deep JSON.
+# Errors of reading unknown bytes: a folder instead of a file, no JSON, other JSON, deep JSON.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 

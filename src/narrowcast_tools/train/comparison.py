@@ -20,7 +20,7 @@ from .report import BASELINE, Row, compare, rows_to_json
 from .session import RESULT
 
 TITLE = "One Transformer on one text, in each recipe"
-# What runs may differ in and still be compared; all of it is told.
+# Options in which compared runs may differ; the result lists them.
 FREE = {
     "recipe",
     "seed",

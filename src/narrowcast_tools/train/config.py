@@ -12,7 +12,7 @@ from narrowcast import _environment as environment
 from .errors import SettingsError
 from .recipes import recipe_name
 
-VOCABULARY = 256  # of bytes, which are the tokens where no tokenizer is given
+VOCABULARY = 256  # bytes, the tokens without a tokenizer
 CPP_COMPILERS = ("g++", "clang++", "c++")
 
 

@@ -96,6 +96,6 @@ def _fresh_run() -> Path:
     while True:
         number += 1
         path = RUNS / f"{PREFIX}{number:03d}"
-        with suppress(FileExistsError):  # of a run that starts at this moment
+        with suppress(FileExistsError):  # another run may start at this moment
             path.mkdir(parents=True)
             return path

@@ -62,7 +62,7 @@ class Run:
         with memory_told(config):
             self.trainer = Trainer(config, corpus, ranks)
         if config.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # of a run before this one
+            torch.cuda.reset_peak_memory_stats()  # left by an earlier run
         if folder is not None and resume:
             _, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
             for note in passed_over:
@@ -124,7 +124,7 @@ class Run:
                 snapshot.restore_shards(loaded.tensors, model, optimizer, self.trainer.orders)
             else:
                 snapshot.restore(loaded.tensors, model, optimizer)
-        except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: the state of a generator is none
+        except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: not a generator's state
             raise checkpoint.DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
         self.history, self.saved_step = history, loaded.step
         for note in notes:

@@ -64,7 +64,7 @@ def memory_told(config: TrainConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        # Of a CPU's memory torch tells by the message alone.
+        # For CPU memory only torch's message identifies the error.
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not known and "can't allocate memory" not in str(error):
             raise

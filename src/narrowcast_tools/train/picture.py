@@ -23,7 +23,7 @@ COLORS = {
     "mxfp4": "#8C6D1F",
 }
 LIMIT_OF_TOLERANCE = 4 / 3  # the gaps of the first noisy evaluations may leave the panel
-DASHES = ("-", "--", ":", "-.")  # of one recipe with other layers apart
+DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 
 TITLE = "A Transformer learns real text in every recipe"

@@ -21,7 +21,7 @@ from .folder import run_folder
 from .model import Block, Decoder
 
 MODES = ("fsdp", "tp", "fsdp+tp")
-TP_SIZE = 2  # of fsdp+tp, where the command does not say
+TP_SIZE = 2  # default of fsdp+tp
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     Raises:
         SettingsError: another setting or the text differs, or the run is to end before the checkpoint.
     """
-    # What a checkpoint of an earlier version does not name was as a new run's default is.
+    # Settings that an older checkpoint lacks had a new run's default.
     saved = {**dict(compared_fields(TrainConfig())), **checkpoint.meta["settings"]}
     moved = saved["steps"] != config.steps >= checkpoint.step
     for name, value in compared_fields(config):

@@ -104,11 +104,11 @@ def series(
         if resume and _is_finished(own / RESULT, config):
             progress.note(f"{own} is finished")
             continue
-        if resume and not saved:  # of a run without checkpoints that was to be shorter
+        if resume and not saved:  # left by a shorter run without checkpoints
             (own / RESULT).unlink(missing_ok=True)
-        # Each run compiles anew, as it would alone: graphs of the runs before would count towards the compiler's limit.
+        # Each run compiles again, as it would alone: earlier graphs would count towards the compiler's limit.
         torch.compiler.reset()
-        gc.collect()  # what is left of the model before goes before the next one comes
+        gc.collect()  # free the previous model before creating the next
         run_in(own, config, corpus, progress, resume=saved, told=False, remarks=remarks, **kept)
         remarks = False
 

@@ -131,7 +131,7 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    # What lies on other ranks in another way is updated by itself.
+    # Tensors with another placement on ranks are updated separately.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault((parameter.ndim < 2, mesh_of(parameter)), []).append(parameter)

@@ -228,7 +228,7 @@ class BasicLinear(LinearLayer, BasicOperation):
             count += 1
         inp: Any = tensors_to_save[:count]
         rest: Any = tensors_to_save[count + 1 :]
-        # what was gathered is saved as it came, unless it was gathered as the bytes it is quantized to
+        # gathered rows are saved as received, unless they were gathered quantized
         gathered = self.parallel.mode is not None and self.parallel.gathers_input
         plain = (
             gathered
@@ -237,7 +237,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         )
         high_precision = plan.backward_override == "high_precision"
         saved_input = SavedOperand(inp, None if plain or high_precision else plan.input.quantizer)
-        if isinstance(input_, QuantizedTensorStorage):  # what reads the codes that came
+        if isinstance(input_, QuantizedTensorStorage):  # the quantizer of the received codes
             saved_input = SavedOperand(inp, input_._quantizer)  # type: ignore[arg-type]
         requantized = plan.dgrad_weight is not None
         saved_weight = SavedOperand(rest, None if requantized or high_precision else plan.weight.quantizer)
@@ -276,7 +276,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
             return out, ()
-        # what is in front of the None belongs to the input
+        # tensors before the None belong to the input
         return out, (*saved_input.tensors, None, *saved_weight.tensors)
 
     def op_backward(

@@ -84,7 +84,7 @@ def functional_forward(
     check_forward(operands, with_quantized_compute, kind, parallel, bias)
     shape = parallel.output_shape(input.shape, weight.shape[0], size)
     check_out("out", out, shape, beta, accumulate_into_out, output_quantizer)
-    regathered = parallel.gathers_input and backward_override is None  # what was gathered is not kept
+    regathered = parallel.gathers_input and backward_override is None  # gathered rows are not kept
     x, w, workspace = _moved(input, place, kind), _moved(weight, place, kind), None
     if described:
         whole = (input.shape[0] * size, *input.shape[1:]) if parallel.gathers_input else input.shape

@@ -113,7 +113,7 @@ class Quantize(BasicOperation):
     ) -> None:
         plan = plan or self._plan()
         rounds = self.quantizes_backward and plan.quantized and plan.backward_override is None
-        # chosen here, because the backward runs outside of autocast
+        # chosen here, since the backward runs outside autocast
         ctx.operand = plan.grad_output if rounds else None
 
     def op_backward(

@@ -91,7 +91,7 @@ class GroupedMLP(FusedOperation):
         if recompute:
             at = fc2.input_position
             saved2 = (*saved2[:at], None, *saved2[at + 1 :])
-        # what the second layer got is not there; it reads the shape and the dtype
+        # the second layer's input does not exist; it only reads the shape and the dtype
         rows = math.prod(input_.shape[:-1])
         between_layers: Any = TensorProto((rows, fc2.in_features), fc1.activation_dtype(input_.dtype))
         fc2.fuser_forward_save_ctx(

@@ -61,7 +61,7 @@ class ForwardLinearRun(FusedOperation):
         linear.op_forward_save_ctx(
             basic_op_ctxs[0], input_, tensors_to_save[0], **kwargs, **basic_op_kwargs[0]
         )
-        # what the others get is not there; they read its dtype
+        # the others' inputs do not exist; they only read the dtype
         between = basic_op_ctxs[0].backward_args
         for index in range(1, len(self._basic_ops)):
             self._basic_ops[index].fuser_forward_save_ctx(
