@@ -361,8 +361,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if is_managed(self):
             return buffers
         *others, last = buffers.rowwise
-        last = use_kept(last, made_from, first=True)  # type: ignore[assignment]
-        buffers = OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
+        noted: Any = use_kept(last, made_from, first=True)
+        buffers = OperandBuffers([*others, noted], buffers.columnwise, buffers.quantizer)
         self._fp8_workspaces[name] = (operand.value, buffers)
         return buffers
 
