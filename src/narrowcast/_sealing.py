@@ -14,7 +14,7 @@ class Sealable:
     """Base of recipes and quantizers.
 
     A compiled graph, a plan or a tensor may rest on what such an object holds. So whoever first puts it there seals it,
-    and from then on an assignment raises in place of being missed.
+    and from then on an assignment raises instead of being missed.
     """
 
     __slots__ = ("_sealed",)  # not in __dict__: it is no part of the value, and a copy starts unsealed
@@ -37,7 +37,7 @@ class Sealable:
         return value
 
     def _assigned(self, name: str) -> None:
-        """Check the value that an assignment has made, and derive from it anew; raising takes the assignment back."""
+        """Check the value that an assignment has made, and derive from it again; raising takes the assignment back."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if torch.compiler.is_dynamo_compiling():

@@ -214,7 +214,7 @@ class Extent:
         return size if self.bits == 8 else size * self.bits // 8
 
     def undo(self, entries: int) -> int:
-        """Return the size, padding included, behind that many entries of packed codes."""
+        """Return the size, padding included, after that many entries of packed codes."""
         return entries if self.bits == 8 else entries * 8 // self.bits
 
 
@@ -282,7 +282,7 @@ class Buffer:
             border = extent.group if extent.bits == 8 else extent.multiple
             if first % border:
                 return None
-            # packed codes are whole blocks, whose last one is no zeros behind the end where it was rotated
+            # packed codes are whole blocks, whose last one is no zeros after the end where it was rotated
             entries = extent.of(count) if extent.bits < 8 else cdiv(count, extent.group)
             return dim, first // extent.group * extent.bits // 8, entries, extent.of(count)
         return -1, 0, 0, 0
@@ -327,7 +327,7 @@ class Layout:
         """How this format's buffers of tensors with some of the rows each make up those of the whole, by direction.
 
         A letter for each buffer: "r", rows go below rows; "c", beside each other; "s", all are the same, as long as the
-        amax of the whole is behind them. Empty where they do not make it up.
+        amax of the whole is after them. Empty where they do not make it up.
         """
         if any("K" in [e.size for e in b.shape] and len(b.shape) == 1 for b in self.buffers):
             return "", ""  # an amax of every column

@@ -1,7 +1,7 @@
 """``policy="auto"``: per distinct size the faster of bf16 and the recipe, as this GPU ran a layer of that size once.
 
 What was timed is kept in a file per GPU, so that it is timed once; :func:`timings` shows it, :func:`forget` drops it.
-``"auto"`` times steps issued one after the other, forward and backward, the host's time included. ``"auto-graphs"``
+``"auto"`` times steps issued one after the other, forward and backward, CPU time included. ``"auto-graphs"``
 times replays of a CUDA graph: for steps that are captured or run under ``mode="reduce-overhead"``.
 """
 

@@ -13,7 +13,7 @@ falls back to scores in memory. Inside a compiled model the same function is tra
 
 There is no backward on a CPU, so CPU tensors are computed elsewhere.
 
-A sink is a logit without a value: it makes the denominator exp(lse) + exp(sink) in place of exp(lse), so the output is
+A sink is a logit without a value: it makes the denominator exp(lse) + exp(sink) instead of exp(lse), so the output is
 that without a sink times sigmoid(lse - sink). ``lse`` has a gradient in FlexAttention.
 """
 

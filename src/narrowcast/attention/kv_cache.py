@@ -107,7 +107,7 @@ class KVCacheManager:
         """Allocate rows for the sequences of a step, in their order; the others' rows become free.
 
         Args:
-            lengths: tokens of each sequence behind the step, within the limits.
+            lengths: tokens of each sequence after the step, within the limits.
         """
         old = {sequence: row for row, sequence in enumerate(self.pages)}
         rows = [old.get(sequence, -1) for sequence in lengths]
@@ -301,7 +301,7 @@ class InferenceParams:
         Args:
             step_dict: sequence -> new tokens.
         Returns:
-            sequence -> tokens behind the step.
+            sequence -> tokens after the step.
         Raises:
             RuntimeError: the cache is full; nothing has changed then.
             ValueError: no sequence, or negative counts.

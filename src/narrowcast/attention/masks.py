@@ -133,7 +133,7 @@ def padded_rows(length: int, masked_out: Tensor | None, cu_seqlens: Tensor | Non
 
 
 def packed(total: int, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tokens:
-    """Return sequences one behind the other.
+    """Return sequences one after the other.
 
     Args:
         total: tokens, padding included.

@@ -1,6 +1,6 @@
 """Packed tokens by PyTorch's flash kernel for sequences of various lengths (``torch.nn.attention.varlen``).
 
-The kernel writes nothing for tokens behind the last sequence, neither output nor gradients; both are set to zero here.
+The kernel writes nothing for tokens after the last sequence, neither output nor gradients; both are set to zero here.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class DelayedScales:
 class LinearWgrad:
     """The destination of the weight gradient, owned by the layer and its parameter; by default autograd.
 
-    ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned in place of
+    ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned instead of
     what went there; "" returns None. Of groups both are lists, with None and "" for a weight without gradient.
     ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of that store.
     """

@@ -27,7 +27,7 @@ class _Adjacent(torch.autograd.Function):
 
 
 def concatenate(parts: list[Tensor]) -> Tensor:
-    """Return the parts along dim 0, differentiable; without a copy where they lie behind one another in memory.
+    """Return the parts along dim 0, differentiable; without a copy where they lie one after another in memory.
 
     Args:
         parts: (N_i, ...) of one dtype, device and trailing shape. Compiled code and the transforms of

@@ -1,7 +1,7 @@
 """A layer as a program of stages: one interpreter, forwards and backwards, in one autograd function.
 
-    forward    from the first stage to the last; a stage hands its result over as the GEMM behind it reads it
-    backward   from the last to the first; a stage hands its gradient over as the GEMM in front of it reads that
+    forward    from the first stage to the last; a stage hands its result over as the next GEMM reads it
+    backward   from the last to the first; a stage hands its gradient over as the GEMM before it reads that
 
 A stage is a record that names its tensors by their place among those of the call, of which 0 is the input; it holds no
 tensor and no setting. What it reads besides its tensors comes with every call, so that nothing here goes out of date.
@@ -81,7 +81,7 @@ class NormArgs(NamedTuple):
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm, of the sum with a residual where that is not None, as the input of the linear layer behind it.
+    """A norm, of the sum with a residual where that is not None, as the input of the linear layer after it.
 
     It quantizes its output itself: that exists in high precision only where it is returned, read by the backward, or
     gathered from several processes in such. Returned beside the program's output, where its arguments say so: the
@@ -196,7 +196,7 @@ class Activation:
         grads: list[Tensor | None],
         beside: list[Tensor],
     ) -> None:
-        """Put what the linear layer in front of it reads into ``flow``; ``scale``: of that layer."""
+        """Put what the linear layer before it reads into ``flow``; ``scale``: of that layer."""
         grad: Any = flow.pop().plain
         hidden, plan, sums = saved.pop(), front.plan, None
         name, parameters = args.activation, list(args.parameters)
@@ -366,7 +366,7 @@ def run_backward(
 @dataclass(slots=True)
 class ProgramArgs:
     """What a call reads besides its tensors. ``args``: by stage; of a linear one, ``plan.needs_input`` says whether
-    the stage in front of it has a backward. ``forward_plans``: of the linear stages, for a forward that makes nothing
+    the stage before it has a backward. ``forward_plans``: of the linear stages, for a forward that makes nothing
     for the backward, which computes it again.
     """
 

@@ -43,7 +43,7 @@ MODES = (None, "column", "row")
 class TensorParallel:
     """``mode``: None, "column" or "row". ``group``: name of the process group, None for the default one.
 
-    ``sequence_parallel``: outside of the layer, every process holds a share of the rows.
+    ``sequence_parallel``: outside the layer, every process holds a share of the rows.
     """
 
     mode: str | None = None

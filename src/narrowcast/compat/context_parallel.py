@@ -37,7 +37,7 @@ def pad_thd_sequences_for_cp(
         input_ids, labels: (tokens,) or (1, tokens).
         cu_seqlens: (sequences + 1,) sums of their lengths.
         divisibility_factor: twice the number of ranks, for :func:`get_batch_on_this_cp_rank`.
-        padding_token_id, padding_label_id: what is put behind each sequence.
+        padding_token_id, padding_label_id: what is put after each sequence.
     Returns:
         tokens and labels (padded tokens,), and the sums of the padded lengths.
     Raises:

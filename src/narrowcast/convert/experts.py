@@ -27,7 +27,7 @@ class Stack(NamedTuple):
 
 
 class StackedExpertsLayer(LinearLayer):
-    """Base of experts whose linear layers are stacked in 3-D parameters, and run as the recipe in force says.
+    """Base of experts whose linear layers are stacked in 3-D parameters, and run as the current recipe says.
 
     The number of experts is ``num_experts`` of the module. A kind of experts says in ``is_kind_of`` which modules it
     replaces, in ``stack_of`` what their parameters are, and has their forward.

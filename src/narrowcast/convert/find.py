@@ -52,7 +52,7 @@ class Found(NamedTuple):
     """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
 
     ``note``: what the user should know if the module is converted. ``role``: of :data:`ROLES`, why it stays, or "".
-    ``place``: of the block that it is in, or None outside of blocks.
+    ``place``: of the block that it is in, or None outside blocks.
     """
 
     name: str

@@ -168,7 +168,7 @@ class Receipt:
     def recording(self) -> Iterator[Receipt]:
         """Count the GEMMs that run inside, eager or compiled; then :meth:`ran` of this receipt returns them.
 
-        Outside of it nothing is counted and nothing costs anything. What a CUDA graph replays is not seen.
+        Outside it nothing is counted and nothing costs anything. What a CUDA graph replays is not seen.
 
         Returns:
             a context manager that enters with the receipt.

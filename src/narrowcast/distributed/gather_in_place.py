@@ -2,7 +2,7 @@
 
 FSDP2 copies what it sends into one buffer, and every weight out of the gathered one, in the stream of the model. Here
 codes travel from where they lie to where layers read them. The memory there is FSDP2's, taken from the allocator for
-the stream of the model and given back behind each block, so nothing may arrive before that stream is through with it.
+the stream of the model and given back after each block, so nothing may arrive before that stream is through with it.
 FSDP2's forward gathers a block when the one before was launched; for it to arrive meanwhile, its memory is taken before
 that launch.
 """
@@ -29,7 +29,7 @@ class GatherInPlace:
         # FSDP2's memory of the codes of a whole weight, by its ``WeightGather``
         self._places: dict[Any, Tensor] = {}
         self._sent: dict[int, Tensor] = {}  # those places by the address of what this rank gives
-        # by a block's first place, the places of the block behind it
+        # by a block's first place, the places of the block after it
         self._next: dict[int, list[Tensor]] = {}
         self._last: int | None = None  # first place of the block that this forward gathered last
         self._ready: tuple[int, Any] | None = None  # first place of a block whose memory is taken; since when
@@ -100,7 +100,7 @@ class GatherInPlace:
             _allocate(places)
         elif starts_a_step() and ready is not None and ready[0] == first:
             torch.cuda.current_stream().wait_event(ready[1])
-        else:  # in a backward, which gathers a block before the one in front of it is launched, or mistaken
+        else:  # in a backward, which gathers a block before the one before it is launched, or mistaken
             with torch.cuda.stream(self._stream):
                 _allocate(places)
             torch.cuda.current_stream().wait_stream(self._stream)

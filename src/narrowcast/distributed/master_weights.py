@@ -121,7 +121,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
 class _Part(NamedTuple):
     """A weight, the magnitudes and places of this rank's elements, the first of them, and where codes go.
 
-    ``values``: (N, K) in the weight's dtype with zeros outside of the shard; None where the rank has none.
+    ``values``: (N, K) in the weight's dtype with zeros outside the shard; None where the rank has none.
     """
 
     weight: QuantizedTensor
@@ -295,7 +295,7 @@ def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tenso
 
 
 def _first_of_others(shape: tuple[int, int], shard: range, tile: tuple[int, int], device: Any) -> Tensor:
-    """Return the index of each group's first element outside of a shard; the number of elements where there is none.
+    """Return the index of each group's first element outside a shard; the number of elements where there is none.
 
     Args:
         shape: (N, K) of the weight.
@@ -307,7 +307,7 @@ def _first_of_others(shape: tuple[int, int], shard: range, tile: tuple[int, int]
     left = torch.arange(0, columns, wide, device=device)
     row = torch.arange(0, none, columns, device=device).unsqueeze(1)
     begin, end = row + left, row + (left + wide).clamp(max=columns)
-    # the first element of each row of a group, or the one behind the shard
+    # the first element of each row of a group, or the one after the shard
     behind = torch.where(end > shard.stop, shard.stop, none)
     first = torch.where((begin >= shard.start) & (begin < shard.stop), behind, begin)
     first = F.pad(first, (0, 0, 0, -rows % high), value=none)

@@ -113,7 +113,7 @@ def shard(
     if chosen.scaled:
         scales = WeightScales(chosen.scaled, over, dtype)
         if scales.delayed:
-            stop_renewing_from(model)  # the scales do, in front of the first gather
+            stop_renewing_from(model)  # the scales do, before the first gather
         model.register_forward_pre_hook(scales.renew, prepend=True)
         model.register_forward_hook(scales.record)
         if scales.delayed:

@@ -273,7 +273,7 @@ ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ig
 
 
 def _plain(value: Any, found: list[ShardedWeight]) -> Any:
-    """Return an argument with the shards in place of weights, which are added to ``found``; quicker than PyTorch's
+    """Return an argument with the shards instead of weights, which are added to ``found``; quicker than PyTorch's
     trees.
     """
     if isinstance(value, ShardedWeight):

@@ -98,7 +98,7 @@ def _has_backward() -> bool:
 
 
 class WeightScales:
-    """One scale per weight, the same on every rank: set in front of every forward of the model."""
+    """One scale per weight, the same on every rank: set before every forward of the model."""
 
     def __init__(self, weights: list[ScaledWeight], mesh: Any, dtype: torch.dtype | None) -> None:
         self.weights, self.mesh, self.dtype = weights, mesh, dtype
@@ -116,7 +116,7 @@ class WeightScales:
         self.own = [weight.own(mesh) for weight in weights]
 
     def renew(self, model: nn.Module, args: Any) -> None:
-        """Compute the forward pre-hook, in front of FSDP2's own."""
+        """Compute the forward pre-hook, before FSDP2's own."""
         if not starts_a_step():
             return
         if not self.known:
@@ -154,7 +154,7 @@ class WeightScales:
                 reshard(model)
 
     def _of_shards(self) -> Tensor:
-        """Return the amax of what this rank holds, with zeros in place of other ranks' groups; not by casts: of all
+        """Return the amax of what this rank holds, with zeros instead of other ranks' groups; not by casts: of all
         shards.
         """
         if self.of_shards is not None:

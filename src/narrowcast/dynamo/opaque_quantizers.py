@@ -52,7 +52,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
     """Give exactly this quantizer class value semantics and register it with the compiler. Idempotent.
 
     Usable as a class decorator. Where PyTorch lacks the opaque-object API or refuses the class, value semantics apply
-    all the same, and compiled code runs what uses it outside of its graphs.
+    all the same, and compiled code runs what uses it outside its graphs.
 
     Raises:
         TypeError: not a quantizer class, or an annotated field that is no bool, int, float, str or enum.

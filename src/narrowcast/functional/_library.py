@@ -73,7 +73,7 @@ def define(
     """Define ``narrowcast::<schema>`` and return its default overload.
 
     Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
-    holds what the implementation launches in place of the operator; see :func:`_inline`. ``shared``: calls with the
+    holds what the implementation launches instead of the operator; see :func:`_inline`. ``shared``: calls with the
     same arguments are then one, for operators whose outputs nobody writes to and no graph returns. ``of_state``: its
     tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
     ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator. ``numbered``: the last

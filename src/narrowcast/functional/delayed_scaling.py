@@ -225,7 +225,7 @@ Args:
     amaxes: of every state; ``collects``: whether the operands of the forward are collected there. What a run that does
         not count collects is taken back.
     recorded: the graph records gradients.
-    root: the model that renews in place of the layers while its forward runs in eager code; "" for none.
+    root: the model that renews instead of the layers while its forward runs in eager code; "" for none.
     call: 0; the graph counts.
 Raises:
     RuntimeError: the graph runs in a backward, and which forward it repeats is not known; or a layer renews twice.

@@ -64,7 +64,7 @@ def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple
         alignment: rows that every padded group is a multiple of.
 
     Returns:
-        The padded rows, zero outside of the groups; padded splits (G,); their running sum int32 (G,). The rows are
+        The padded rows, zero outside the groups; padded splits (G,); their running sum int32 (G,). The rows are
         as many as needed for a list, and for a tensor as many as any splits could need:
         ``round_up(T + G * (alignment - 1), alignment)``.
 

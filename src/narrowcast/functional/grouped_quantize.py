@@ -50,7 +50,7 @@ def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Ten
 class _GroupedNumerics:
     """Numerics whose ``float8`` functions work on groups, for quantizers, which know of no groups.
 
-    ``scale``, ``amax``: (G,), used in place of the one slot that a delayed quantizer reads. ``keep_amax``: return the
+    ``scale``, ``amax``: (G,), used instead of the one slot that a delayed quantizer reads. ``keep_amax``: return the
     amaxes of current scaling after the buffers.
     """
 

@@ -69,7 +69,7 @@ observe = define(
 An element underflows where it is not 0 and its code is; it saturates where it is larger than the largest code of its
 block by more than rounding to that code loses.
 The schema does not declare the write, for the reason given in :mod:`.quantize`; a graph keeps the operator as long as
-something reads the copy in place of ``through``.
+something reads the copy instead of ``through``.
 
 Args:
     x: (*lead, K), fp32, bf16 or fp16. quantizer: of one format, row-wise alone. scale: state of delayed scaling.

@@ -3,7 +3,7 @@
 Every quantizing operator ends in ``seed``, ``scale`` and ``amax``. ``seed``: int64[1], for stochastic rounding.
 ``scale`` and ``amax``: fp32 (n,), the state of delayed scaling of one layer and direction; a delayed quantizer reads
 its slot of ``scale`` and raises its slot of ``amax`` to max|x|, the others read neither. Without ``amax`` nothing is
-collected. Current scaling alone takes ``amax`` without ``scale``, in place of the one that it would compute.
+collected. Current scaling alone takes ``amax`` without ``scale``, instead of the one that it would compute.
 
 The schemas do not declare that write. Declared, it would make the compiler hand a backward a clone of the buffer, in
 which what the backward collects is lost, and an operator that mutates cannot return a list. It need not be declared:

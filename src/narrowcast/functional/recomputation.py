@@ -88,7 +88,7 @@ UNKNOWN_FORWARD = (
 
 
 def run_now(functions: bool = True) -> Run | None:
-    """Return the innermost recomputed function that runs; None outside of any.
+    """Return the innermost recomputed function that runs; None outside any.
 
     Args:
         functions: look for reentrant checkpoints, too, and others that are autograd functions.

@@ -30,7 +30,7 @@ TEXT = "text"
 WHOLE = "whole"
 """The graph keeps the operator."""
 DISSOLVED = "dissolved"
-"""The implementation is traced, and the graph has its launches and GEMMs in place of the operator."""
+"""The implementation is traced, and the graph has its launches and GEMMs instead of the operator."""
 SAVED = "saved"
 """The operator's node is tagged, so that the backward never repeats it; for operators defined so."""
 RECORDED = "recorded"
@@ -43,7 +43,7 @@ class Watcher(NamedTuple):
     Args:
         name: in the words of docs/architecture-call.md.
         operator: the route of an operator's call.
-        replays: whether a stage of several operators is replayed, in place of running itself.
+        replays: whether a stage of several operators is replayed, instead of running itself.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Delayed weight gradients: the backward queues their operands, and they are multiplied when the user asks for it.
 
-The queue lives outside of any graph. An eager backward puts its operands in directly; a compiled one goes through
+The queue lives outside any graph. An eager backward puts its operands in directly; a compiled one goes through
 ``narrowcast::defer_wgrad``, which finds the queue by its key when the graph runs.
 """
 

@@ -229,7 +229,7 @@ class SavedState:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write into the tensors that graphs read; delayed scaling that began in the warm-up begins anew."""
+        """Write into the tensors that graphs read; delayed scaling that began in the warm-up begins again."""
         for tensor, value in self.kept:
             tensor.copy_(value)
         for layer in self.without:

@@ -50,7 +50,7 @@ _AMAX_BLOCK = tl.constexpr(AMAX_BLOCK)
 AMAX_PROGRAMS = 1024  # at most; a cast program reads all their partial results at once
 SMALL = 1 << 16
 """Elements up to which every program of a cast finds the amax of the whole tensor itself, and the host launches one
-kernel in place of two. They are read out of L2: at most 4 us more of an H200, less than a launch costs the host."""
+kernel instead of two. They are read out of L2: at most 4 us more of an H200, less than a launch costs the host."""
 
 
 @triton.jit

@@ -188,7 +188,7 @@ def _grouped_current_kernel(
     offsets = row * K + column
     left = tl.minimum(end - start - row_in_group, TILE_ROWS).to(tl.int32) - row
     there = column < columns_left
-    loaded = tl.where(group < groups, left, 0)  # rows behind the last group become zeros
+    loaded = tl.where(group < groups, left, 0)  # rows after the last group become zeros
     xs = load_rows(x_ptr + source + offsets, K, loaded, there, EVICTION)
     known = tl.minimum(group, groups - 1)
     while tl.atomic_add(done_ptr + known, 0, sem="acquire") < count * across:

@@ -133,7 +133,7 @@ def _store_rows_of_group(
     total, out_ptr, bias_ptr, member, inside_groups, start, row, size, column, N, BIAS: tl.constexpr, OUT: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias of a group and store a tile; ``inside_groups``: it is no tile of the rows behind the last one."""
+    """Add the bias of a group and store a tile; ``inside_groups``: it is no tile of the rows after the last one."""
     if BIAS:
         bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0), EMULATE)
         bias = to_float32(round_to_dtype(bias, OUT, EMULATE), EMULATE)
@@ -183,7 +183,7 @@ def _grouped_gemm_rows_kernel(
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     index = tl.arange(0, GROUPS)
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
-    # The rows behind the last group are one more group, whose contraction is empty: it becomes zeros.
+    # The rows after the last group are one more group, whose contraction is empty: it becomes zeros.
     ends = tl.where(index == groups, T, tl.minimum(ends, T))
     starts = _starts(ends, index)
     padded_starts = _starts(padded_ends, index)
@@ -469,7 +469,7 @@ def contraction(
 
 
 def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
-    """Add every group's bias to its rows, and make the rows behind the last group zero.
+    """Add every group's bias to its rows, and make the rows after the last group zero.
 
     Args:
         out: (T, N) bf16, fp16 or fp32, contiguous.

@@ -320,7 +320,7 @@ def _multiply(
                 PROMOTED, PARTS, STAGES, HEIGHT, WIDTH, LAYOUT,
             )  # fmt: skip
         bias = bias_ptr + member.to(gl.int64) * N
-        biases = gl.where(group < groups, N, 0)  # the rows behind the last group get none
+        biases = gl.where(group < groups, N, 0)  # the rows after the last group get none
         for part in gl.static_range(PARTS):
             total = totals[part]
             if not BLOCK_SCALED:
@@ -529,5 +529,5 @@ def multiply(
 
 
 def _tiles(codes: Tensor, shape: list[int], rows: int) -> TensorDescriptor:
-    """Return codes as the loading warp reads them, ``rows`` at a time; what lies outside of ``shape`` reads as zero."""
+    """Return codes as the loading warp reads them, ``rows`` at a time; what lies outside ``shape`` reads as zero."""
     return TensorDescriptor(codes, shape, [codes.stride(-2), 1], [rows, TILE_K], CODES)

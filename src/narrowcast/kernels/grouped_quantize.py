@@ -49,7 +49,7 @@ def group_ends(splits_ptr, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def _groups_of(row, ends, groups, GROUPS: tl.constexpr):
-    """Return the number of the group of every row of [R]; ``groups`` for rows behind the last one."""
+    """Return the number of the group of every row of [R]; ``groups`` for rows after the last one."""
     return tl.minimum(tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1), groups)
 
 

@@ -328,7 +328,7 @@ LOST: dict[str, str] = {}
 
 
 def _lose(name: str, error: Exception) -> None:
-    """Use the general kernels in place of a module's, and say so once."""
+    """Use the general kernels instead of a module's, and say so once."""
     reason = str(error).strip().partition("\n")[0]
     LOST[name] = f"{type(error).__name__}: {reason}"
     for_hopper.cache_clear()

@@ -122,7 +122,7 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
-    """Return ``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside of the matrix."""
+    """Return ``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside the matrix."""
     xhat = to_float32(x, EMULATE)
     if LAYER_NORM:
         xhat = xhat - mean

@@ -161,7 +161,7 @@ def norm_kept_kernel(
     CHUNKS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # One row, read once. It is widened anew for each use, so that as many warps as can hold it fit.
+    # One row, read once. It is widened again for each use, so that as many warps as can hold it fit.
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     base = row[:, None] * K
     lane = tl.arange(0, LANES)[None, :]

@@ -329,7 +329,7 @@ def encode(
     A NaN poisons its group (of a tile: the tile): the scale is NaN, every code +6, and all of it decodes to NaN.
 
     Args:
-        amax: fp32 amax behind the global scale, broadcastable to the groups.
+        amax: fp32 amax of the global scale, broadcastable to the groups.
         block_index: int64 index of each group in the direction's own grid of blocks, for the random bits.
         AXIS: the axis along which 16 lines form a tile; also the number of the random stream.
     """

@@ -441,7 +441,7 @@ def load_source(
     EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Return rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside of it.
+    """Return rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside it.
 
     Args:
         operands: tuple of pointers, in the order the source's constructor fixes.

@@ -216,7 +216,7 @@ class DelayedLayer(RecipeOwner):
         return largest_magnitude(self._weight_of_state(prefix))
 
     def reset_delayed_scaling(self) -> None:
-        """Start delayed scaling anew: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
+        """Start delayed scaling again: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
         self._start_anew()
 
     @torch.no_grad()

@@ -116,7 +116,7 @@ def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directi
 def delayed_state(
     extra: dict[str, Tensor], stages: list[str], directions: dict[str, int]
 ) -> dict[str, Tensor]:
-    """Return delayed scaling's buffers by our names, from Transformer Engine's, which have the stages one behind the
+    """Return delayed scaling's buffers by our names, from Transformer Engine's, which have the stages one after the
     other.
 
     Args:

@@ -1,7 +1,7 @@
 """``GroupedLinearLayer``: base of layers with one linear layer per group of rows, of which the groups are a stage.
 
 All groups together are one stage of :class:`LinearLayer`: one plan, one set of arguments, one operator for the
-weights of all, one grouped GEMM in place of a GEMM. Their scales, amax and histories are buffers with a slot for each
+weights of all, one grouped GEMM instead of a GEMM. Their scales, amax and histories are buffers with a slot for each
 group. What differs is the parameters: one for all groups or one for each. Those of each are views of one allocation
 as long as nobody takes them out of it (``to_empty``, a load that assigns), so that operators read all of them in
 place; where they are somewhere else they are gathered first. The bits are the same.
@@ -212,7 +212,7 @@ class GroupedLinearLayer(LinearLayer):
             self._quantize_weight([weight.detach() for weight in weights])
 
     def _quantize_weight(self, values: list[Tensor]) -> None:
-        """Register the quantization of all weights, one (G, N, K) or G of (N, K), in place of the parameters."""
+        """Register the quantization of all weights, one (G, N, K) or G of (N, K), instead of the parameters."""
         quantizer = self._stored_as(self._stages[0])
         if self.single_grouped_weight and is_distributed(self.weight):
             raise RuntimeError(

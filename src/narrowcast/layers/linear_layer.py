@@ -538,7 +538,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
 
 def _accumulate_parts(parameters: list[Tensor], grad: Tensor) -> None:
-    """Give each parameter its part of a gradient, in which they lie behind one another."""
+    """Give each parameter its part of a gradient, in which they lie one after another."""
     parts = grad.view(-1).split([parameter.numel() for parameter in parameters])
     for parameter, own in zip(parameters, parts, strict=True):
         if parameter.requires_grad:

@@ -185,7 +185,7 @@ def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
 
 
 def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
-    """Return what quantizes a weight to be stored; in place of delayed scaling, which has no history yet, current
+    """Return what quantizes a weight to be stored; instead of delayed scaling, which has no history yet, current
     scaling.
 
     Raises:

@@ -30,7 +30,7 @@ def quantize_weight(
     A quantized ``tensor`` is returned as it is, with the directions that the quantizer asks for: one that was missing
     is made once and kept on it; none is dropped. A ``workspace`` that has these directions is refreshed in place, so
     that a CUDA graph which reads it stays right. Else the tensor is quantized. The layers do not call this: what they
-    keep is made anew when it is refreshed, since backwards may still read what was there.
+    keep is made again when it is refreshed, since backwards may still read what was there.
 
     Args:
         tensor: (N, K), fp32, bf16, fp16 or quantized; not needed where a workspace is not refreshed.

@@ -1,4 +1,4 @@
-"""``RecipeOwner``: a layer with a recipe, which the autocast in force overrides."""
+"""``RecipeOwner``: a layer with a recipe, which the current autocast overrides."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RecipeOwner(nn.Module):
     def _recipe_in_force(self) -> Recipe | None:
         """Return the recipe of this forward.
 
-        One that runs inside a backward, outside of any autocast, is a recomputation, and goes by the last forward.
+        One that runs inside a backward, outside any autocast, is a recomputation, and goes by the last forward.
         """
         state = THREAD.state
         depth = state.depth
@@ -83,7 +83,7 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
 
 
 def _check_while_tracing(context: Any) -> None:
-    """Remember the recipe of a graph; a recomputation that is traced outside of the autocast must not lose it."""
+    """Remember the recipe of a graph; a recomputation that is traced outside the autocast must not lose it."""
     layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
     recomputes = graph_task_id() != -1
     if recomputes and not depth and recipe != layer._last_recipe:

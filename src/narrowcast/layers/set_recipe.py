@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 RecipeChoice = Recipe | str | Mapping[str, Recipe | str | None] | None
 
 # Model -> (name of a group -> number of scales that its ranks have compared). Not an attribute of the model: a copy, or
-# a model that was loaded, must be compared anew.
+# a model that was loaded, must be compared again.
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
@@ -95,7 +95,7 @@ def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
 def renew_from(model: nn.Module) -> None:
     """Make ``model`` renew the scales of its delayed layers when it is called in training.
 
-    Outside of its forward they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
+    Outside its forward they renew their own: a pipeline, or ``checkpoint_sequential``, calls its parts alone.
     """
     delayed = [
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()

@@ -12,7 +12,7 @@ from ..autograd.tensor_parallel import MODES, TensorParallel
 from ..functional.collectives import group_name, group_size
 
 NO_GROUP = ""
-"""In place of a group's name, where ``set_tensor_parallel_group`` is still to come."""
+"""Instead of a group's name, where ``set_tensor_parallel_group`` is still to come."""
 
 
 class TensorParallelOptions(NamedTuple):
@@ -29,7 +29,7 @@ class TensorParallelOptions(NamedTuple):
 class TensorParallelLayer:
     """Base of layers that may be split over processes; others have the values of the class.
 
-    ``tp_size``: how many processes share the layer. ``sequence_parallel``: outside of it, each holds a share of the
+    ``tp_size``: how many processes share the layer. ``sequence_parallel``: outside it, each holds a share of the
     rows. ``parallel_mode``: None, "column" or "row", as it was asked for.
     """
 

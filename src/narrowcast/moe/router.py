@@ -66,7 +66,7 @@ def fused_topk_with_score_function(
         expert_bias: (E,), added to the scores for choosing only; for "sigmoid" and "sqrtsoftplus". No gradient.
         routing_map_format: "bytemap": bool (*lead, E); "bitmap_u8": uint8 (*lead, ceil(E / 8)), bit ``e % 8`` of byte
             ``e // 8`` for expert ``e``. A member of :class:`RoutingMapFormat` says the same.
-        topk_indices: (*lead, topk), int16, int32 or int64; overwritten by the chosen experts, and returned in place of
+        topk_indices: (*lead, topk), int16, int32 or int64; overwritten by the chosen experts, and returned instead of
             the map.
         qb_histogram: int32 (E, bins), to which one is added per token and expert: at the bias with which the expert's
             score would equal the best biased score not chosen. What lies beyond the bounds counts at the ends.
@@ -209,7 +209,7 @@ def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int |
     return scores.topk(topk, dim=-1)[1]
 
 
-# Compiled code compares with the number of each expert, all of which Inductor fuses, in place of reading and writing by
+# Compiled code compares with the number of each expert, all of which Inductor fuses, instead of reading and writing by
 # index: Inductor (PyTorch 2.13) fuses what reads a scattered tensor with kernels that run before the scattering.
 
 

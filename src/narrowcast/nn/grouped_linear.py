@@ -145,7 +145,7 @@ class GroupedLinear(GroupedLinearLayer):
             m_splits: rows of each group: a list, or an int32 or int64 tensor (num_gemms,). One on the device of ``inp``
                 is not read by the host. Compiled code is recompiled for every new list.
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
-                False uses the kept ones, or quantizes anew if one was changed since; compiled code raises there.
+                False uses the kept ones, or quantizes again if one was changed since; compiled code raises there.
             out: contiguous (*lead, out_features), dtype and device of ``inp`` (under ``torch.autocast`` its dtype);
                 all of it is overwritten by the output, so it must not overlap ``inp``. Eager code returns a tensor that
                 shares its memory.

@@ -21,7 +21,7 @@ class _Padding(nn.Module):
 
     Args:
         num_gemms: groups.
-        align_size: what the padded groups are multiples of; None: what the recipe in force is multiplied in, 32 rows
+        align_size: what the padded groups are multiples of; None: what the current recipe is multiplied in, 32 rows
             for MXFP8, 64 for NVFP4, 16 for the others.
 
     Raises:

@@ -16,7 +16,7 @@ QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 class HeadL2Norm(nn.Module):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics and no parameters.
 
-    Takes (*lead, d) in fp32, bf16 or fp16. It runs as the RMS norm it is: eps / d in place of eps, and 1 / sqrt(d) as
+    Takes (*lead, d) in fp32, bf16 or fp16. It runs as the RMS norm it is: eps / d instead of eps, and 1 / sqrt(d) as
     every weight.
     """
 

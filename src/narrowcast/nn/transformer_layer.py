@@ -30,7 +30,7 @@ class DropPath(nn.Module):
 
     Args:
         rate: the probability.
-        batch_dim: which dim of the input counts the samples; None where samples are packed one behind the other, and
+        batch_dim: which dim of the input counts the samples; None where samples are packed one after the other, and
             then all are kept or dropped together.
     """
 

@@ -39,7 +39,7 @@ class OperationContext:
         self.to_save: tuple[TensorOrQuantized | None, ...] = ()
 
     def save_for_backward(self, *tensors: TensorOrQuantized | None) -> None:
-        """Keep tensors for :attr:`saved_tensors` of the backward, in place of those of an earlier call."""
+        """Keep tensors for :attr:`saved_tensors` of the backward, instead of those of an earlier call."""
         self.to_save = tensors
 
     @property

@@ -4,7 +4,7 @@ Compilers trace straight through it: what the operations compute is PyTorch's or
 this file, each paid for with a compiler experiment: nothing outside is written to while tracing; every returned tensor
 is a fresh view; no size is put on the context; the stored contexts are never written to by a backward.
 
-State of delayed scaling is read once per forward, here, outside of the boundary; the scales of the backward are saved
+State of delayed scaling is read once per forward, here, outside the boundary; the scales of the backward are saved
 like any tensor, so that every backward reads those of its forward.
 """
 
@@ -53,7 +53,7 @@ class _Call:
     """One call of a fuser: all that its boundary reads besides differentiable tensors.
 
     By basic operation: ``num_params``, ``arguments``, the keyword arguments of its methods, ``scales``, its state of
-    delayed scaling, ``input_operands``, how it wants its input, and ``grad_operands``, how the one in front of it wants
+    delayed scaling, ``input_operands``, how it wants its input, and ``grad_operands``, how the one before it wants
     the gradient of that input.
     """
 
@@ -70,7 +70,7 @@ class _Call:
     eager_only: bool
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
-        """Return how the operation behind a step of the forward wants the output."""
+        """Return how the operation after a step of the forward wants the output."""
         at = self.fused.forward[step + 1][1][0]
         operand, scales = self.input_operands[at], self.scales[at]
         if operand is None or scales is None:
@@ -80,7 +80,7 @@ class _Call:
     def wanted_grad_input(
         self, index: int, operand: Operand, scales_bwd: Sequence[Tensor | None] | None = None
     ) -> ScaledOperand:
-        """Return how the operation in front of a basic one wants the gradient of that one's input.
+        """Return how the operation before a basic one wants the gradient of that one's input.
 
         Args:
             operand: of :attr:`grad_operands`.
@@ -178,7 +178,7 @@ class _OperationsFunction(torch.autograd.Function):
 
 
 def _save(ctx: Any, call: _Call, contexts: list[OperationContext]) -> None:
-    """Keep what the operations save, behind the gradients' scales of delayed scaling."""
+    """Keep what the operations save, after the gradients' scales of delayed scaling."""
     tensors_to_save: list[TensorOrQuantized | None] = []
     for scales in call.scales:
         tensors_to_save.append(None if scales is None else scales.scale_bwd)
@@ -482,7 +482,7 @@ class OperationFuser:
             )
 
     def _first_with_backward(self, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]) -> int:
-        """Return the position of the first operation with a backward, where the input has none; behind the last one
+        """Return the position of the first operation with a backward, where the input has none; after the last one
         without.
         """
         if not torch.is_grad_enabled():

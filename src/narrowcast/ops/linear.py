@@ -130,7 +130,7 @@ class Linear(CompositeOperation):
     def reset_parameters(self) -> None:
         """Initialize weight and bias; those on the meta device are first made on the default device."""
         operations: Any = self.basic_ops
-        for operation in operations[:2]:  # a collective behind them has no parameters
+        for operation in operations[:2]:  # a collective after them has no parameters
             operation.reset_parameters()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

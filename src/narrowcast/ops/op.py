@@ -75,9 +75,9 @@ class FusibleOperation:
     _packs_backward: ClassVar[bool] = False
     """Whether that method, and the backward, are the packed form's."""
     quantizes_output: bool = False
-    """Whether the forward hands over quantized data where the operation behind asks for it."""
+    """Whether the forward hands over quantized data where the next operation asks for it."""
     quantizes_grad_input: bool = False
-    """Whether the backward hands over a quantized gradient where the operation in front asks for it."""
+    """Whether the backward hands over a quantized gradient where the previous operation asks for it."""
 
     _has_forward: ClassVar[bool] = False
     _prepares_forward: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class FusibleOperation:
         """Prepare before the first forward of a fuser; not called in compiled code."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Prepare before each forward, outside of the autograd boundary; must not change anything in compiled code."""
+        """Prepare before each forward, outside the autograd boundary; must not change anything in compiled code."""
 
     def get_input_quantizer(self) -> Operand | None:
         """Return how the first operation wants its input quantized, with its own state; None for a plain tensor."""
@@ -169,8 +169,8 @@ class FusibleOperation:
         Args:
             input_: main input.
             basic_op_extra_inputs: extra inputs, one tuple per basic operation.
-            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
-            next_op_input_quantizer: how the operation behind wants the output.
+            prev_op_grad_output_quantizer: how the previous operation wants the gradient of the input.
+            next_op_input_quantizer: how the next operation wants the output.
             basic_op_kwargs: keyword arguments, one dict per basic operation.
             requires_grad: whether any of the basic operations has a backward; without, nothing is to be saved.
         """
@@ -267,7 +267,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         self._input_channels[index] = channel
 
     def set_extra_output_channel(self, index: int, channel: str, *, output_to_caller: bool = True) -> None:
-        """Give an extra output to the operations behind that take it from this channel.
+        """Give an extra output to the later operations that take it from this channel.
 
         Args:
             index: which extra output.
@@ -304,7 +304,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return [QuantizerRole() for _ in range(self.num_quantizers(mode))]
 
     def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
-        """Return how one tensor is quantized, in both directions, as the recipe in force says; None without a recipe.
+        """Return how one tensor is quantized, in both directions, as the current recipe says; None without a recipe.
 
         Raises:
             IndexError: it has fewer quantizers.
@@ -324,7 +324,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         """Return what this forward reads of the recipe and of the operation's state, as keyword arguments of its
         methods.
 
-        The fuser calls it once per forward, outside of the autograd boundary, for operations that have quantizers.
+        The fuser calls it once per forward, outside the autograd boundary, for operations that have quantizers.
         ``scales``, if it is there, is the state of delayed scaling: the context has it, too.
         """
         recipe = self._recipe_in_force()
@@ -375,7 +375,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return torch.zeros(1, device=self._state_device(prefix))  # no weight: it starts like an activation
 
     def reset_recipe_state(self, *, recipe: Recipe | str | None) -> None:
-        """Start delayed scaling anew; ``recipe``: as if the last forward had run under it.
+        """Start delayed scaling again; ``recipe``: as if the last forward had run under it.
 
         Raises:
             TypeError: no recipe.
@@ -411,8 +411,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
 
         Args:
             input_: a tensor, or what :meth:`get_input_quantizer` asked for.
-            prev_op_grad_output_quantizer: how the operation in front wants the gradient of the input.
-            next_op_input_quantizer: how the operation behind wants the output; a plain tensor always does.
+            prev_op_grad_output_quantizer: how the previous operation wants the gradient of the input.
+            next_op_input_quantizer: how the next operation wants the output; a plain tensor always does.
             requires_grad: whether there is a backward; without, nothing is to be saved.
             **kwargs: keyword arguments of the caller.
         """

@@ -106,7 +106,7 @@ class Sequential(nn.Sequential):
         return self._groups
 
     def insert(self, idx: int, module: nn.Module) -> Sequential:  # type: ignore[override]
-        """Put a module in front of the one at ``idx``.
+        """Put a module before the one at ``idx``.
 
         Raises:
             IndexError: there is no such place.

@@ -95,7 +95,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     def _encode(
         self, numerics: ModuleType, x: Tensor, seed: Tensor | None, amax: Tensor | None = None
     ) -> list[Tensor]:
-        """Return ``amax``: what the scale is taken from in place of ``x``, fp32, the largest of one or more."""
+        """Encode with the largest of ``amax``, fp32, one or more, instead of the amax of ``x``."""
         if amax is None and self.with_amax_reduction:
             self._check_alone()
         return numerics.float8.quantize_current(

@@ -53,7 +53,7 @@ def _rebuild_quantizer(cls: type[Quantizer], items: tuple[tuple[str, Any], ...])
 def class_identifier(cls: type[Quantizer]) -> str:
     """Return module and qualified name, with a number where another class has them already (a notebook cell run again).
 
-    Of the library's own classes the package in place of the module: files of programs hold it, and modules move.
+    Of the library's own classes the package instead of the module: files of programs hold it, and modules move.
     """
     package, *inside = cls.__module__.split(".")
     module = package if inside and package == __name__.split(".")[0] else cls.__module__

@@ -54,7 +54,7 @@ class LinearPlan:
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
-    in place of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
+    instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
     """
 
     needs_input: bool

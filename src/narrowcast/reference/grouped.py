@@ -16,7 +16,7 @@ def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tens
         rows: rows of the result; padded groups that do not fit are cut.
 
     Numerics:
-        ``padded`` (rows, K), zero outside of the groups, also behind the last one; rows of ``x`` beyond the sum of
+        ``padded`` (rows, K), zero outside the groups, also after the last one; rows of ``x`` beyond the sum of
         the splits are dropped. ``padded_splits`` like ``splits``; ``padded_ends`` int32 [G], their running sum.
     """
     padded_splits = _aligned(splits, alignment)

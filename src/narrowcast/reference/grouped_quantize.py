@@ -89,7 +89,7 @@ def quantize_current(
         power_2: round the scales down to powers of two.
         epsilon: lower bound of an amax.
         amax: ``amaxes(x, splits, groups)``, where that is known.
-        keep_amax: return the amaxes behind the buffers.
+        keep_amax: return the amaxes after the buffers.
 
     Raises:
         TypeError: ``x`` has another dtype.

@@ -1,4 +1,4 @@
-"""Shapes and groups: the matrix behind an N-d tensor, zero padding, one scale spread over a group of
+"""Shapes and groups: the matrix after an N-d tensor, zero padding, one scale spread over a group of
 elements."""
 
 import math

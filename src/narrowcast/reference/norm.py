@@ -195,7 +195,7 @@ def backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return the matrix behind a tensor, in fp32."""
+    """Return the matrix after a tensor, in fp32."""
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"norms take float32, bfloat16 or float16, got {x.dtype}; cast it first")
     if x.dim() == 0:

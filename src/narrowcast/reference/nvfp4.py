@@ -244,7 +244,7 @@ def _encode(
 
 
 def _global_amax(size: Tensor, dim: int, per_line: bool) -> Tensor:
-    """Return the amax behind the global scale, shaped to broadcast over amaxes of groups; 0 for an empty tensor."""
+    """Return the amax of the global scale, shaped to broadcast over amaxes of groups; 0 for an empty tensor."""
     if per_line and size.shape[dim] > 0:
         return size.amax(dim, keepdim=True)
     if per_line:

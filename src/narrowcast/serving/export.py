@@ -209,7 +209,7 @@ def _why_not(found: Found, weight: Weight, kind: CheckpointFormat, uses: Counter
 def _quantized(
     found: Found, name: str, kind: CheckpointFormat, format: str, recipe: Recipe | None
 ) -> tuple[dict[str, Tensor], WeightFormat]:
-    """A weight as it is written, by what is put behind its key.
+    """A weight as it is written, by what is put after its key.
 
     Raises:
         ValueError: its recipe, or ``recipe`` instead, makes what the format cannot hold.

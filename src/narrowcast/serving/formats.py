@@ -1,6 +1,6 @@
 """Layouts of quantized weights in other libraries' checkpoints, with their ``quantization_config``.
 
-A linear layer's weight becomes a few tensors, named by what is put behind the weight's key. Two dialects are in use:
+A linear layer's weight becomes a few tensors, named by what is put after the weight's key. Two dialects are in use:
 
 - ``fp8``, DeepSeek's, which Transformers calls fine-grained FP8: ``weight`` in float8_e4m3fn and ``weight_scale_inv``,
   fp32, one per tile of 128 x 128, multiplied when decoding;

@@ -1,4 +1,4 @@
-"""``autocast`` and ``quantized_model_init``: contexts that set the recipe in force.
+"""``autocast`` and ``quantized_model_init``: contexts that set the current recipe.
 
 The state is one plain object per thread. A ``threading.local`` holds it and nothing else: the compiler guards the
 attributes of the plain object, those of the ``threading.local`` itself it does not. Nothing here is read in a backward:
@@ -37,11 +37,11 @@ class AutocastState:
     """The requests of one thread's autocast contexts.
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
-    only. ``traced``: whether the outermost enabled context was entered in a graph; None outside of any. ``entered``:
+    only. ``traced``: whether the outermost enabled context was entered in a graph; None outside any. ``entered``:
     contexts that eager code has entered and not left, in order; ``init_entered``: those of
     :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this
     thread. ``thread``: which one; text, so that a graph may be guarded on it. ``recomputes``: whether the function that
-    :func:`checkpoint` runs is run again; None outside of any.
+    :func:`checkpoint` runs is run again; None outside any.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class AutocastState:
 
     @property
     def init_recipe(self) -> Recipe | None:
-        """Recipe of the innermost :class:`quantized_model_init`; None outside of any, and where that is disabled."""
+        """Recipe of the innermost :class:`quantized_model_init`; None outside any, and where that is disabled."""
         return self.init_entered[-1].recipe if self.init_entered else None
 
     @property
@@ -97,13 +97,13 @@ def is_fp8_calibration() -> bool:
 
 
 def get_fp8_recipe() -> Recipe:
-    """Return the recipe of the autocast in force, or the default one outside autocast."""
+    """Return the recipe of the current autocast, or the default one outside autocast."""
     recipe = THREAD.state.recipe
     return get_default_recipe() if recipe is None else recipe
 
 
 def get_fp8_group() -> Any:
-    """Return the amax reduction group of the autocast in force."""
+    """Return the amax reduction group of the current autocast."""
     return THREAD.state.group
 
 

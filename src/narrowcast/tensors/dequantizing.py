@@ -156,7 +156,7 @@ def plain(tensor: Any) -> Tensor:
 
 
 class DequantizedView(Tensor):
-    """Values behind a view of a quantized tensor: read as any tensor is, but not to be written to.
+    """Values of a view of a quantized tensor: read as any tensor is, but not to be written to.
 
     Args:
         values: what the view shows.

@@ -114,7 +114,7 @@ class GroupedTensorStorage(BufferHolder):
 
     @property
     def quantized_tensors(self) -> list[QuantizedTensorStorage]:
-        """As :meth:`split_into_quantized_tensors`, made anew each time."""
+        """As :meth:`split_into_quantized_tensors`, made again each time."""
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[QuantizedTensorStorage]:

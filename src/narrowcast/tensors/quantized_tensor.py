@@ -161,7 +161,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
     _is_part: bool = False
     """Whether this is part of another tensor, which would not see what is written here."""
     _begins: int = 0
-    """Elements of that tensor in front of this part, whose wrapper itself begins at 0."""
+    """Elements of that tensor before this part, whose wrapper itself begins at 0."""
 
     def _check_whole(self) -> None:
         """

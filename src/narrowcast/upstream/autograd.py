@@ -26,7 +26,7 @@ graph_task_id: Callable[[], int] = private(
     follows=_GRAPH_TASKS,
     without="delayed scaling and recomputation cannot tell a backward; use a tested release",
 )
-"""The number of the backward that runs in this thread; -1 outside of any. Dynamo traces it as a constant."""
+"""The number of the backward that runs in this thread; -1 outside any. Dynamo traces it as a constant."""
 
 _are_hooks_enabled: Callable[[], bool] = private(
     "torch._C._autograd._saved_tensors_hooks_is_enabled",

@@ -108,7 +108,7 @@ def traced_local(context: Any, name: str, frames_up: int = 0) -> Any:
         frames_up: how many calls of the traced code to go up from that of ``comptime``.
     Returns:
         The object; of a record made in the graph, an equal one. None where that has parts which are neither constants
-        nor found outside of the graph.
+        nor found outside the graph.
     """
     for needed in (*_NEEDED_OF_VARIABLES, _ListVariable):
         if isinstance(needed, Absent):

@@ -212,7 +212,7 @@ def sharding_caller() -> str:
     inside a forward is not FSDP's work. So nothing depends on where PyTorch keeps its files.
 
     Raises:
-        UpstreamError: another part of torch.distributed.fsdp calls this, outside of the functions that are known.
+        UpstreamError: another part of torch.distributed.fsdp calls this, outside the functions that are known.
     """
     if _FSDP not in sys.modules:
         return ""

@@ -44,7 +44,7 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def own_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[int, Any]]:
-    """Return the module's tables of its own parameters, of its children, and of hooks in front of its forward."""
+    """Return the module's tables of its own parameters, of its children, and of hooks before its forward."""
     return module._parameters, module._modules, module._forward_pre_hooks
 
 

@@ -65,7 +65,7 @@ class Kernel(NamedTuple):
     Attributes:
         name: as the GPU knows it.
         operator: the innermost operator that launched it; "" if none was recorded.
-        phase: of ``PHASES``; "" outside of them.
+        phase: of ``PHASES``; "" outside them.
         ms: its time on the GPU.
         shapes: of the operator's tensors, each with bytes per element.
     """

@@ -169,7 +169,7 @@ def _step(work: Work, contender: Contender, device: str) -> Step:
 
 
 def _milliseconds(step: Step, device: str) -> float:
-    """Return the median over rounds of a step's time, steps issued one after the other, the host's time included."""
+    """Return the median over rounds of a step's time, steps issued one after the other, CPU time included."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(4):
         step()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Model:
     """A decoder: ``layers`` blocks of attention and a gated feed-forward layer, an embedding and a head of their own.
 
-    With ``experts`` the feed-forward layers behind the first ``dense_layers`` are mixtures: ``active_experts`` of width
+    With ``experts`` the feed-forward layers after the first ``dense_layers`` are mixtures: ``active_experts`` of width
     ``expert_hidden`` see each token, and ``shared_experts`` see all. ``attention`` is the number of weights of one
     layer's projections where they are not the four of grouped queries (latent attention).
     """

@@ -1,1 +1,1 @@
-"""The demo trainer behind the `narrowcast` command; needs the `train` extra."""
+"""The demo trainer after the `narrowcast` command; needs the `train` extra."""

@@ -42,7 +42,7 @@ class Comparison:
     Args:
         rows: one per recipe, over its seeds.
         results: the runs.
-        shared: what one run's `result.json` says, of which the settings outside of `FREE` hold for all; `machine`
+        shared: what one run's `result.json` says, of which the settings outside `FREE` hold for all; `machine`
             names the machines of all.
     """
 

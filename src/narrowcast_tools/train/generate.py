@@ -77,7 +77,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     Args:
         path: folder of the run, or of one checkpoint.
         device: `cpu` or `cuda`.
-        recipe: name of a recipe in place of the run's; None for the run's, tables and patterns included.
+        recipe: name of a recipe instead of the run's; None for the run's, tables and patterns included.
         emulate: as `recipes.build_recipe` takes it.
 
     Raises:
@@ -199,7 +199,7 @@ class Answer:
     def texts(self, choice: Choice, *, seed: int, compile: bool, graphs: bool) -> Iterator[str]:
         """Yield the text piece by piece as it is made; of several samples each as a whole, at the end.
 
-        `pace` tells the speed afterwards, without the prompt and the first token behind it.
+        `pace` tells the speed afterwards, without the prompt and the first token after it.
         """
         trained, alone = self._trained, self._samples == 1
         steps = generate(

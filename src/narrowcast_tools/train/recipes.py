@@ -1,4 +1,4 @@
-"""The recipe names of the command line and what stands behind them."""
+"""The recipe names of the command line and what stands after them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

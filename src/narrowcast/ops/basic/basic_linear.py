@@ -121,7 +121,7 @@ class BasicLinear(LinearLayer, BasicOperation):
         return self.parallel.mode
 
     def _leave_sum(self) -> None:
-        """Leave the sum of a "row" layer to an operation behind it: what is left multiplies this process's columns.
+        """Leave the sum of a "row" layer to an operation after it: what is left multiplies this process's columns.
 
         The weight is drawn as that of the whole layer still.
         """
@@ -293,7 +293,7 @@ class BasicLinear(LinearLayer, BasicOperation):
 
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
-            bias_dtype: of a bias behind the layer whose gradient is wanted; such a layer gets a plain gradient.
+            bias_dtype: of a bias after the layer whose gradient is wanted; such a layer gets a plain gradient.
         """
         args: LinearBwdArgs = ctx.backward_args
         if bias_dtype is not None:
@@ -336,7 +336,7 @@ def _replay_of(
     others: list[Any],
     args: LinearFwdArgs | LinearBwdArgs,
 ) -> Any:
-    """Return what to call in place of a stage: as ``replay_of``, of one that reads what its neighbor may have
+    """Return what to call instead of a stage: as ``replay_of``, of one that reads what its neighbor may have
     quantized.
 
     Args:

@@ -23,7 +23,7 @@ class Dropout(BasicOperation):
     Args:
         p: probability of dropping an element, between 0 and 1.
     Raises:
-        ValueError: ``p`` outside of that.
+        ValueError: ``p`` outside that.
     """
 
     def __init__(self, p: float) -> None:

@@ -1,6 +1,6 @@
 """The GEMMs of :class:`BasicLinear` as functions of tensors and quantizers, without autograd.
 
-Both functions also take prototypes (:class:`~narrowcast.dynamo.TensorProto`) in place of all tensors, and then describe
+Both functions also take prototypes (:class:`~narrowcast.dynamo.TensorProto`) instead of all tensors, and then describe
 what they would return: they make the same checks, allocate nothing and call no collective. Tensors go to the stages
 that the operation itself runs, :func:`~narrowcast.autograd.gemms.linear_forward` and ``linear_backward``.
 """
@@ -303,7 +303,7 @@ def _written(y: Tensor, out: Any, beta: float | None, accumulate: bool, quantize
 
 
 def _plan(quantized: bool, override: str | None, needs_input: bool, needs_weight: bool) -> LinearPlan:
-    """Return a plan without operands, with the accumulation of the autocast in force, else of recipes by default."""
+    """Return a plan without operands, with the accumulation of the current autocast, else of recipes by default."""
     recipe: Any = THREAD.state.recipe or Recipe
     return replace(
         linear_plan(None, "", needs_input, needs_weight, module_type="linear"),

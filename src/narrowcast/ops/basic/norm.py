@@ -49,7 +49,7 @@ def norm_gradients(
 
 
 class Normalization(SavesTensors, BasicOperation):
-    """Base of the normalizations: one pass over the input, quantized in it where the operation behind wants that."""
+    """Base of the normalizations: one pass over the input, quantized in it where the next operation wants that."""
 
     quantizes_output = quantizes_grad_input = True
 

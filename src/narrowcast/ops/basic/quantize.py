@@ -56,7 +56,7 @@ class Quantize(BasicOperation):
         return [QuantizerRole("linear", kind)] * self.num_quantizers(mode)
 
     def get_quantizer(self, mode: Mode, index: int) -> Operand | None:
-        """Return how the one tensor of a mode is quantized, row-wise, as the recipe in force says; None without a
+        """Return how the one tensor of a mode is quantized, row-wise, as the current recipe says; None without a
         recipe.
 
         Raises:

@@ -17,7 +17,7 @@ from .pattern import Fusion, Match, Matched, NearMiss, follows, kept_in_high_pre
 
 
 class BackwardActivationBias(FusedOperation):
-    """Gradient of a bias and the activation behind it: one kernel reads what came in and writes codes and sums."""
+    """Gradient of a bias and the activation after it: one kernel reads what came in and writes codes and sums."""
 
     quantizes_grad_input = True
 
@@ -28,7 +28,7 @@ class BackwardActivationBias(FusedOperation):
         bias, activation = operations
         wanted = basic_op_ctxs[0].prev_op_grad_output_quantizer
         if wanted is None:
-            # the layer in front is part of another fused operation, which takes a plain gradient
+            # the previous layer is part of another fused operation, which takes a plain gradient
             grad, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
             dx, grad_bias = bias.op_backward(basic_op_ctxs[0], grad)
             return dx, [grad_bias, ()], [(), ()]

@@ -1,4 +1,4 @@
-"""F9: gradients of an extra output and of the RMSNorm behind it, added in the norm's kernel before it rounds."""
+"""F9: gradients of an extra output and of the RMSNorm after it, added in the norm's kernel before it rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
 class BackwardAddRMSNorm(FusedOperation):
-    """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized where the operation in front wants that."""
+    """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized where the previous operation wants that."""
 
     quantizes_grad_input = True
 

@@ -1,4 +1,4 @@
-"""F6: the gradient of an extra output added in place to what the GEMM behind it makes."""
+"""F6: the gradient of an extra output added in place to what the next GEMM makes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .pattern import Match, NearMiss
 
 
 class ForwardLinearRun(FusedOperation):
-    """Forward of a :class:`BasicLinear` and pointwise operations behind it, of which only the first saves tensors.
+    """Forward of a :class:`BasicLinear` and pointwise operations after it, of which only the first saves tensors.
 
     A :class:`Bias` is added where the GEMM ends; :meth:`finished` adds an extra input to what the GEMM made.
     """
