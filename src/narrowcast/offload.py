@@ -277,7 +277,7 @@ class ManualOffloadSynchronizer:
         self._offload = offload
 
     def start_offload_layer(self, layer_id: int) -> None:
-        """Begin to copy what a layer saved to the host."""
+        """Start to copy a layer's saved tensors to the host."""
         self._call(layer_id, _Layer.start_offload)
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
@@ -285,7 +285,7 @@ class ManualOffloadSynchronizer:
         self._call(layer_id, _Layer.release)
 
     def start_reload_layer(self, layer_id: int) -> None:
-        """Begin to copy it back."""
+        """Start to copy a layer's saved tensors back."""
         self._call(layer_id, _Layer.start_reload)
 
     def _call(self, layer_id: int, act: Callable[[_Layer], None]) -> None:

@@ -108,7 +108,7 @@ class FP8GlobalStateManager(metaclass=_Named):
 
     @staticmethod
     def is_first_fp8_module() -> bool:
-        """True once in each outermost autocast of eager code, False after that and outside.
+        """Return True once in each outermost autocast of eager code, else False.
 
         Raises:
             RuntimeError: in compiled code, where a forward has no first time.

@@ -168,12 +168,12 @@ class Receipt:
     def recording(self) -> Iterator[Receipt]:
         """Count the GEMMs that run inside, eager or compiled; then :meth:`ran` of this receipt returns them.
 
-        Outside it nothing is counted and nothing costs anything. What a CUDA graph replays is not seen.
+        Outside it nothing is counted, at no cost. Replays of CUDA graphs are not seen.
 
         Returns:
-            a context manager that enters with the receipt.
+            A context manager that enters with the receipt.
         Raises:
-            RuntimeError: the model is gone.
+            RuntimeError: the model was freed.
         """
         model = self._model()
         if model is None:

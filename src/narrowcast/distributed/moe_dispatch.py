@@ -75,18 +75,19 @@ class MoEDispatch(nn.Module):
         """Send rows to their experts.
 
         Args:
-            rows: (R, K), bf16, fp16 or fp32, those of expert 0, then of expert 1, as ``moe_permute`` gives them.
-                Differentiable. With a quantizer, K as its format needs it.
+            rows: (R, K), bf16, fp16 or fp32, those of expert 0, then of expert 1, as ``moe_permute`` returns them.
+                Differentiable. With a quantizer, K must fit its format.
             tokens_per_expert: integers (E,) on the device of ``rows``, whose sum is R; with ``capacity`` at most R.
 
         Returns:
-            The rows of the experts here, those of the first one first and within it those of rank 0 first; how many
-            each has, int64 (E / n,) on the device, as ``GroupedLinear`` takes it; and the route, for :meth:`combine`.
+            The rows of the local experts, by expert and within it by rank; the number of rows of each, int64 (E / n,)
+                on the
+            device, as ``GroupedLinear`` takes it; and the route, for :meth:`combine`.
 
         Errors are raised before anything is sent.
 
         Raises:
-            ValueError: no matrix, or counts of another shape or kind.
+            ValueError: ``rows`` is not a matrix, or counts have another shape or kind.
         """
         if rows.dim() != 2:
             raise ValueError(f"rows has shape {tuple(rows.shape)}; pass (R, K), as moe_permute returns them")
@@ -99,14 +100,14 @@ class MoEDispatch(nn.Module):
         return Exchange.apply(rows, route, self.there, self.back), splits, route
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """Bring the experts' results back.
+        """Return the experts' results to their ranks.
 
         Args:
-            rows: (R', N), in the order in which :meth:`dispatch` gave them. Differentiable.
-            route: what it returned.
+            rows: (R', N), in the order of :meth:`dispatch`'s result. Differentiable.
+            route: the route that :meth:`dispatch` returned.
 
         Returns:
-            (R, N), in the order in which :meth:`dispatch` took them; zero for rows that were dropped.
+            (R, N), in the order of :meth:`dispatch`'s input; zero for dropped rows.
         """
         return Exchange.apply(rows, route.reversed(), self.home, self.back)
 
@@ -118,14 +119,13 @@ class MoEDispatch(nn.Module):
         num_out_tokens: int,
         experts: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Return a whole mixture: permute, dispatch, experts, combine, add up; the same bits with fewer passes over the
-        rows.
+        """Run a full mixture: permute, dispatch, experts, combine, sum; the same bits with fewer passes over the rows.
 
         Args:
             x: (T, K).
             probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
             num_out_tokens: copies of tokens, ``T * topk``.
-            experts: called with rows and how many each expert here has; returns (rows, N).
+            experts: called with rows and the number of rows of each local expert; returns (rows, N).
 
         Returns:
             (T, N).

@@ -69,7 +69,7 @@ class TensorProto:
         return [torch.empty(size, dtype=dtype, device=device) for size, dtype in described.values()]
 
     def create_tensor(self) -> TensorOrQuantized:
-        """Return uninitialized tensor of the described kind; traces without a graph break."""
+        """Return an uninitialized tensor of the described kind; traces without a graph break."""
         return self.assemble(self.create_inner_tensors())
 
     def assemble(self, inner_tensors: list[Tensor]) -> Any:

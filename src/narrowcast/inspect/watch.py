@@ -268,7 +268,7 @@ class Watch:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks and buffers off the model; the records stay."""
+        """Remove the hooks and buffers from the model; the records stay."""
         for handle in self._handles:
             handle.remove()
         for layer in self._layers.values():

@@ -158,17 +158,19 @@ class DotProductAttention(nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
     ) -> None:
-        """Share every sequence with the other ranks of a group: each has two of 2·n chunks, rank r the chunks r and
-        2n - 1 - r; keys and values are gathered. For sbhd and bshd without padding, arbitrary masks and biases.
+        """Shard every sequence over the ranks of a group, with gathered keys and values.
+
+        Each rank has two of 2·n chunks: rank r the chunks r and 2n - 1 - r. It works for sbhd and bshd without padding,
+        arbitrary masks and biases.
 
         Args:
-            cp_group: the group; None: shared no more.
-            cp_global_ranks, cp_stream: accepted, without effect here.
+            cp_group: the group; None ends the sharding.
+            cp_global_ranks, cp_stream: accepted, without effect.
             cp_comm_type: "all_gather".
 
         Raises:
             NotImplementedError: another exchange.
-            TypeError: no group.
+            TypeError: ``cp_group`` is not a group.
         """
         self._ranks = context_parallel(cp_group, cp_comm_type)
 

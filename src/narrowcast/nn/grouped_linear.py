@@ -141,17 +141,16 @@ class GroupedLinear(GroupedLinearLayer):
         """Apply the layers.
 
         Args:
-            inp: (*lead, in_features); its rows are those of group 0, of group 1 and so on.
-            m_splits: rows of each group: a list, or an int32 or int64 tensor (num_gemms,). One on the device of ``inp``
-                is not read by the host. Compiled code is recompiled for every new list.
+            inp: (*lead, in_features): the rows of group 0, of group 1 and so on.
+            m_splits: rows of each group: a list, or an int32 or int64 tensor (num_gemms,). The host does not read one
+                on the device of ``inp``. Compiled code recompiles for every new list.
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
-                False uses the kept ones, or quantizes again if one was changed since; compiled code raises there.
-            out: contiguous (*lead, out_features), dtype and device of ``inp`` (under ``torch.autocast`` its dtype);
-                all of it is overwritten by the output, so it must not overlap ``inp``. Eager code returns a tensor that
-                shares its memory.
-            dgrad_out: contiguous, shape, dtype and device of ``inp``; the backward overwrites all of it by the gradient
-                of ``inp``, if there is one. In eager code that gradient shares its memory. With
-                ``delay_wgrad_compute`` it must not overlap ``inp``.
+                False uses the kept ones. If a weight has changed, eager code quantizes again, compiled code raises.
+            out: contiguous (*lead, out_features), dtype and device of ``inp`` (under ``torch.autocast`` its dtype). The
+                output overwrites it, so it must not overlap ``inp``. Eager code returns a tensor that shares its
+                memory.
+            dgrad_out: contiguous, shape, dtype and device of ``inp``. The gradient of ``inp``, if any, overwrites it,
+                and shares its memory in eager code. With ``delay_wgrad_compute`` it must not overlap ``inp``.
 
         Returns:
             (*lead, out_features), zero in rows beyond the sum of the splits; with ``return_bias`` a pair of output and
@@ -160,13 +159,13 @@ class GroupedLinear(GroupedLinearLayer):
         Errors are raised before any kernel runs.
 
         Raises:
-            ValueError: the input's last dim is not ``in_features``; splits of another length, negative, or of more rows
-                than there are, where the host knows them; ``out`` or ``dgrad_out`` that the result does not fit; a
-                ``main_grad`` of another shape or dtype; ``save_original_input`` under delayed scaling.
-            TypeError: splits that are no ints, a quantized input, or one whose dtype is not the parameters', outside
+            ValueError: the input's last dim is not ``in_features``; splits have another length, are negative, or exceed
+                the rows (if the host knows them); ``out`` or ``dgrad_out`` does not fit; a ``main_grad`` has another
+                shape or dtype; ``save_original_input`` is combined with delayed scaling.
+            TypeError: splits are not ints, the input is quantized, or its dtype is not the parameters', outside
                 ``torch.autocast``.
-            RuntimeError: the input lives on another device, parameters are on the meta device, a quantized weight does
-                not fit the recipe, or a ``main_grad`` is missing.
+            RuntimeError: the input is on another device, parameters are on the meta device, a quantized weight does not
+                fit the recipe, or a ``main_grad`` is missing.
         """
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])

@@ -162,12 +162,11 @@ class LayerNormLinear(NormLinearLayer):
 
         Args:
             inp: (*lead, in_features).
-            is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result;
-                False uses the kept one.
-            fp8_output: return a quantized tensor, as the recipe quantizes outputs.
-            fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
-            return_input: return the input, too, for a residual: the gradient that arrives there is added by the
-                kernel of the norm's backward.
+            is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result; False
+                uses the kept one.
+            fp8_output: return a quantized tensor, in the recipe's format for outputs.
+            fp8_grad: quantize the gradient of the input, in the recipe's format for it.
+            return_input: also return the input, for a residual; the kernel of the norm's backward adds its gradient.
         Returns:
             (*lead, out_features); with ``return_bias``, ``return_layernorm_output`` and ``return_input`` a tuple of
             output, bias, norm output (*lead, in_features) and input.

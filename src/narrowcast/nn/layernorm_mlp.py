@@ -176,13 +176,13 @@ class LayerNormMLP(NormLinearLayer):
             inp: (*lead, hidden_size).
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
                 False uses the kept ones.
-            residual: shape and dtype of ``inp``; the block is applied to ``inp + residual``, which the norm's kernel
-                computes, as its backward adds the gradient of the sum.
+            residual: shape and dtype of ``inp``; the block is applied to ``inp + residual``. The norm's kernel computes
+                the sum, and its backward adds the sum's gradient.
         Returns:
             (*lead, hidden_size); with ``return_bias``, ``return_layernorm_output`` and ``residual`` a tuple of output,
             fc2's bias, norm output (*lead, hidden_size) and sum (*lead, hidden_size).
         Raises:
-            ValueError: a residual of another shape, dtype or device.
+            ValueError: the residual has another shape, dtype or device.
         """
         inp = checked_input(inp, self.hidden_size, "hidden_size", self.fc1_weight)
         if residual is not None:

@@ -189,7 +189,7 @@ class Linear(LinearLayer, nn.Linear):
         )
 
     def reset_parameters(self) -> None:
-        """Initialize weight, bias and state where they are; on the meta device nothing."""
+        """Initialize weight, bias and state in place; do nothing on the meta device."""
         self._reset_linear(self._stages[0])
         self._reset_state()
 
@@ -222,16 +222,16 @@ class Linear(LinearLayer, nn.Linear):
         """Apply the layer.
 
         Args:
-            inp: (*lead, in_features), plain or quantized. A quantized one is multiplied as it is.
-            is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result;
-                False uses the kept one, or quantizes a weight that was changed since; compiled code raises there.
-            fp8_output: return a quantized tensor, as the recipe quantizes outputs.
-            fp8_grad: quantize the gradient of the input, as the recipe quantizes such.
+            inp: (*lead, in_features), plain or quantized; a quantized input is multiplied directly.
+            is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result; False
+                uses the kept one. If the weight has changed, eager code quantizes it again, compiled code raises.
+            fp8_output: return a quantized tensor, in the recipe's format for outputs.
+            fp8_grad: quantize the gradient of the input, in the recipe's format for it.
         Returns:
             (*lead, out_features); with ``return_bias`` a pair of output and bias.
         Raises:
-            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code a weight that was changed
-                since True.
+            RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code, a weight changed since
+                True.
         """
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)

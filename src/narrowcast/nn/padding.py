@@ -60,18 +60,18 @@ class Fp8Padding(_Padding):
     __doc__ = f"Zero-pads the rows of each group to a multiple.\n{(_Padding.__doc__ or '').partition('.')[2]}"
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Pad; differentiable.
+        """Pad the rows of each group; differentiable.
 
         Args:
             inp: (*lead, K), the groups one after the other.
             m_splits: rows of each group, a list of ints.
 
         Returns:
-            (P, K), and the rows of each group in it; ``inp`` itself where nothing is missing.
+            (P, K), and the rows of each group in it; ``inp`` itself if no padding is needed.
 
         Raises:
-            TypeError: splits that are no ints.
-            ValueError: of another number, or their sum is not the rows of ``inp``.
+            TypeError: splits are not ints.
+            ValueError: their number is another, or their sum is not the rows of ``inp``.
         """
         splits, alignment = self._checked(m_splits), self._alignment()
         padded = [round_up(rows, alignment) for rows in splits]
@@ -83,18 +83,18 @@ class Fp8Unpadding(_Padding):
     __doc__ = f"Undoes :class:`Fp8Padding`.\n{(_Padding.__doc__ or '').partition('.')[2]}"
 
     def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
-        """Cut the padding away; differentiable.
+        """Remove the padding; differentiable.
 
         Args:
             inp: (P, K), as padded.
-            m_splits: rows of each group before they were padded.
+            m_splits: rows of each group before padding.
 
         Returns:
             (T, K).
 
         Raises:
-            TypeError: splits that are no ints.
-            ValueError: of another number, or ``inp`` is not as long as they say.
+            TypeError: splits are not ints.
+            ValueError: their number is another, or ``inp`` has another number of rows.
         """
         splits, alignment = self._checked(m_splits), self._alignment()
         expected, rows = sum(round_up(rows, alignment) for rows in splits), inp.reshape(-1, inp.shape[-1])

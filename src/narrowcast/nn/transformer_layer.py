@@ -258,14 +258,14 @@ class TransformerLayer(OfParts):
         Args:
             hidden_states: (s, b, hidden_size), (b, s, hidden_size) or (tokens, hidden_size), by ``attn_input_format``.
             attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal, rotary_pos_emb, inference_params:
-                of the self attention, as :class:`MultiheadAttention` takes them; None is what the layer was made with.
-            encoder_output, enc_dec_*: of a decoder's attention to the encoder.
+                of the self attention, as in :class:`MultiheadAttention`; None uses the layer's own.
+            encoder_output, enc_dec_*: of a decoder's cross attention.
             is_first_microbatch: as in :class:`Linear`.
-            others: of both attentions, as :class:`DotProductAttention` takes them.
+            others: of both attentions, as in :class:`DotProductAttention`.
         Returns:
-            the shape of ``hidden_states``.
+            The shape of ``hidden_states``.
         Raises:
-            ValueError: with ``sequence_parallel`` another length than ``seq_length / tp_size``; and those of the parts.
+            ValueError: with ``sequence_parallel`` another length than ``seq_length / tp_size``; and the parts' errors.
         """
         if self.local_length is not None and hidden_states.shape[0] != self.local_length:
             raise ValueError(

@@ -208,14 +208,14 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **scaling: GradScaler | None) -> Any:  # type: ignore[override]
-        """One step; returns what ``closure`` returned.
+        """Take one step; return the result of ``closure``.
 
         Args:
-            grad_scaler: the same as ``grad_scaler.step(optimizer)``: gradients are divided by its scale within the
-                step, and a step with gradients that are not finite changes nothing; without ``capturable`` that waits
-                for the device. Gradients may be fp16. Eager code only.
+            grad_scaler: act like ``grad_scaler.step(optimizer)``: the step divides gradients by its scale, and
+                gradients that are not finite change nothing. Without ``capturable`` that waits for the device.
+                Gradients may be fp16. Eager code only.
         Raises:
-            RuntimeError: a sparse gradient, or what making state raises.
+            RuntimeError: a sparse gradient, or an error of creating state.
         """
         # not a named argument: PyTorch's scaler would pass itself, with a warning, instead of its result
         scaler = scaling.pop("grad_scaler", None)

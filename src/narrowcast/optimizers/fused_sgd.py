@@ -57,7 +57,7 @@ class FusedSGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; returns what ``closure`` returned."""
+        """Take one step; return the result of ``closure``."""
         if not self.wd_after_momentum:
             return super().step(closure)
         loss = None
