@@ -176,7 +176,8 @@ class Room:
         self, name: str, drawn: list[Mutant], given: argparse.Namespace, end: float, folder: Path
     ) -> None:
         self.name, self.drawn, self.given, self.end, self.folder = name, drawn, given, end, folder
-        self.files = sorted({test for one in drawn for test in tests_for(one.file)})
+        files = {test for one in drawn for test in tests_for(one.file)}
+        self.files = sorted(test for test in files if any(part in test for part in given.tests.split(",")))
         self.say = partial(print, file=os.fdopen(os.dup(1), "w"), flush=True)  # a child's own output is a log
         self.package = folder / "room/0/src/narrowcast"
 
@@ -195,8 +196,9 @@ class Room:
         tasks = []
         for one in self.drawn:
             chosen, seconds = choose(one, tests, self.given.budget)
-            if not chosen:
+            if not chosen and not self.given.tests:
                 self.note(one, "no test")
+            if not chosen:
                 continue
             timed = [(name, tests[name][0]) for name in chosen]
             tasks.append((one, 20 + 5 * seconds, partial(session.run_mutant, timed, one.file, one.replaced)))
@@ -329,6 +331,7 @@ def main() -> int:
         help="stop recording a file of tests after so many seconds",
     )
     add("--marked", default="", help="which tests are run, as pytest -m takes it")
+    add("--tests", default="", help="of the files of tests, these alone: state/test_autocast,kernels/")
     add("--retry", action="store_true", help="run the survivors of --out again")
     add(
         "--unchanged", action="store_true", help="run the tests of every file without a change: all must pass"
