@@ -332,7 +332,7 @@ def main() -> int:
     )
     add("--marked", default="", help="which tests are run, as pytest -m takes it")
     add("--tests", default="", help="of the files of tests, these alone: state/test_autocast,kernels/")
-    add("--retry", action="store_true", help="run the survivors of --out again")
+    add("--retry", action="store_true", help="run the survivors of --out again, nothing else")
     add(
         "--unchanged", action="store_true", help="run the tests of every file without a change: all must pass"
     )
@@ -359,8 +359,8 @@ def main() -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
     given.out.touch()
     rows = {row["key"]: row for row in map(json.loads, given.out.read_text().splitlines())}
-    again = {key for key, row in rows.items() if given.retry and row["result"] in ("survived", "no test")}
-    left = [one for one in drawn if one.key() not in rows or one.key() in again]
+    survivors = {key for key, row in rows.items() if row["result"] in ("survived", "no test")}
+    left = [one for one in drawn if (one.key() in survivors if given.retry else one.key() not in rows)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ.update(
