@@ -56,6 +56,17 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, fake)
 
 
+def test_features_are_split_along_the_mode_s_dim(twins: None) -> None:
+    assert local_features(TensorParallel("column"), 32, 48) == (32, 24)
+    assert local_features(TensorParallel("row"), 32, 48) == (16, 48)
+    assert local_features(TensorParallel("column"), 31, 48) == (31, 24)
+    assert local_features(TensorParallel("row"), 32, 47) == (16, 47)
+    for mode, label in (("column", "out_features=47"), ("row", "in_features=31")):
+        with pytest.raises(ValueError, match=f"{label} does not divide among 2 processes.*'{mode}'"):
+            local_features(TensorParallel(mode), 31, 47)
+    assert tensor_parallel("row", None, True) == TensorParallel("row", module.group_name(None), True)
+
+
 def test_a_row_layer_sums_its_outputs(twins: None) -> None:
     out = torch.arange(6.0).view(2, 3)
     assert torch.equal(TensorParallel("row").reduced_output(out), 2 * out)
