@@ -6,10 +6,9 @@ import pytest
 import torch
 from reference.checks import normal
 
-import narrowcast as nc
 from narrowcast import reference
 
-from .catalog import E4M3, VARIANTS, quantize
+from .catalog import VARIANTS, quantize
 
 # Rotated data stays rotated in a product, and scales that are no powers of two are decoded in fp32 alone.
 NAMES = [
@@ -39,22 +38,22 @@ def test_emulated_operands_are_the_decoded_matrix(name: str, columnwise: bool, d
 
 
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
-@pytest.mark.parametrize(
-    "quantizer",
-    [nc.Float8CurrentScalingQuantizer(E4M3), nc.MXFP8Quantizer(E4M3), nc.IdentityQuantizer()],
-    ids=["tensor", "1x32", "plain"],
-)
-def test_native_operands_are_the_decoded_matrix(quantizer: nc.Quantizer, columnwise: bool) -> None:
-    tensor = quantizer.quantize(normal((2, 17, 50), torch.bfloat16))
-    tensor.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
-    operand = quantizer._native_operand(
-        tensor.columnwise_operand() if columnwise else tensor.rowwise_operand(), columnwise
-    )
-    matrix = tensor.dequantize(dtype=torch.float32).view(34, 50)
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block 1d", "block", "identity"])
+def test_native_operands_are_the_decoded_matrix(name: str, columnwise: bool) -> None:
+    quantizer = VARIANTS[name].with_usage(rowwise=not columnwise, columnwise=columnwise)
+    tensor = quantize(quantizer, normal((2, 130, 150), torch.bfloat16))
+    buffers = tensor.columnwise_operand() if columnwise else tensor.rowwise_operand()
+    operand = quantizer._native_operand(buffers, columnwise)
+    matrix = tensor.dequantize(dtype=torch.float32).view(260, 150)
     matrix = matrix.t() if columnwise else matrix
     assert operand is not None and operand.data.shape == matrix.shape
     factors = operand.scale
     if operand.scaling == "1x32":
-        blocks = torch.exp2(operand.scale.float() - 127).repeat_interleave(32, 1)
-        factors = blocks[: matrix.shape[0], : matrix.shape[1]]
+        factors = torch.exp2(factors.float() - 127).repeat_interleave(32, 1)
+    elif operand.scaling == "1x128":
+        factors = factors.repeat_interleave(128, 1)
+    elif operand.scaling == "128x128":
+        factors = factors.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    if factors.dim() == 2:
+        factors = factors[: matrix.shape[0], : matrix.shape[1]]
     assert torch.equal(operand.data.float() * factors, matrix)

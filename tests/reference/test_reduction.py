@@ -77,3 +77,17 @@ def test_round_to_dtype(dtype: torch.dtype) -> None:
     nan = reduction.round_to_dtype(torch.full((40,), -math.nan), dtype)
     integer = torch.int32 if dtype == torch.float32 else torch.int16
     assert (nan.view(integer) == torch.iinfo(integer).max).all()
+
+
+def test_rank_sum_goes_through_the_ranks_in_order_and_divides_once() -> None:
+    rows = torch.tensor([[1e4, 3.0], [0.0625, 3.0], [-1e4, 3.0]]).half()  # in fp32, from zero
+    for rank in range(3):
+        out = torch.full((2,), float("nan"))
+        others = torch.cat([rows[:rank], rows[rank + 1 :]])
+        reduction.rank_sum(rows[rank], others, rank, 4, out)
+        assert out.tolist() == [0.0625 / 4, 2.25]
+    large = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]]).bfloat16()
+    for rank, others in ((0, large[1:]), (1, large[[0, 2]])):
+        out = torch.empty(1)
+        reduction.rank_sum(large[rank], others, rank, 1, out)
+        assert out.item() == 0.0  # the 1 is lost, as it comes second

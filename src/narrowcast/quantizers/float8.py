@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
-from ..functional import GemmOperand, NativeOperand, calibrate_, quantize
+from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from ..upstream.cuda import part_of
 from ..upstream.tensors import count_modes
 from .amax_reduction import AmaxReducing
 from .arguments import FP8_ELEMENTS, fp8_dtype_of, warn_ignored
-from .codes import codes_as_matrix
 from .quantizer import Quantizer
 
 
@@ -30,18 +29,6 @@ class _Float8Base(Quantizer):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
-
-    def _gemm_operand(
-        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
-    ) -> GemmOperand:
-        codes, scale_inv = buffers
-        matrix = codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise)
-        return GemmOperand(matrix.to(dtype), scale_inv)
-
-    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
-        codes, scale_inv = buffers
-        matrix = codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise)
-        return NativeOperand(matrix, scale_inv, "tensor")
 
 
 class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
