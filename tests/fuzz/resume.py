@@ -85,7 +85,7 @@ def _train(folder: Path, words: list[str]) -> subprocess.Popen[str]:
         "PYTHONPATH": str(Path(nc.__file__).resolve().parents[1]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "narrowcast_tools.cli", "train", *words]
+    command = [sys.executable, "-m", "narrowcast", "train", *words]
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
