@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import style
 
 from ..layers import LinearLayer
 from ..layers.norm import NormParameters
-from ..layers.tensor_parallel import TensorParallelOptions, shared
+from ..layers.tensor_parallel import parallel_of
 from ..nn import LayerNormLinear, Linear
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
@@ -139,16 +139,13 @@ def _place(layer: LinearLayer, mesh: DeviceMesh, mode: str, shares_rows: bool, s
             raise ValueError(
                 f"{type(layer).__name__} with {what} cannot be parallelized; use tp_group= for such"
             )
-    size, column = mesh.size(), mode == "column"
-    if column:
-        layer.out_features = shared("out_features", layer.out_features, size)
-    else:
-        layer.in_features = shared("in_features", layer.in_features, size)
-    layer._placed, layer.parallel_mode = True, mode
-    layer._bias_behind = "" if column or size == 1 else "bias"
-    layer._init_tensor_parallel(
-        TensorParallelOptions({"": mode}, mesh.get_group(), size, shares_rows, None, None)
+    parallel, column = parallel_of({"": mode}, mesh.get_group(), mesh.size(), shares_rows), mode == "column"
+    layer.in_features, (layer.out_features,) = parallel.local_features(
+        layer.in_features, [layer.out_features]
     )
+    layer._placed, layer.parallel_mode = True, mode
+    layer._bias_behind = "" if column or parallel.size == 1 else "bias"
+    layer._init_tensor_parallel(parallel)
     _distribute(
         layer, mesh, {"weight": Shard(0), "bias": Shard(0)} if column else {"weight": Shard(1)}, source
     )

@@ -43,7 +43,7 @@ from .parameters import (
     parameter_device,
     quantize_parameter,
 )
-from .tensor_parallel import TensorParallelOptions, checked_mode, mark_partition, shared
+from .tensor_parallel import Parallel, mark_partition
 
 FEW_ROWS = 1024
 """Rows of an average group up to which its weight is quantized once for both of its GEMMs. To read it once more would
@@ -81,8 +81,7 @@ class GroupedLinearLayer(LinearLayer):
         dtype: torch.dtype,
         device: torch.device | str | None,
         recipe: Recipe | str | None = None,
-        parallel_mode: str | None = None,
-        parallel: TensorParallelOptions | None = None,
+        parallel: Parallel | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str | None = None,
         single_grouped_weight: bool = False,
@@ -91,14 +90,11 @@ class GroupedLinearLayer(LinearLayer):
         delay_wgrad_compute: bool = False,
     ) -> None:
         positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
-        tp_size = 1 if parallel is None else parallel.tp_size
-        if checked_mode(parallel_mode) == "column":
-            out_features = shared("out_features", out_features, tp_size)
-        elif parallel_mode == "row":
-            in_features = shared("in_features", in_features, tp_size)
-        if bias and tp_size > 1:
+        parallel = parallel or Parallel({})
+        in_features, (out_features,) = parallel.local_features(in_features, [out_features])
+        if bias and parallel.size > 1:
             raise ValueError(
-                f"bias=True with tp_size={tp_size}; GroupedLinear has no tensor-parallel bias, pass bias=False"
+                f"bias=True with tp_size={parallel.size}; GroupedLinear has no tensor-parallel bias, pass bias=False"
             )
         place, single = parameter_device(device), (single_grouped_weight, single_grouped_bias)
         super().__init__(
@@ -113,11 +109,11 @@ class GroupedLinearLayer(LinearLayer):
                 for kind, whole in zip(("weight", "bias"), single)
                 if not whole
             },
-            parallel=parallel,
+            parallel=parallel._replace(modes={}),  # nothing is communicated here
         )
         self._groups = self.num_gemms = num_gemms
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.parallel_mode = bias, parallel_mode
+        self.use_bias, self.parallel_mode = bias, parallel.mode
         self.single_grouped_weight, self.single_grouped_bias = single
         if self._init_recipe is not None:
             self._stored_as(self._stages[0])

@@ -54,7 +54,7 @@ from .parameters import (
     remedy,
     weight_quantizer,
 )
-from .tensor_parallel import TensorParallelLayer, TensorParallelOptions, mark_partition
+from .tensor_parallel import Parallel, TensorParallelLayer, mark_partition
 
 
 class Stage(NamedTuple):
@@ -99,7 +99,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         parts: dict[str, list[str]] | None = None,
-        parallel: TensorParallelOptions | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         if "_parameters" not in self.__dict__:  # else a module with parameters becomes such a layer
             nn.Module.__init__(self)

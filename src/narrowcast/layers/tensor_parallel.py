@@ -15,15 +15,75 @@ NO_GROUP = ""
 """Instead of a group's name, where ``set_tensor_parallel_group`` is still to come."""
 
 
-class TensorParallelOptions(NamedTuple):
-    """The arguments of a constructor. ``modes``: how each stage is split, by its prefix."""
+class Parallel(NamedTuple):
+    """How a layer is split over processes, read from its constructor's options by :func:`parallel_of`.
+
+    ``modes``: how each stage is split, by its prefix. ``size``: how many processes share the layer. ``group``: their
+    group's name, or ``NO_GROUP``. ``sequence_parallel``: outside of the layer, each holds a share of the rows.
+    ``tracker``, ``tracker_name``: of the random numbers of its weights.
+    """
 
     modes: dict[str, str | None]
-    tp_group: Any
-    tp_size: int
-    sequence_parallel: bool
-    tracker: Callable[[], Any] | None
-    tracker_name: str | None
+    size: int = 1
+    group: str | None = NO_GROUP
+    sequence_parallel: bool = False
+    tracker: Callable[[], Any] | None = None
+    tracker_name: str | None = None
+
+    @property
+    def mode(self) -> str | None:
+        """How a layer of one stage without prefix is split."""
+        return self.modes.get("")
+
+    def local_features(self, in_features: int, rows: list[int]) -> tuple[int, list[int]]:
+        """Return what this process has of a weight: its columns, and the rows of each part.
+
+        Raises:
+            ValueError: they do not divide.
+        """
+        if self.mode == "column":
+            return in_features, [shared("out_features", own, self.size) for own in rows]
+        return shared("in_features", in_features, self.size) if self.mode == "row" else in_features, rows
+
+
+def parallel_of(
+    modes: dict[str, str | None],
+    tp_group: Any,
+    tp_size: int,
+    sequence_parallel: bool,
+    tracker: Callable[[], Any] | None = None,
+    tracker_name: str | None = None,
+) -> Parallel:
+    """Read the options of a constructor.
+
+    Raises:
+        ValueError: another mode than None, "column" and "row", a ``tp_size`` that is not positive or not that of the
+            group, or a ``tracker_name`` without ``tracker``.
+        TypeError, RuntimeError: no process group, or one without a name.
+    """
+    for mode in modes.values():
+        if mode not in MODES:
+            raise ValueError(f"parallel_mode is {mode!r}; use None, 'column' or 'row'")
+    size = checked_size(tp_group, tp_size)
+    if tracker_name is not None and tracker is None:
+        raise ValueError(
+            f"rng_tracker_name is {tracker_name!r} without get_rng_state_tracker; give both or neither"
+        )
+    group = NO_GROUP if tp_group is None else group_name(tp_group)
+    return Parallel(modes, size, group, bool(sequence_parallel), tracker, tracker_name)
+
+
+def ranks_of(
+    tp_group: Any, tp_size: int, set_parallel_mode: bool, sequence_parallel: bool
+) -> tuple[Any, int, bool]:
+    """Return group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
+
+    Those of the group, where it is known; one without ``set_parallel_mode``.
+    """
+    if not set_parallel_mode:
+        return None, 1, False
+    size = tp_size if tp_group is None else tp_group.size()
+    return tp_group, size, sequence_parallel and size > 1
 
 
 class TensorParallelLayer:
@@ -47,28 +107,15 @@ class TensorParallelLayer:
     # a bias of this name is added to the sum over the processes, not to this process's part of it
     _bias_behind: str = ""
 
-    def _init_tensor_parallel(self, options: TensorParallelOptions) -> None:
-        """
-        Raises:
-            ValueError: a ``tp_size`` that is not positive or not that of the group, or a ``tracker_name`` without
-                ``tracker``.
-            TypeError, RuntimeError: no process group, or one without a name.
-        """
-        modes, tp_group, tp_size, sequence_parallel, tracker, tracker_name = options
-        size = checked_size(tp_group, tp_size)
-        if tracker_name is not None and tracker is None:
-            raise ValueError(
-                f"rng_tracker_name is {tracker_name!r} without get_rng_state_tracker; give both or neither"
-            )
-        if tracker is not None:
-            self.get_rng_state_tracker, self.rng_tracker_name = tracker, tracker_name
-        if size == 1:
+    def _init_tensor_parallel(self, parallel: Parallel) -> None:
+        if parallel.tracker is not None:
+            self.get_rng_state_tracker, self.rng_tracker_name = parallel.tracker, parallel.tracker_name
+        if parallel.size == 1:
             return
-        self.tp_size, self.sequence_parallel = size, bool(sequence_parallel)
-        name = NO_GROUP if tp_group is None else group_name(tp_group)
+        self.tp_size, self.sequence_parallel = parallel.size, parallel.sequence_parallel
         split = {
-            prefix: TensorParallel(mode, name, bool(sequence_parallel))
-            for prefix, mode in modes.items()
+            prefix: TensorParallel(mode, parallel.group, parallel.sequence_parallel)
+            for prefix, mode in parallel.modes.items()
             if mode
         }
         self._parallel = split or None
@@ -166,16 +213,6 @@ def checked_size(tp_group: Any, tp_size: int) -> int:
     if tp_size not in (1, size):
         raise ValueError(f"tp_size is {tp_size}, and tp_group has {size} processes; leave tp_size out")
     return size
-
-
-def checked_mode(parallel_mode: str | None) -> str | None:
-    """
-    Raises:
-        ValueError: another mode than None, "column" and "row".
-    """
-    if parallel_mode not in MODES:
-        raise ValueError(f"parallel_mode is {parallel_mode!r}; use None, 'column' or 'row'")
-    return parallel_mode
 
 
 def shared(label: str, features: int, size: int) -> int:

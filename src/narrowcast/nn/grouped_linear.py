@@ -14,7 +14,7 @@ from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
 from ..layers.parameters import parameter_dtype
-from ..layers.tensor_parallel import TensorParallelOptions, checked_size
+from ..layers.tensor_parallel import checked_size, parallel_of
 from ..recipe import Recipe, linear_plan
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
@@ -91,7 +91,7 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
-        size = checked_size(tp_group, tp_size)
+        ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
         super().__init__(
             num_gemms,
             in_features,
@@ -100,10 +100,7 @@ class GroupedLinear(GroupedLinearLayer):
             dtype=parameter_dtype(params_dtype, dtype),
             device=device,
             recipe=recipe,
-            parallel_mode=parallel_mode,
-            parallel=TensorParallelOptions(
-                {}, tp_group, size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-            ),
+            parallel=parallel_of({"": parallel_mode}, *ranks),
             init_method=init_method,
             name=name,
             single_grouped_weight=_chosen(single_grouped_weight, single_grouped_parameter),

@@ -23,7 +23,7 @@ from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import needs_recipe, parameter_dtype
-from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
+from ..layers.tensor_parallel import parallel_of
 from ..recipe import Recipe
 from .norm_linear import NormLinearLayer, check_column, check_gathered_output
 from .parameters_split import ParametersSplit, parts_of
@@ -100,16 +100,14 @@ class LayerNormLinear(NormLinearLayer):
     ) -> None:
         check_neutral("LayerNormLinear", options, OverlapOptions)
         positive(in_features=in_features, out_features=out_features)
-        size = checked_size(tp_group, tp_size)
-        check_column(parallel_mode, size)
-        check_gathered_output(
-            return_layernorm_output_gathered, sequence_parallel and parallel_mode == "column"
-        )
+        ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        parallel = parallel_of({"": parallel_mode}, *ranks)
+        check_column(parallel)
+        check_gathered_output(return_layernorm_output_gathered, parallel, parallel.mode)
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
-        if parallel_mode == "column":
-            rows = [shared("out_features", own, size) for own in rows]
+        _, rows = parallel.local_features(in_features, rows)
         stage = Stage("", name or "", "weight", "bias", init_method)
         super().__init__(
             in_features,
@@ -120,24 +118,15 @@ class LayerNormLinear(NormLinearLayer):
             place,
             return_bias,
             return_layernorm_output or return_layernorm_output_gathered,
-            parallel=TensorParallelOptions(
-                {"": parallel_mode},
-                tp_group,
-                size,
-                sequence_parallel,
-                get_rng_state_tracker,
-                rng_tracker_name,
-            ),
+            parallel=parallel,
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             parts=parts,
         )
         self.in_features, self.out_features = in_features, sum(rows)
-        self.parallel_mode, self.return_layernorm_output_gathered = (
-            parallel_mode,
-            return_layernorm_output_gathered,
-        )
+        self.parallel_mode = parallel.mode
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self._add_linear(stage, rows, in_features, bias, dtype=kind, device=place)
         self.reset_parameters()
         self._prepare_for_recipe()

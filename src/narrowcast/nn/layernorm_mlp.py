@@ -17,7 +17,7 @@ from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
 from ..layers.parameters import parameter_dtype
-from ..layers.tensor_parallel import TensorParallelOptions, checked_size, shared
+from ..layers.tensor_parallel import parallel_of, shared
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checkpoint
 from .norm_linear import NormLinearLayer, check_gathered_output
@@ -123,13 +123,15 @@ class LayerNormMLP(NormLinearLayer):
     ) -> None:
         check_neutral("LayerNormMLP", options, MLPOptions)
         positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        size = checked_size(tp_group, tp_size) if set_parallel_mode else 1
-        check_gathered_output(return_layernorm_output_gathered, sequence_parallel and set_parallel_mode)
+        modes: dict[str, str | None] = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
+        ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        parallel = parallel_of(modes, *ranks)
+        size = parallel.size if set_parallel_mode else 1
+        check_gathered_output(return_layernorm_output_gathered, parallel, modes.get("fc1_"))
         ffn_hidden_size = shared("ffn_hidden_size", ffn_hidden_size, size)
         settings = norm_settings(normalization, eps, zero_centered_gamma)
         self_activation = activation_settings(activation, activation_params)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
-        modes: dict[str, str | None] = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
         roles = f"{name}." if name else ""
         fc1 = Stage("fc1_", roles + "fc1", "fc1_weight", "fc1_bias", init_method)
         fc2 = Stage("fc2_", roles + "fc2", "fc2_weight", "fc2_bias", output_layer_init_method)
@@ -142,9 +144,7 @@ class LayerNormMLP(NormLinearLayer):
             place,
             return_bias,
             return_layernorm_output or return_layernorm_output_gathered,
-            parallel=TensorParallelOptions(
-                modes, tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-            ),
+            parallel=parallel,
             recipe=recipe,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,

@@ -15,13 +15,7 @@ from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
-from ..layers.tensor_parallel import (
-    TensorParallelOptions,
-    checked_mode,
-    checked_size,
-    on_local,
-    shared,
-)
+from ..layers.tensor_parallel import Parallel, on_local, parallel_of
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import local
@@ -111,11 +105,9 @@ class Linear(LinearLayer, nn.Linear):
         positive(in_features=in_features, out_features=out_features)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
-        mode, size = checked_mode(parallel_mode), checked_size(tp_group, tp_size)
-        if mode == "column":
-            rows = [shared("out_features", own, size) for own in rows]
-        elif mode == "row":
-            in_features = shared("in_features", in_features, size)
+        ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        parallel = parallel_of({"": parallel_mode}, *ranks)
+        in_features, rows = parallel.local_features(in_features, rows)
         stage = Stage("", name or "", "weight", "bias", init_method)
         super().__init__(
             name,
@@ -125,11 +117,10 @@ class Linear(LinearLayer, nn.Linear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
             parts=parts,
-            parallel=TensorParallelOptions(
-                {"": mode}, tp_group, size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
-            ),
+            parallel=parallel,
         )
-        self.parallel_mode, self._bias_behind = mode, "bias" if mode == "row" and size > 1 else ""
+        self.parallel_mode = parallel.mode
+        self._bias_behind = "bias" if parallel.mode == "row" and parallel.size > 1 else ""
         self.in_features, self.out_features = in_features, sum(rows)
         self.return_bias = return_bias
         self.save_original_input = save_original_input
@@ -167,12 +158,12 @@ class Linear(LinearLayer, nn.Linear):
                 raise ValueError(
                     f"Linear with {what} cannot be parallelized by PyTorch's style; use tp_group="
                 )
-        if column:
-            self.out_features = shared("out_features", self.out_features, size)
-        else:
-            self.in_features = shared("in_features", self.in_features, size)
+        parallel = Parallel({"": "column" if column else "row"}, size)
+        self.in_features, (self.out_features,) = parallel.local_features(
+            self.in_features, [self.out_features]
+        )
         self._placed = self._on_dtensors = True
-        self.parallel_mode = "column" if column else "row"
+        self.parallel_mode = parallel.mode
 
     def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
         """As of any module. PyTorch's style registers its own when it has made DTensors of all buffers, too: delayed

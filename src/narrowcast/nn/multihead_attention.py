@@ -18,6 +18,7 @@ from ..attention import (
 from ..layers import parameter_device
 from ..layers.neutral import AttentionOptions, check_neutral
 from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import ranks_of
 from ..recipe import Recipe
 from .dot_product_attention import DotProductAttention
 from .layernorm_linear import LayerNormLinear
@@ -447,19 +448,6 @@ def _check_kind(
             "fuse_wgrad_accumulation=True needs fuse_qkv_params=True: no parameter has the main_grad of the whole QKV "
             "weight"
         )
-
-
-def ranks_of(
-    tp_group: Any, tp_size: int, set_parallel_mode: bool, sequence_parallel: bool
-) -> tuple[Any, int, bool]:
-    """Return group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
-
-    Those of the group, where it is known; one without ``set_parallel_mode``.
-    """
-    if not set_parallel_mode:
-        return None, 1, False
-    size = tp_size if tp_group is None else tp_group.size()
-    return tp_group, size, sequence_parallel and size > 1
 
 
 def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int | None, tp_size: int) -> int:

@@ -12,7 +12,7 @@ from ..autograd import NormSettings, normalize
 from ..autograd.tensor_parallel import gathered
 from ..layers import LinearLayer, Stage
 from ..layers.norm import norm_parameters, reset_norm_parameters
-from ..layers.tensor_parallel import checked_mode
+from ..layers.tensor_parallel import Parallel
 
 
 class NormLinearLayer(LinearLayer):
@@ -82,26 +82,26 @@ class NormLinearLayer(LinearLayer):
         return (out, *extra, *beside) if extra or beside else out
 
 
-def check_gathered_output(gathered_output: bool, sequence_parallel: bool) -> None:
+def check_gathered_output(gathered_output: bool, parallel: Parallel, mode: str | None) -> None:
     """Check ``return_layernorm_output_gathered``.
 
     Raises:
         ValueError: it is set, and the layer is not sequence parallel.
     """
-    if gathered_output and not sequence_parallel:
+    if gathered_output and not (parallel.sequence_parallel and mode == "column"):
         raise ValueError(
             "return_layernorm_output_gathered=True needs sequence_parallel and parallel_mode='column'; this layer is "
             "not sequence parallel, use return_layernorm_output=True"
         )
 
 
-def check_column(parallel_mode: str | None, size: int) -> None:
+def check_column(parallel: Parallel) -> None:
     """Check how a layer that begins with a norm is to be split.
 
     Raises:
-        ValueError: another mode, or rows of the input that the norm would not see whole.
+        ValueError: rows of the input that the norm would not see whole.
     """
-    if checked_mode(parallel_mode) == "row" and size > 1:
+    if parallel.mode == "row" and parallel.size > 1:
         raise ValueError(
             "parallel_mode='row' splits the columns that the norm needs whole; use 'column', or LayerNorm and Linear"
         )

@@ -14,9 +14,10 @@ from ..attention import InferenceParams
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
 from ..layers.parameters import parameter_dtype
+from ..layers.tensor_parallel import ranks_of
 from ..recipe import Recipe
 from .layernorm_mlp import LayerNormMLP
-from .multihead_attention import MultiheadAttention, OfParts, RotaryEmbedding, ranks_of
+from .multihead_attention import MultiheadAttention, OfParts, RotaryEmbedding
 from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
