@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import DEVICE, QUANTIZED
+from recipes import DEVICE
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -34,24 +34,6 @@ def arguments(
     plan = linear_plan(recipe, "", needs_input, needs_weight, module_type="linear")
     args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
     return dataclasses.replace(args, **changes)
-
-
-@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
-def test_is_what_the_module_computes(name: str) -> None:
-    weight, x, bias = operands()
-    layer = nc.Linear(32, 48, device=DEVICE, dtype=DTYPE, recipe=QUANTIZED[name])
-    layer.weight, layer.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
-    results = []
-    for run, wanted in (
-        (lambda: LinearFunction.apply(weight, x, bias, arguments(QUANTIZED[name])), (x, weight, bias)),
-        (lambda: layer(x), (x, layer.weight, layer.bias)),
-    ):
-        torch.manual_seed(3)
-        y = run()
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), wanted)])
-    for ours, theirs in zip(*results):
-        assert torch.equal(ours, theirs)
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
 
 
 def test_a_plan_is_resolved_once_and_frozen() -> None:
@@ -111,17 +93,6 @@ def test_only_wanted_gradients_are_made(needs_input: bool, needs_weight: bool) -
     assert (x.grad is not None) is needs_input
     assert (weight.grad is not None) is needs_weight
     assert bias.grad is None
-
-
-def test_twice_over_one_graph_and_no_second_derivative() -> None:
-    weight, x, bias = operands()
-    y = LinearFunction.apply(weight, x, bias, arguments(CURRENT))
-    first = torch.autograd.grad(y.sum(), (x, weight, bias), retain_graph=True)
-    second = torch.autograd.grad(y.sum(), (x, weight, bias), retain_graph=True)
-    assert all(map(torch.equal, first, second))
-    (grad,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import TOKENS, assert_same, compare_compiled, make_input, randomized, step
+from modules import assert_same, compare_compiled, make_input, randomized, step
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -127,12 +127,6 @@ def test_returned_input_keeps_its_dtype() -> None:
     assert out.dtype == torch.bfloat16 and same is x
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    compare_composed(make_layer(params_dtype=dtype), RECIPES[name], dtype=dtype)
-
-
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("kind", kinds(["current", "mxfp8", "block", "nvfp4"]))
 def test_backward_override(kind: str, override: str) -> None:
@@ -145,34 +139,6 @@ def test_is_torchs_layer_in_high_precision() -> None:
     layer, x = make_layer(params_dtype=torch.float32), make_input(K, dtype=torch.float32)
     normalized = F.layer_norm(x, (K,), layer.layer_norm_weight, layer.layer_norm_bias)
     assert_close(layer(x), F.linear(normalized, layer.weight, layer.bias), "fp32_sum_order")
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("lead", [(1,), (7,), (0,), (3, 5), (2, 0, 4)], ids=str)
-@pytest.mark.parametrize(("k", "n"), [(48, 80), (5, 3), (130, 1), (1, 17)])
-def test_any_shape(name: str, lead: tuple[int, ...], k: int, n: int) -> None:
-    layer = make_layer(k, n)
-    x = make_input(k, *lead)
-    ours, theirs = (
-        step(layer, x, RECIPES[name]),
-        renamed(step(Composed(layer), x, RECIPES[name]), NAMES_OF_ALL),
-    )
-    for key, value in ours.items():
-        assert torch.equal(value, theirs[key]), key
-        assert torch.isfinite(value).all()
-    assert ours["out0"].shape == (*lead, n) and ours["d input"].shape == x.shape
-
-
-NAMES_OF_ALL = dict.fromkeys(["out0", "d input", *NAMES.values()])
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_non_contiguous_input(name: str) -> None:
-    x = make_input(TOKENS, K).detach().t().requires_grad_(True)
-    assert not x.is_contiguous()
-    ours = step(make_layer(), x, RECIPES[name])
-    assert_same(ours, step(make_layer(), x.detach().contiguous().requires_grad_(True), RECIPES[name]))
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
@@ -269,16 +235,6 @@ def test_quantized_parameters(name: str) -> None:
     other = RECIPES["mxfp8" if name != "mxfp8" and name != "custom" else "block"]
     with nc.autocast(recipe=other), pytest.raises(RuntimeError, match="quantized_model_init"):
         layer(make_input(K))
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_torch_autocast(name: str) -> None:
-    layer = make_layer(params_dtype=torch.float32)
-    x = make_input(K, dtype=torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        results = step(layer, x, RECIPES[name])
-    assert results.pop("out0").dtype == torch.bfloat16
-    assert all(t.dtype == torch.float32 and torch.isfinite(t).all() for t in results.values())
 
 
 @pytest.mark.parametrize("name", ["none", "delayed"])
@@ -398,15 +354,6 @@ def test_return_bias() -> None:
         assert bias is layer.bias
         layer.return_bias = False
         assert not torch.equal(out, layer(make_input(K)))
-
-
-def test_second_order_is_refused() -> None:
-    layer, x = make_layer(), make_input(K)
-    with nc.autocast(recipe=RECIPES["current"]):
-        y = layer(x)
-    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dx.float().sum(), x)
 
 
 @pytest.mark.parametrize(

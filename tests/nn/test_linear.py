@@ -79,41 +79,6 @@ def test_any_shape_equals_the_zero_padded_layer(name: str, tokens: tuple[int, ..
         assert_close(actual, reference.detach(), "bf16_output")
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes(name: str, dtype: torch.dtype) -> None:
-    module, x = layer(params_dtype=dtype), torch.randn(24, 48).to(dtype)
-    results = run(module, x, QUANTIZED[name])
-    assert all(t.dtype == dtype and torch.isfinite(t).all() for t in results)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_non_contiguous_input_and_gradient(name: str) -> None:
-    module, base = layer(params_dtype=torch.bfloat16), torch.randn(48, 32).bfloat16()
-    recipe = RECIPES[name]
-    for a, b in zip(run(module, base.t(), recipe), run(module, base.t().contiguous(), recipe), strict=True):
-        if name == "delayed":
-            continue  # scales move between the two runs; shapes are what is at stake
-        assert torch.equal(a, b)
-    x = base.t().contiguous().requires_grad_(True)
-    with nc.autocast(enabled=recipe is not None, recipe=recipe):
-        y = module(x)
-    y.backward(torch.randn(80, 32).bfloat16().t())
-    assert x.grad is not None and torch.isfinite(x.grad).all()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_second_order_is_refused(name: str) -> None:
-    if name == "none":
-        pytest.skip("torch differentiates its own linear twice")
-    module, x = layer(params_dtype=torch.bfloat16), torch.randn(16, 48).bfloat16().requires_grad_(True)
-    with nc.autocast(recipe=QUANTIZED[name]):
-        y = module(x)
-    (dx,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(dx.float().sum(), x)
-
-
 def test_without_a_recipe_it_is_differentiated_twice() -> None:
     """As torch's; under one it says why not."""
     module, x = layer(), torch.randn(16, 48, requires_grad=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from modules import assert_same
 from ops_checks import check, make_inputs, step
-from recipes import DEVICE, QUANTIZED, RECIPES
+from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -42,18 +42,6 @@ def as_operations(results: dict[str, Tensor]) -> dict[str, Tensor]:
     """Results of the module under the names of the operations."""
     names = {"d weight": "d basic_ops.0.weight", "d bias": "d basic_ops.1.bias"}
     return {names.get(name, name): value for name, value in results.items()}
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("bias", [False, True])
-def test_is_the_module(name: str, bias: bool) -> None:
-    """Bit for bit over two steps, after loading its state dict."""
-    module, ours = make_module(bias), make_linear(bias)
-    ours.load_state_dict(module.state_dict())
-    for seed in (0, 1):
-        inputs = make_inputs([(*LEAD, K)], seed=seed)
-        expected = as_operations(step(module, inputs, RECIPES[name]))
-        assert_same(step(ours, inputs, RECIPES[name]), expected)
 
 
 def test_whole_set() -> None:

@@ -20,7 +20,6 @@ from narrowcast import ops
 from narrowcast.recipe import Float8CurrentScaling, MXFP8BlockScaling, QParams, linear_plan
 from narrowcast.testing import assert_close
 
-from ..linear_modules import assert_as_module
 from .contract import check_split_forward
 
 K, N = 48, 80
@@ -42,22 +41,6 @@ def twin(op: ops.BasicLinear) -> nc.Linear:
 
 
 # -- numerics -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("lead", [(24,), (3, 5), (1,), (0,)], ids=str)
-@pytest.mark.parametrize(("k", "n"), [(48, 80), (5, 3)])
-def test_equals_the_module(name: str, lead: tuple[int, ...], k: int, n: int) -> None:
-    """Two steps, so that delayed scaling moves its scales."""
-    op = make_op(k, n)
-    module = twin(op)
-    for seed in (0, 1):
-        x = make_input(k, *lead, seed=seed)
-        if 0 in lead:
-            ours, theirs = step(op, x, RECIPES[name]), step(module, x, RECIPES[name])
-            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-        else:
-            assert_as_module(name, step(op, x, RECIPES[name]), step(module, x, RECIPES[name]))
 
 
 @pytest.mark.parametrize("name", kinds(RECIPES))
@@ -115,20 +98,6 @@ def test_another_recipe_of_the_same_class_counts() -> None:
     assert_same(results[1], step(twin(op), x, Float8CurrentScaling(use_power_2_scales=True)))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_under_torch_autocast(name: str) -> None:
-    op = make_op(dtype=torch.float32)
-    x = make_input(K, dtype=torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        ours, theirs = step(op, x, RECIPES[name]), step(twin(op), x, RECIPES[name])
-    assert ours["out0"].dtype == torch.bfloat16 and ours["d input"].dtype == torch.float32
-    if name == "none":  # PyTorch keeps a gradient in bf16 until it reaches the weight
-        for key in theirs:
-            assert_close(ours[key], theirs[key], "bf16_output")
-    else:
-        assert_same(ours, theirs)
-
-
 @pytest.mark.parametrize(("name", "bits"), [("delayed", 8), ("current", 8), ("mxfp8", 8), ("nvfp4", 4)])
 def test_saves_the_payload_and_nothing_in_high_precision(
     name: str, bits: int, monkeypatch: pytest.MonkeyPatch
@@ -170,15 +139,6 @@ def test_frozen_input_costs_no_dgrad(name: str) -> None:
         results = step(op, x, RECIPES[name])
     assert operators.seen["dgrad"] == 0 and operators.seen["wgrad"] == operators.seen["fprop"] == 1
     assert_same(results, step(twin(op), x, RECIPES[name]))
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_no_grad(name: str, manager: Any) -> None:
-    op, x = make_op(), make_input(K).detach()
-    with manager(), nc.autocast(recipe=QUANTIZED[name]):
-        out = op(x)
-        assert torch.equal(out, twin(op)(x)) and not out.requires_grad
 
 
 # -- options ------------------------------------------------------------------------------------------------
