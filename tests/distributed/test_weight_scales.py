@@ -96,6 +96,25 @@ def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool 
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("reshard", [None, False, True])
+def test_an_evaluation_follows_weights_that_were_written(reshard: bool | None, trained: bool) -> None:
+    outputs = []
+    for sharded in (False, True):
+        model = make(sharded=sharded, reshard=reshard)
+        if trained:
+            model(batch(0)).square().mean().backward()
+            evaluated(model, batch(1))
+            model(batch(1)).square().mean().backward()
+        with torch.no_grad():
+            model[1].weight.mul_(1000.0)
+            outputs.append(model.eval()(batch(0)))
+            if not sharded:
+                nc.set_recipe(model, None)
+                wanted = model(batch(0))
+    assert torch.equal(*outputs) and (outputs[0] - wanted).norm() < 0.06 * wanted.norm()
+
+
 def test_a_model_in_a_reentrant_checkpoint() -> None:
     """Its first run records no gradients and is the forward all the same."""
     gradients = []

@@ -412,6 +412,12 @@ def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
     yield ([torch.ones(n, device=x.device) for n in (3, 2)],)
 
 
+@family("fit_to_weights")
+def fit_to_weights_cases(x: Tensor) -> Iterator[Arguments]:
+    scales = torch.ones(6, device=x.device)
+    yield scales, [x, x[:1], x[:0]], [2, 2, 3], 448.0, 1
+
+
 @family("scales_of_run")
 def scales_of_run_cases(x: Tensor) -> Iterator[Arguments]:
     for states in renewed_scales_cases(x):

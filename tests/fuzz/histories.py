@@ -15,6 +15,7 @@ import contextlib
 import copy
 import gc
 import io
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -78,6 +79,7 @@ REVIEWED = (
     "the recipe in force wants",
     "that renews its own scales runs twice in one compiled function",
     "GroupedLinear quantizes its input itself, pass a plain tensor",
+    "collected an amax under delayed scaling",
 )
 
 
@@ -121,6 +123,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
     if flags and rng.random() < 0.5:
         program["optimizer"] = rng.choice(("SGD fused", "AdamW fused"))
     program["history"] = [_draw_item(rng, flags) for _ in range(rng.choice((2, 3, 4, 6, 8)))]
+    program["calibrated"] = rng.random() < 0.15
     return program
 
 
@@ -310,6 +313,19 @@ class World:
                 self.record(f"step {index} new {name}", _dense(parameter))
         self.optimizer.zero_grad()
 
+    def calibrate(self) -> None:
+        """Find the scales of the first step beforehand."""
+        self.model.train()
+
+        def step() -> None:
+            y = self.forward(self.batch(7).requires_grad_(), None)
+            if y.requires_grad:
+                self.loss(y, 7).backward()
+
+        nc.calibrate_delayed_scaling(self.model, step)
+        if self.measure is not None:
+            self.measure.wanted, self.measure.fitting = {}, {}
+
     def backward(self, loss: Tensor, retain: bool, seed: int) -> None:
         if retain:
             loss.backward(retain_graph=True)
@@ -415,6 +431,8 @@ class World:
         self.optimizer.load_state_dict(state)
 
     def play(self) -> list[tuple[str, Tensor | None]]:
+        if self.program.get("calibrated") and not self.torchs and "delayed" in _families(self.program):
+            self.calibrate()
         for index, item in enumerate(self.program["history"]):
             torch.manual_seed(index)
             do = item["do"]
@@ -437,6 +455,9 @@ class World:
                 if isinstance(value, Tensor):
                     self.record(f"at the end optimizer's {name} of {of}", _dense(value))
         if not self.torchs:
+            for layer in self.delayed():  # a copy learns of an autocast's recipe in its next forward
+                if self.program["how"] == "autocast" and self.recipe is not None and not layer._delayed:
+                    layer._keep_state_of(self.recipe)
             renew(self.delayed())  # when scales are renewed does not matter, before the next training forward
             for name, tensor in self.model.state_dict().items():
                 if "scale" in name or "amax" in name:
@@ -537,7 +558,8 @@ class Measure:
     """What each ``Linear`` does, beside its products in fp64.
 
     Delayed scaling is held to it where the last calls tell the scales: an operand that is not much larger than in each
-    of them, and not much smaller than in any call before.
+    of them, and not much smaller than in any call before. Before the first call they are constants, which are told to
+    saturate: there it is held to what these hold. A weight has its own scale then, and in each evaluation.
     """
 
     def __init__(self, world: World) -> None:
@@ -547,22 +569,39 @@ class Measure:
         self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
         """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
         self.steps = 0
-        program = world.program
-        edited = any(item["do"] in ("edit", "recipe") for item in program["history"])
-        calm = not program["wander"] and not program["odd_rows"] and not edited
-        self.calm = calm and (program["rows"] or 16) >= 16
+        self.starts = True
         for module in world.model.modules():
             if type(module) is nc.Linear:
                 module.register_forward_hook(self.after)
 
     def forget(self) -> None:
         """Another recipe is in force, whose scales no call has told."""
-        self.amaxes = {}
+        self.amaxes, self.starts = {}, False
+
+    def recipe(self, layer: Any) -> Any:
+        if self.world.program["how"] == "autocast" and self.world.recipe is not None:
+            return self.world.recipe
+        return layer.recipe
+
+    def fits(self, layer: Any, past: list[float], operand: Tensor, kind: str) -> bool:
+        """Whether the scale that an operand of a layer gets suits it.
+
+        Args:
+            kind: "input", "weight" or "gradient".
+        """
+        recipe, evaluates = self.recipe(layer), not layer.training
+        if kind == "weight" and evaluates:
+            return True
+        if past or not self.starts:
+            return fits_scales(past, operand, layer.training)
+        amax = operand.abs().max().item() if operand.numel() else 0.0
+        if getattr(recipe, "initial_scale", "range") != "range":
+            return False
+        least, largest = {"weight": (0.0, math.inf), "input": (0.01, 28.0), "gradient": (1e-6, 0.875)}[kind]
+        return least <= amax <= largest
 
     def family(self, layer: Any) -> str:
-        recipe = layer.recipe if self.world.program["how"] != "autocast" else self.world.recipe
-        if recipe is None and self.world.program["how"] == "autocast":
-            recipe = layer.recipe
+        recipe = self.recipe(layer)
         if recipe is None:
             return "none"
         return {"float8_block": "block", "custom": "hybrid"}.get(recipe._family, recipe._family)
@@ -575,11 +614,8 @@ class Measure:
         if found.dtype == torch.bfloat16:
             tolerance = max(tolerance, 0.02)
         if family == "delayed":
-            if self.steps:
-                tolerance = 0.15
-            elif not (self.calm and self.world.program["first_too"]):
-                return
-            if self.steps and not fits:
+            tolerance = 0.15
+            if not fits:
                 return
         size = wanted.size()
         if min(found.shape) < 8 or layer.in_features < 16 or size < 1e-20:
@@ -599,13 +635,13 @@ class Measure:
         wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
         past = self.amaxes.setdefault(layer, ([], [], []))
-        fits = _fits(past[0], wide, layer.training) and _fits(past[1], weight, layer.training)
+        fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")
         wanted = Product.of(wide, weight.t())
         wanted = wanted._replace(value=wanted.value + bias)
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
         if layer.training and y.requires_grad:
-            _collect(past[0], wide)
-            _collect(past[1], weight)
+            collect_amax(past[0], wide)
+            collect_amax(past[1], weight)
         if not y.requires_grad:
             return
         known = list(past[2])
@@ -614,9 +650,9 @@ class Measure:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
             part = Product.of(flat.t(), wide)
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
-            fit = fits and _fits(known, flat, layer.training)
+            fit = fits and self.fits(layer, known, flat, "gradient")
             self.fitting[layer] = self.fitting.get(layer, True) and fit
-            _collect(past[2], flat)
+            collect_amax(past[2], flat)
             if x.requires_grad:
                 x_grads.append((Product.of(flat, weight), fit))
 
@@ -639,13 +675,13 @@ class Measure:
         self.steps += 1
 
 
-def _collect(past: list[float], operand: Tensor) -> None:
+def collect_amax(past: list[float], operand: Tensor) -> None:
     amax = operand.abs().max().item() if operand.numel() else 0.0
     if amax:
         past.append(amax)
 
 
-def _fits(past: list[float], operand: Tensor, training: bool) -> bool:
+def fits_scales(past: list[float], operand: Tensor, training: bool) -> bool:
     """Whether scales that come from any of the last calls, or from the largest of all, suit the operand.
 
     An evaluation reads those from before the last training forward, a layer that runs twice in a forward, too.

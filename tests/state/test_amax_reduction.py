@@ -67,6 +67,27 @@ def refused(rank: int) -> str:
     return "nothing"
 
 
+def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bool = False) -> list[str]:
+    """Warnings of three steps of two microbatches, reduced after the backward of each, or of the last alone.
+
+    Args:
+        spoiled: rank 1 has an amax that it has not reduced.
+    """
+    delayed_scaling._SAID.discard("differ")
+    model = nc.set_recipe(make_model(recipe), recipe)
+    model[0].amax_fwd[0] = 99.0 * rank * spoiled
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for micro in (0, 1):
+                model.forward = lambda x: model[0](x)
+                x, dy = batch(rank, 2 * step + micro, 0)
+                model(x).backward(dy)
+                if often or micro:
+                    nc.reduce_delayed_scaling(model)
+    return [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
+
+
 def work(rank: int) -> Any:
     everyone, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
     cases = {"default": (REDUCED, None), "group": (REDUCED, everyone), "alone": (REDUCED, alone)}
@@ -77,10 +98,21 @@ def work(rank: int) -> Any:
         train(rank, model, recipe, group)
         results[name] = [layer.state_dict() for layer in model]
     results["refused"] = refused(rank)
-    mine = torch.tensor([1.0 + rank, 5.0 - rank])
-    slots = [(2, mine), (3, None if rank else torch.zeros(3))]
-    counts = [delayed_scaling.reduce_amax(slots), delayed_scaling.reduce_amax(slots, checked=5)]
-    results["slots"] = counts, mine, slots[1][1]
+    mine, agreement = torch.tensor([1.0 + rank, 5.0 - rank]), delayed_scaling.Agreement()
+    other = None if rank else torch.zeros(3)
+    slots = [
+        delayed_scaling.Reduced(2, mine, torch.ones(2)),
+        delayed_scaling.Reduced(3, other, None if other is None else torch.ones(3)),
+    ]
+    counts = []
+    for _ in range(2):
+        delayed_scaling.reduce_amax(slots, agreement=agreement)
+        counts.append(agreement.count)
+    results["slots"] = counts, mine, other
+    results["often"] = differences_said(rank, REDUCED, True)
+    results["seldom"] = differences_said(rank, REDUCED, False)
+    results["seldom, local"] = differences_said(rank, LOCAL, False)
+    results["spoiled"] = differences_said(rank, REDUCED, True, spoiled=True)
     return results
 
 
@@ -142,6 +174,35 @@ def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any
             f"this rank's model keeps {5 * (rank + 1)} delayed scales, others keep between 5 and 10"
             in (ranks[rank]["refused"])
         )
+
+
+def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, Any]]) -> None:
+    """Accumulation: every microbatch renews, so one reduction per step sees the last amax alone."""
+    for said in ranks:
+        assert said["often"] == [] and said["seldom, local"] == []
+        for case in ("seldom", "spoiled"):
+            (message,) = said[case]
+            assert "reduce_delayed_scaling(model, group) after every backward" in message
+
+
+def test_nobody_waits_for_a_device_to_compare_scales() -> None:
+    """What a GPU found is told by the first reduction that finds it there."""
+
+    class Event:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    delayed_scaling._SAID.discard("differ")
+    agreement, event = delayed_scaling.Agreement(), Event()
+    agreement._differ, agreement._written = torch.tensor(True), event
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agreement.compare(torch.tensor([2.0]), torch.tensor([-1.0]))  # waits for the one before
+    event.passed = True
+    with pytest.warns(UserWarning, match="differ between ranks"):
+        agreement.compare(torch.tensor([2.0]), torch.tensor([-2.0]))
 
 
 def test_without_ranks_nothing_is_reduced() -> None:

@@ -12,6 +12,7 @@ import torch.utils.checkpoint as cp
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.functional.recomputation import RUNNING
 from narrowcast.upstream.private import UpstreamError
 
 RECIPE = nc.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
@@ -330,6 +331,56 @@ def test_parts_then_the_model_then_parts_and_a_forward_that_raises() -> None:
         return model.blocks[1](model.blocks[0](x))  # type: ignore[no-any-return]
 
     assert_same(train(model, one_forward, alternating), train(plain, one_forward))
+
+
+INTERRUPTS: list[bool] = []
+
+
+@torch.library.custom_op("narrowcast_tests::may_be_interrupted", mutates_args=())
+def may_be_interrupted(x: Tensor) -> Tensor:
+    if INTERRUPTS and INTERRUPTS.pop():
+        raise KeyboardInterrupt
+    return x.clone()
+
+
+may_be_interrupted.register_fake(torch.empty_like)
+may_be_interrupted.register_autograd(lambda ctx, grad: grad)
+
+
+class Interrupted(Model):
+    """A model that Ctrl-C may stop between its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run[1](may_be_interrupted(self.run[0](x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compiles", ["nothing", "parts", "model"])
+def test_parts_renew_after_an_interrupt_inside_the_model(compiles: str) -> None:
+    """PyTorch runs no hook for an exception that is none of ``Exception``; the traceback keeps the frames."""
+    model = Interrupted(compiled if compiles == "parts" else lambda run: run)
+    run = compiled(model) if compiles == "model" else model
+    INTERRUPTS.append(True)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run(draw(0))
+    largest = None
+    for seed in (1, 2, 3):
+        x = draw(seed, seed)
+        model.run[1](model.run[0](x)).square().mean().backward()
+        if largest is not None:
+            torch.testing.assert_close(model.blocks[0].up.scale_fwd[0], 448 / largest)
+        largest = x.detach().abs().max()
+    run(draw(4)).sum().backward()
+    torch.testing.assert_close(model.blocks[0].up.scale_fwd[0], 448 / largest)
+    assert raised.tb is not None and not RUNNING.runs(model._renews_as)
+
+
+def test_no_forward_that_ended_keeps_its_tensors() -> None:
+    model, x = Model(), draw(0)
+    model(x)
+    assert not RUNNING._frames
+    with pytest.raises(Exception, match="last dim"):
+        model(torch.zeros(3, 5))
+    assert not RUNNING._frames
 
 
 # -- another PyTorch ---------------------------------------------------------------------------------------------------

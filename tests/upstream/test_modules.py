@@ -57,6 +57,25 @@ def test_the_tables_are_the_modules_own() -> None:
     assert "kept" in layer.state_dict()  # it is no longer taken for one that is not saved
 
 
+def test_frames_of_a_call() -> None:
+    """Of "frames of nn.Module.__call__": a hook's caller runs as long as the forward; calls are on the stack."""
+    seen: list[object] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(RuntimeError, match="executing"):
+                seen[0].clear()  # type: ignore[attr-defined]
+            seen.append(modules.running_modules())
+            return x
+
+    outer = nn.Sequential(inner := Inner())
+    outer.register_forward_pre_hook(lambda module, args: seen.append(modules.calling_frame()))
+    outer(torch.ones(1))
+    assert seen[1] == [inner, outer]
+    seen[0].clear()  # type: ignore[attr-defined]
+    assert modules.running_modules() == []
+
+
 def test_hooks() -> None:
     module = nn.Linear(2, 2)
     assert not modules.forward_pre_hooks(module) and not modules.has_backward_hooks(module)

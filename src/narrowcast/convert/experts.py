@@ -110,6 +110,9 @@ class ExpertsLayer(StackedExpertsLayer):
         first = "gate_up_proj" if module.has_gate else "up_proj"
         return Stack((first, "down_proj"), module.is_transposed, module.has_bias)
 
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts.
 

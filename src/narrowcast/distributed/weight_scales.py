@@ -9,14 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import reference
 from ..formats import ELEMENT_FORMATS, FLT_MAX
 from ..functional.recomputation import run_now
 from ..layers import LinearLayer, Stage
 from ..layers.set_recipe import renew_layers
 from ..quantizers import NVFP4Quantizer
-from ..recipe import WEIGHT_SLOT, Recipe
+from ..recipe import WEIGHT_SLOT, DelayedScaling, Recipe
 from ..reference.scaling import reciprocal, scale_from_amax
-from ..state import starts_a_step
+from ..state import asks_callables, fp8_max, starts_a_step
 from ..tensors import local
 from ..upstream.fsdp import parameter_groups, reduces_gradients
 from ..upstream.modules import own_parameters
@@ -64,6 +65,11 @@ class ScaledWeight:
         if getattr(self.layer, full) is None:
             self.layer._keep_state_of(self.recipe)
         return getattr(self.layer, full)[self.first_slot : self.first_slot + self.count]
+
+    @property
+    def delayed_scaling(self) -> DelayedScaling | None:
+        """What renews the layer's state."""
+        return self.layer._delayed[self.stage.prefix][0]
 
     def own(self, mesh: Any) -> range:
         """Return which of its scales are of this rank's shard."""
@@ -134,8 +140,8 @@ class WeightScales:
         with torch.no_grad():
             if self.delayed:
                 renew_layers(model)
-            self._set()
-        self.displaces = self.delayed and model.training and not _has_backward()
+            self._set(evaluates=not model.training)
+        self.displaces = self.delayed and not _has_backward()
         if self.delayed and not self.displaces:
             self.of_backward = [(one.gather.scale, one.gather.kept) for one in self.weights if one.delayed]
 
@@ -143,7 +149,8 @@ class WeightScales:
         """Compute the forward hook, also of a forward that raises: hand out again what an earlier forward's backward
         will read.
 
-        A forward in training without gradients renews the scales. Weights that stay gathered have its codes then.
+        A forward in training without gradients renews the scales, an evaluation has its own. Weights that stay gathered
+        have its codes then.
         """
         if self.displaces and starts_a_step():
             self.displaces = False
@@ -183,14 +190,14 @@ class WeightScales:
             self.amax = largest if self.dtype is None else largest.to(self.dtype).float()
         return self.amax
 
-    def _set(self) -> None:
+    def _set(self, evaluates: bool) -> None:
         by_rule: dict[Any, list[int]] = {}
         for index, weight in enumerate(self.weights):
             by_rule.setdefault(weight.rule, []).append(index)
         for rule, indices in by_rule.items():
             if rule == "state":  # copies: a layer may renew its state before its backward gathers again
                 scales = torch.cat([self.weights[index].state("scale") for index in indices])
-                self._hand_out(indices, scales)
+                self._hand_out(indices, self._fitted(indices, scales) if evaluates else scales)
                 continue
             amaxes = self._amax().split(self.counts)
             amax = self._amax() if len(by_rule) == 1 else torch.cat([amaxes[index] for index in indices])
@@ -204,6 +211,21 @@ class WeightScales:
                 indices,
                 scale_from_amax(amax, largest, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX),
             )
+
+    def _fitted(self, indices: list[int], scales: Tensor) -> Tensor:
+        """What an evaluation has in place of the scales in the state: those of the weights as they are."""
+        amaxes, states = (
+            self._amax().split(self.counts),
+            scales.split([self.counts[index] for index in indices]),
+        )
+        fitted = []
+        for index, scale in zip(indices, states):
+            recipe = self.weights[index].delayed_scaling
+            if recipe is not None and not asks_callables(recipe):
+                largest = fp8_max(recipe, "forward")
+                scale = reference.delayed.scale_from_amax(amaxes[index], scale, largest, recipe.margin)
+            fitted.append(scale)
+        return torch.cat(fitted)
 
     def _hand_out(self, indices: list[int], scales: Tensor) -> None:
         counts = [self.counts[index] for index in indices]

@@ -19,6 +19,7 @@ from .cross_entropy import (
 )
 from .delayed_scaling import (
     calibrate_,
+    fit_to_weights,
     read_scales,
     renew_delayed_scaling,
     renewed_scales,
@@ -89,6 +90,7 @@ __all__ = [
     "dequantize",
     "draw_seed",
     "element_of",
+    "fit_to_weights",
     "gemm",
     "gemm_accumulate_",
     "gemm_call",

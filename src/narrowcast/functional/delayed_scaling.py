@@ -198,7 +198,7 @@ def _renews(histories: Sequence[Tensor], root: str, call: int) -> bool:
     Raises:
         RuntimeError: for a second time in the graph.
     """
-    renews = bool(histories) and not is_in_backward() and root not in RUNNING.roots
+    renews = bool(histories) and not is_in_backward() and not RUNNING.runs(root)
     if renews and call:
         raise RuntimeError(
             "a layer under delayed scaling that renews its own scales runs twice in one compiled function, which reads "
@@ -276,8 +276,37 @@ It looks at what runs on the host, so that no CUDA graph may hold it.
 """
 
 
+def _fit_to_weights(
+    scales: Tensor, weights: Sequence[Tensor], slots: Sequence[int], fp8_max: float, margin: int
+) -> Tensor:
+    amax = torch.zeros_like(scales)
+    for weight, slot in zip(weights, slots):
+        own = amax[slot : slot + 1]
+        # a cast without outputs raises the amax and nothing else; its scale does not matter
+        numerics_for(weight).float8.quantize(weight, own, E4M3, rowwise=False, columnwise=False, amax=own)
+    fitted = scales.clone()
+    rule = {"fp8_maxes": [fp8_max], "margins": [margin], "algos": ["most_recent"]}
+    history = torch.zeros_like(amax).unsqueeze(0)
+    numerics_for(scales).delayed.renew([fitted], [history], [amax], **rule, copies=False)
+    return fitted
+
+
+fit_to_weights = define(
+    "fit_to_weights(Tensor scales, Tensor[] weights, int[] slots, float fp8_max, int margin) -> Tensor",
+    _fit_to_weights,
+    lambda scales, *_: torch.empty_like(scales),
+    of_state=True,
+)
+"""Copies of ``scales``, fp32 (n,), in which those of weights follow from the weights as they are.
+
+Args:
+    weights: any shape. slots: of each one's scale; several parts of a weight share one.
+    fp8_max, margin: the scale of a weight is ``fp8_max * 2**-margin`` over its amax; one of zeros keeps what it has.
+"""
+
+
 def _take_amaxes(amaxes: list[Tensor], root: str = "") -> list[Tensor]:
-    if is_in_backward() or root in RUNNING.roots:
+    if is_in_backward() or RUNNING.runs(root):
         return [torch.zeros_like(amax) for amax in amaxes]
     put_back(amaxes)
     collected = [amax.clone() for amax in amaxes]

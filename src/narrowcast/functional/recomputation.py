@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -113,12 +114,48 @@ def run_now(functions: bool = True) -> Run | None:
 
 
 class _Running(threading.local):
+    """The models whose forward runs in eager code of this thread and that renew the scales of their layers.
+
+    A model is known by the frame that calls its forward, because no hook runs after an interrupt (Ctrl-C).
+    """
+
     def __init__(self) -> None:
-        self.roots: list[str] = []
+        self._frames: dict[str, list[FrameType]] = {}  # the outermost call first
+
+    def enter(self, root: str, frame: FrameType) -> None:
+        """Note that the forward of ``root`` starts in a frame."""
+        for known in list(self._frames):
+            self.runs(known)
+        self._frames.setdefault(root, []).append(frame)
+
+    def leave(self, root: str) -> None:
+        """Forget the innermost forward of ``root``, and with it the tensors that its frame holds."""
+        frames = self._frames.get(root)
+        if frames:
+            frames.pop()
+            self.runs(root)
+
+    def runs(self, root: str) -> bool:
+        """Return whether a forward of ``root`` runs; forget those that an exception ended."""
+        frames = self._frames.get(root)
+        if frames is None:
+            return False
+        while frames and not _is_executing(frames[-1]):
+            frames.pop()
+        if not frames:
+            del self._frames[root]
+        return bool(frames)
+
+
+def _is_executing(frame: FrameType) -> bool:
+    try:
+        frame.clear()  # an executing frame refuses it, and of one that has ended only a traceback still needs it
+    except RuntimeError:
+        return True
+    return False
 
 
 RUNNING = _Running()
-"""The models whose forward runs in eager code of this thread and that renew the scales of their layers."""
 
 
 # By address: a state, and what it holds in truth. What a recomputation reads, and what it or a forward without

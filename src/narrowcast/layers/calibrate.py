@@ -62,8 +62,11 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
     """
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters]
-    sums: list[Any] = [getattr(parameter, "main_grad", None) for parameter in parameters]
-    values = [one.clone() if isinstance(one, Tensor) else None for one in sums]
+    # in place: what is at hand may be memory that the backward writes to, such as a bucket of DDP
+    sums = [
+        one for p in parameters for one in (p.grad, getattr(p, "main_grad", None)) if isinstance(one, Tensor)
+    ]
+    values = [one.clone() for one in sums]
     versions = list(map(version_of, parameters))
     state = {id(buffer) for layer in layers for buffer in layer.state_buffers()}
     buffers = [buffer for buffer in model.buffers() if id(buffer) not in state]
@@ -74,10 +77,10 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
         yield
     finally:
         with torch.no_grad():
-            for parameter, grad, one, value in zip(parameters, grads, sums, values):
+            for parameter, grad in zip(parameters, grads):
                 parameter.grad = grad
-                if value is not None:
-                    one.copy_(value)
+            for one, value in zip(sums, values):
+                one.copy_(value)
             known = {id(buffer) for buffer in model.buffers()}
             for buffer, value in zip(buffers, before):
                 if id(buffer) in known:

@@ -40,6 +40,7 @@ from ..state import (
     THREAD,
     AutocastState,
     DelayedSlots,
+    Reduced,
     first_scale,
     fp8_max,
     register_delayed,
@@ -51,8 +52,9 @@ from ..state import (
 )
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state
+from .fitted_scales import fit_first_scales, fit_in_evaluation
 from .parameters import largest_magnitude
-from .recipe_owner import RecipeOwner
+from .recipe_owner import RecipeOwner, forget_ended_roots
 from .replicas import PENDING, leave_state_to_ranks
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
@@ -215,6 +217,10 @@ class DelayedLayer(RecipeOwner):
         """Return max|w| of the weight of every group, fp32."""
         return largest_magnitude(self._weight_of_state(prefix))
 
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        """The weights of a stage, each with its group; parts of one weight share a group."""
+        return []
+
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling again: scales as its recipe says, no amax. State of an unknown recipe is dropped."""
         self._start_anew()
@@ -241,18 +247,17 @@ class DelayedLayer(RecipeOwner):
                     slots.append(self._slots(prefix, direction, mode, delayed))
         return slots
 
-    def amax_to_reduce(self) -> list[tuple[int, Tensor | None]]:
-        """Return size and amax of each state that the layer may have, by stage and direction; None where it reduces
-        none.
-        """
-        slots: list[tuple[int, Tensor | None]] = []
+    def amax_to_reduce(self) -> list[Reduced]:
+        """Return each state that the layer may have, by stage and direction; without tensors if it reduces none."""
+        brought: list[Reduced] = []
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
             for delayed, (direction, _, kinds) in zip(states, _DIRECTIONS):
-                amax = getattr(self, _buffer_names(prefix, direction)[2])
-                takes_part = delayed is not None and delayed.reduce_amax
-                slots.append((len(kinds) * self._groups, amax if takes_part else None))
-        return slots
+                scale, _, amax = (getattr(self, name) for name in _buffer_names(prefix, direction))
+                if delayed is None or not delayed.reduce_amax:
+                    scale = amax = None
+                brought.append(Reduced(len(kinds) * self._groups, amax, scale))
+        return brought
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._put_back()
@@ -283,9 +288,11 @@ class DelayedLayer(RecipeOwner):
         elif self._renewed_by_root:
             # while its forward runs; of one in eager code a graph finds that when it runs
             root = self._root or ""
+            if THREAD.state.roots and not compiling:
+                forget_ended_roots()
             renews = renews and bool(root) and root not in THREAD.state.roots
             if renews and not compiling:
-                renews = root not in RUNNING.roots
+                renews = not RUNNING.runs(root)
         states: list[_States] = []
         for prefix, plan, own in zip(prefixes, plans, scales):
             fwd = bwd = None
@@ -305,7 +312,22 @@ class DelayedLayer(RecipeOwner):
                         own.amax_fwd = fwd.amax.view(
                             1, -1
                         )  # known as a forward's: a backward collects nothing there
-            return scales
+        else:
+            self._read_in_eager(prefixes, plans, scales, states, renews)
+        if not self.training:
+            fit_in_evaluation(self, prefixes, plans, scales)
+        return scales
+
+    def _read_in_eager(
+        self,
+        prefixes: tuple[str, ...],
+        plans: tuple[LinearPlan, ...],
+        scales: list[DelayedScales],
+        states: list[_States],
+        renews: bool,
+    ) -> None:
+        """Let ``scales`` hold copies of the state, unless nobody could change it before the last use."""
+        recorded = torch.is_grad_enabled()
         if PENDING:
             leave_state_to_ranks()
         if ASIDE:
@@ -314,6 +336,10 @@ class DelayedLayer(RecipeOwner):
         run = run_now(functions=self.training and not (recorded and starts))
         if run is None and self.training and recorded and not starts:
             raise RuntimeError(UNKNOWN_FORWARD)
+        if self._starts and self.training and starts:
+            if renews:
+                warn_of_saturation([self])
+            self._fit_first_scales(prefixes, plans)
         if run is not None:
             collects = self.training and run.collects(recorded)
             amaxes = [state.amax for stage in states for state in stage if state is not None]
@@ -321,13 +347,16 @@ class DelayedLayer(RecipeOwner):
             for own, (fwd, _), copies in zip(scales, states, _by_stage(states, copied)):
                 own.scale_fwd, own.scale_bwd = copies
                 own.amax_fwd = fwd.amax if fwd is not None and collects else None
-            return scales
-        if renews and self._starts:
-            warn_of_saturation([self])
-        if renews or torch.is_grad_enabled():
+        elif renews or recorded:
             for own, copies in zip(scales, _by_stage(states, _copies(states, renews))):
                 own.scale_fwd, own.scale_bwd = copies
-        return scales
+
+    def _fit_first_scales(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+        for prefix, plan in zip(prefixes, plans):
+            if self._starts and plan.forward_state is not None:
+                fit_first_scales(
+                    self, prefix, plan, self._slots(prefix, "fwd", "forward", plan.forward_state)
+                )
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 
@@ -513,6 +542,11 @@ def _by_stage(states: list[_States], copies: list[Tensor]) -> list[tuple[Tensor 
 
 def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
-    layer, prefixes, states = (traced_local(context, name) for name in ("self", "prefixes", "states"))
+    forget_ended_roots()
+    layer, prefixes, plans, states = (
+        traced_local(context, name) for name in ("self", "prefixes", "plans", "states")
+    )
     for prefix, (forward, backward) in zip(prefixes, states):
         layer._keep_state(prefix, forward, backward, tracing=True)
+    if layer._starts and layer.training and starts_a_step():
+        layer._fit_first_scales(prefixes, plans)

@@ -149,6 +149,11 @@ class GroupedLinearLayer(LinearLayer):
             return torch.zeros(self.num_gemms, device=weights[0].device)
         return torch.cat([largest_magnitude(weight, self.single_grouped_weight) for weight in weights])
 
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        weights: list[Any] = self._parts_of("weight")
+        members = self.single_grouped_weight and not isinstance(weights[0], (GroupedTensor, QuantizedTensor))
+        return list(enumerate(weights[0].detach().unbind() if members else weights))
+
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""
         return (

@@ -42,6 +42,7 @@ from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
 from .delayed import DelayedLayer
+from .fitted_scales import fitted_to_weights
 from .parameters import (
     INIT_STD,
     accumulate,
@@ -160,6 +161,11 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if isinstance(parts[0], QuantizedTensor):
             return torch.zeros(1, device=parts[0].device)
         return torch.stack([largest_magnitude(part) for part in parts]).amax(0)
+
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        stage = next(stage for stage in self._stages if stage.prefix == prefix)
+        parts = [self._part(stage.weight)] if self._placed else self._parts_of(stage.weight)
+        return [(0, part) for part in parts]
 
     @torch.no_grad()
     def _reset_linear(self, stage: Stage) -> None:
@@ -388,6 +394,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if plan.forward_state is not None:
                 slots = self._slots(stage.prefix, "fwd", "forward", plan.forward_state)
                 scale, amax = slots.scale, slots.amax if self.training else None
+                if not self.training:
+                    scale = fitted_to_weights(self, stage.prefix, plan.forward_state, plan, scale)
             quantized = plan.kept_weight.quantize(weight.detach(), scale, amax)
             old, new = ((*buffers.rowwise, *buffers.columnwise) for buffers in (kept[1], quantized))
             for buffer, values in zip(old, new, strict=True):

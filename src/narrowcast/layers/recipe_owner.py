@@ -12,6 +12,7 @@ from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
 from ..upstream.autograd import graph_task_id
+from ..upstream.modules import running_modules
 
 
 class RecipeOwner(nn.Module):
@@ -70,6 +71,14 @@ class RecipeOwner(nn.Module):
         And without the model, of which the copy need not be a part.
         """
         return {**self.__dict__, "_last_recipe": self._recipe, "_renewed_by_root": False, "_root": None}
+
+
+def forget_ended_roots() -> None:
+    """Forget the compiled models that renew scales and whose forward an interrupt (Ctrl-C) has ended: no hook ran."""
+    if not THREAD.state.roots:
+        return
+    running = {module.__dict__.get("_renews_as") for module in running_modules()}
+    THREAD.state.roots = tuple(root for root in THREAD.state.roots if root in running)
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:

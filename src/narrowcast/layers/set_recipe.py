@@ -13,9 +13,9 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
 from ..recipe import Recipe, recipes_from_json
-from ..state import THREAD, checked_recipe, reduce_amax, renew, warn_of_saturation
+from ..state import THREAD, Agreement, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
-from ..upstream.modules import forward_hooks, forward_pre_hooks
+from ..upstream.modules import calling_frame, forward_hooks, forward_pre_hooks
 from .delayed import DelayedLayer
 from .patterns import matching_names
 from .policies import choose, policy_named
@@ -24,9 +24,9 @@ from .recipe_owner import RecipeOwner
 Model = TypeVar("Model", bound=nn.Module)
 RecipeChoice = Recipe | str | Mapping[str, Recipe | str | None] | None
 
-# Model -> (name of a group -> number of scales that its ranks have compared). Not an attribute of the model: a copy, or
+# Model -> (name of a group -> what its ranks have compared). Not an attribute of the model: a copy, or
 # a model that was loaded, must be compared again.
-_AGREED: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, Agreement]] = WeakKeyDictionary()
 
 
 def set_recipe(
@@ -139,9 +139,9 @@ def _note_root(name: str, runs: bool) -> None:
         others = [root for root in THREAD.state.roots if root != name]  # an exception may have left it there
         THREAD.state.roots = (*others, name) if runs else tuple(others)
     elif runs:
-        RUNNING.roots.append(name)
-    elif name in RUNNING.roots:
-        RUNNING.roots.remove(name)
+        RUNNING.enter(name, calling_frame(2))
+    else:
+        RUNNING.leave(name)
 
 
 def renew_layers(model: nn.Module) -> None:
@@ -188,18 +188,19 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
     One all-reduce whose layout follows only from ``model.modules()``: ranks may run different layers, or not have their
     state yet. The first call for a group also compares sizes. Call it before the next training forward, which renews:
     with accumulated gradients once per microbatch. Otherwise scales and histories differ between ranks, and a
-    checkpoint holds those of one rank. Recipes with ``reduce_amax=False`` take no part.
+    checkpoint holds those of one rank. A warning says so once, on a GPU in a later call. Recipes with
+    ``reduce_amax=False`` take no part.
 
     Args:
         group: process group of the ranks with equal models; None is the default group.
     Raises:
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
-    slots = [
-        slot
+    states = [
+        state
         for layer in model.modules()
         if isinstance(layer, DelayedLayer)
-        for slot in layer.amax_to_reduce()
+        for state in layer.amax_to_reduce()
     ]
-    agreed, name = _AGREED.setdefault(model, {}), getattr(group, "group_name", "")
-    agreed[name] = reduce_amax(slots, group, agreed.get(name, -1))
+    agreements = _AGREED.setdefault(model, {})
+    reduce_amax(states, group, agreements.setdefault(getattr(group, "group_name", ""), Agreement()))

@@ -52,7 +52,7 @@ def update(
     else:
         raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
     used = last != 0.0
-    new_scale = torch.where(used, _scale(amax, scale, fp8_max, margin), scale)
+    new_scale = torch.where(used, scale_from_amax(amax, scale, fp8_max, margin), scale)
     return new_scale, torch.where(used, _rolled(history, last), history)
 
 
@@ -98,7 +98,7 @@ def update_always_roll(
     else:
         raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max', 'most_recent' or a function")
     if scale_algo is None:
-        new_scale = _scale(amax, scale, fp8_max, margin)
+        new_scale = scale_from_amax(amax, scale, fp8_max, margin)
     else:
         new_scale = scale_algo(amax, scale, torch.full_like(scale, fp8_max), recipe)
     return new_scale, _rolled(history, last)
@@ -117,7 +117,8 @@ def _rolled(history: Tensor, last: Tensor) -> Tensor:
     return torch.cat([cleared, history[2:], last.unsqueeze(0)])
 
 
-def _scale(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+def scale_from_amax(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+    """Return the scale that maps ``amax`` to ``fp8_max * 2**-margin``; ``scale`` if ``amax`` is 0, infinite or NaN."""
     quotient = torch.full_like(amax, math.ldexp(fp8_max, -margin)).div_(amax).clamp_(max=FLT_MAX)
     return torch.where((amax > 0.0) & (amax < math.inf), quotient, scale)
 

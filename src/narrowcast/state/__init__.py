@@ -20,8 +20,11 @@ from .autocast import (
     with_fp8_parameters,
 )
 from .delayed_scaling import (
+    Agreement,
     DelayedSlots,
     DelayedState,
+    Reduced,
+    asks_callables,
     first_scale,
     fp8_max,
     reduce_amax,
@@ -48,6 +51,7 @@ from .recompute import (
 
 __all__ = [
     "THREAD",
+    "Agreement",
     "AutocastState",
     "CudaRNGStatesTracker",
     "CustomRecipeState",
@@ -59,6 +63,8 @@ __all__ = [
     "MXFP8BlockScalingRecipeState",
     "NVFP4BlockScalingRecipeState",
     "RecipeState",
+    "Reduced",
+    "asks_callables",
     "autocast",
     "checked_recipe",
     "checkpoint",

@@ -9,6 +9,7 @@ nothing keeps its scale.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -55,7 +56,8 @@ class DelayedState(Protocol):
         ...
 
 
-# "reduced": the user did, at least once; "warned": of no reduction; "saturated": of a first step
+# "reduced": the user did, at least once; "warned": of no reduction; "saturated": of a first step; "differ": of scales
+# that differ between ranks
 _SAID: set[str] = set()
 
 
@@ -212,47 +214,119 @@ def warn_unless_reduced(group: Any) -> None:
         )
 
 
-def reduce_amax(slots: Sequence[tuple[int, Tensor | None]], group: Any = None, checked: int = -1) -> int:
+class Reduced(NamedTuple):
+    """What a rank brings of one state to a reduction.
+
+    ``size``: how many scales it has. ``amax``, ``scale``: its tensors, fp32 (size,); None if this rank does not keep
+    it, or keeps it for itself.
+    """
+
+    size: int
+    amax: Tensor | None
+    scale: Tensor | None
+
+
+class Agreement:
+    """What the ranks of a group have compared: how many scales they keep, and whether these are equal."""
+
+    def __init__(self) -> None:
+        self.count = -1
+        self._differ: Tensor | None = None  # in host memory, once the device has passed the event
+        self._written: Any = None
+
+    def compare(self, largest: Tensor, negated: Tensor) -> None:
+        """Warn if scales differ between ranks: now on a CPU; on a GPU in a later reduction, for nobody waits for it.
+
+        Args:
+            largest: of every scale, over ranks. negated: of every scale's negative; both -inf without one.
+        """
+        self._warn_if_known()
+        if self._differ is not None or (largest.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        differ = (largest + negated > 0).any()
+        if differ.is_cuda:
+            self._differ = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
+            self._written = torch.cuda.Event()
+            self._written.record()
+        else:
+            self._differ = differ
+            self._warn_if_known()
+
+    def _warn_if_known(self) -> None:
+        if self._differ is None or (self._written is not None and not self._written.query()):
+            return
+        differ, self._differ, self._written = bool(self._differ), None, None
+        if differ and "differ" not in _SAID:
+            _SAID.add("differ")
+            warnings.warn(
+                "scales of delayed scaling differ between ranks: a training forward renewed them from an amax that was "
+                "not reduced; call narrowcast.reduce_delayed_scaling(model, group) after every backward, with "
+                "accumulated gradients once per microbatch, and narrowcast.set_recipe(model, recipe) if not every rank "
+                "runs every layer. Scales are equal again once the histories hold reduced amaxes alone",
+                stacklevel=5,
+            )
+
+
+def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreement | None = None) -> None:
     """Compute MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
 
+    The scales travel with it, to be compared: they are equal if all of them came from amaxes that were reduced.
+
     Args:
-        slots: size and amax of every state that the model may keep, in an order that follows from its modules alone;
-            None for one that this rank does not keep, or keeps for itself.
-        checked: what an earlier call for this group returned. Where that still holds the sizes are not compared again.
-    Returns:
-        the number of scales that ranks have agreed on; -1 where there is nobody to agree with.
+        states: every state that the model may keep, in an order that follows from its modules alone.
+        agreement: of earlier calls for this group. While it holds the number of scales, that is not compared again.
     Raises:
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
     _SAID.add("reduced")
-    distributed = torch.distributed
+    agreement, distributed = agreement or Agreement(), torch.distributed
     if not (
         distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
     ):
-        return -1
-    put_back([amax for _, amax in slots if amax is not None])
-    device = next((amax.device for _, amax in slots if amax is not None), torch.device("cpu"))
+        return
+    kept = [
+        (state.amax, state.scale) for state in states if state.amax is not None and state.scale is not None
+    ]
+    put_back([one for pair in kept for one in pair])
+    device = next((amax.device for amax, _ in kept), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
-    count = sum(size for size, _ in slots)
-    if count != checked:
-        # the number travels first: ranks that differ find out together, where the reduction itself would hang
-        extent = torch.tensor([count, -count], dtype=torch.float64, device=device)
-        distributed.all_reduce(extent, op=distributed.ReduceOp.MAX, group=group)
-        most, fewest = (int(value) for value in extent.tolist())
-        if most != -fewest:
-            raise RuntimeError(
-                f"this rank's model keeps {count} delayed scales, others keep between {-fewest} and {most}; pass the "
-                "group of the ranks that hold the same layers"
-            )
-    if count:
-        collected = torch.cat(
-            [torch.zeros(size, device=device) if amax is None else amax.to(device) for size, amax in slots]
+    sizes = [state.size for state in states]
+    if sum(sizes) != agreement.count:
+        _check_count(sum(sizes), device, group)
+        agreement.count = sum(sizes)
+    if not sum(sizes):
+        return
+    negated = iter(torch._foreach_neg([scale for _, scale in kept]) if kept else ())
+    brought = (
+        ([state.amax for state in states], 0.0),
+        ([state.scale for state in states], -math.inf),
+        ([None if state.scale is None else next(negated) for state in states], -math.inf),
+    )
+    collected = torch.cat(
+        [
+            torch.full((size,), absent, device=device) if one is None else one.to(device)
+            for tensors, absent in brought
+            for size, one in zip(sizes, tensors)
+        ]
+    )
+    distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
+    reduced, largest, of_negated = collected.split(sum(sizes))
+    own = [part for part, state in zip(reduced.split(sizes), states) if state.amax is not None]
+    amaxes = [amax for amax, _ in kept]
+    with version_preserved(amaxes):
+        if amaxes:
+            torch._foreach_copy_(amaxes, own)
+    agreement.compare(largest, of_negated)
+
+
+def _check_count(count: int, device: torch.device, group: Any) -> None:
+    """Raise if the ranks' models keep states of different sizes: on all of them, where the reduction would hang."""
+    extent = torch.tensor([count, -count], dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(extent, op=torch.distributed.ReduceOp.MAX, group=group)
+    most, fewest = (int(value) for value in extent.tolist())
+    if most != -fewest:
+        raise RuntimeError(
+            f"this rank's model keeps {count} delayed scales, others keep between {-fewest} and {most}; pass the "
+            "group of the ranks that hold the same layers"
         )
-        distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
-        reduced = zip(slots, collected.split([size for size, _ in slots]))
-        kept = [(amax, own) for (_, amax), own in reduced if amax is not None]
-        with version_preserved([amax for amax, _ in kept]):
-            if kept:
-                torch._foreach_copy_([amax for amax, _ in kept], [own for _, own in kept])
-    return count

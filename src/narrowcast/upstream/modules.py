@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from .private import entry
 
+entry(
+    "frames of nn.Module.__call__",
+    follows="torch/nn/modules/module.py, _wrapped_call_impl and _call_impl, whose frame calls hooks and forward",
+    without="layers of a model that was given to narrowcast.set_recipe renew their own scales",
+    falls_back=True,
+)
 _INSTALL = "install a release that was tested"
 _TABLES = [
     entry(f"nn.Module.{name}", follows="torch/nn/modules/module.py", without=_INSTALL)
@@ -67,3 +75,18 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs in the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def calling_frame(levels: int = 1) -> FrameType:
+    """Return the frame that many calls above the caller's: above a hook, its module's call, which outlasts the forward."""
+    return sys._getframe(1 + levels)
+
+
+def running_modules() -> list[nn.Module]:
+    """Return the modules that are being called in this thread, innermost first."""
+    modules, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module.__call__.__code__ and isinstance(frame.f_locals.get("self"), nn.Module):
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return modules

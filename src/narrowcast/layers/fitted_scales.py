@@ -1,0 +1,66 @@
+"""Scales of weights that follow from the weights as they are, without memory: before a first step, and in evaluation.
+
+Delayed scaling takes a weight's scale from what earlier steps saw. A weight may be written since: loaded, initialised,
+averaged. A training step then tells the next one. An evaluation has no next one, and before the first step there is no
+earlier one. So these two look at the weight itself: one pass more over it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..autograd import DelayedScales
+from ..functional import fit_to_weights
+from ..recipe import WEIGHT_SLOT, DelayedScaling, LinearPlan
+from ..state import DelayedSlots, asks_callables, fp8_max
+from ..tensors import GroupedTensor, QuantizedTensor
+from ..upstream.fsdp import is_distributed
+
+
+class DelayedWeights(Protocol):
+    """A layer with weights under delayed scaling."""
+
+    _groups: int
+
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        """The weights of a stage, each with its group; parts of one weight share a group."""
+        ...
+
+
+def fit_in_evaluation(
+    layer: DelayedWeights,
+    prefixes: tuple[str, ...],
+    plans: tuple[LinearPlan, ...],
+    scales: list[DelayedScales],
+) -> None:
+    """Give the weights of an evaluation their own scales, whatever steps have seen; the state stays as it is."""
+    for prefix, plan, own in zip(prefixes, plans, scales):
+        if plan.forward_state is not None and own.scale_fwd is not None:
+            own.scale_fwd = fitted_to_weights(layer, prefix, plan.forward_state, plan, own.scale_fwd)
+
+
+@torch.no_grad()
+def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots) -> None:
+    """Let first scales follow weights that were written since, unless steps have told others."""
+    if slots.recipe.initial_scale == "range" and not slots.scale.is_meta:
+        fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
+        slots.scale.copy_(torch.where(slots.amax_history.any(), slots.scale, fitted))
+
+
+def fitted_to_weights(
+    layer: DelayedWeights, prefix: str, recipe: DelayedScaling, plan: LinearPlan, scale: Tensor
+) -> Tensor:
+    """Return a stage's forward scales, those of its weights from the weights as they are."""
+    weights = layer._weights_by_group(prefix)
+    if not weights or asks_callables(recipe) or not plan.weight.delayed:
+        return scale
+    # a quantized weight has its scale; a shard is no weight, and its ranks need not all come here
+    if any(isinstance(one, (GroupedTensor, QuantizedTensor)) or is_distributed(one) for _, one in weights):
+        return scale
+    slots = [WEIGHT_SLOT * layer._groups + group for group, _ in weights]
+    return fit_to_weights(  # type: ignore[no-any-return]
+        scale, [one.detach() for _, one in weights], slots, fp8_max(recipe, "forward"), recipe.margin
+    )

@@ -1,0 +1,171 @@
+"""A weight that was written since its scale was found: evaluations and the first step follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+class Grouped(nn.Module):
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        self.layer = nc.GroupedLinear(2, 32, 48, device="cpu", single_grouped_weight=single)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, [x.shape[0] // 2, x.shape[0] - x.shape[0] // 2])  # type: ignore[no-any-return]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nc.Linear(32, 48, device="cpu"),
+    "parts": lambda: nc.Linear(32, 48, device="cpu", parameters_split=("a_", "b_")),
+    "LayerNormLinear": lambda: nc.LayerNormLinear(32, 48, device="cpu"),
+    "LayerNormMLP": lambda: nc.LayerNormMLP(32, 64, device="cpu"),
+    "grouped": lambda: Grouped(False),
+    "one grouped weight": lambda: Grouped(True),
+    "ops": lambda: nc.ops.Sequential(nc.ops.Linear(32, 48, device="cpu")),
+}
+
+
+def load(p: Tensor, value: Tensor, model: nn.Module) -> None:
+    own = {name: value for name, parameter in model.named_parameters() if parameter is p}
+    model.load_state_dict({**{n: q for n, q in model.named_parameters() if q is not p}, **own}, strict=False)
+
+
+EDITS: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
+    "copy_": lambda p, value, model: p.copy_(value),
+    "data": lambda p, value, model: p.data.copy_(value),
+    "assigned": lambda p, value, model: setattr(p, "data", value),
+    "storage": lambda p, value, model: p.untyped_storage().copy_(value.untyped_storage()),
+    "init": lambda p, value, model: (nn.init.ones_(p), p.mul_(value)),
+    "loaded": load,
+}
+
+
+def rewrite(model: nn.Module, factor: float = 1000.0, way: str = "data") -> None:
+    """Multiply the last weights: the activations behind others would leave the scales that theirs have."""
+    with torch.no_grad():
+        for p in [p for name, p in model.named_parameters() if p.dim() > 1 and "fc1" not in name]:
+            EDITS[way](p, p.detach().clone() * factor, model)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm()).item()
+
+
+def evaluated(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return run(x)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def pair(kind: str) -> tuple[nn.Module, nn.Module]:
+    """A layer under delayed scaling, and an equal one in high precision."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(LAYERS[kind]())
+    return nc.set_recipe(models[0], RECIPE), models[1]
+
+
+def step(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and gradients of a loss whose gradients first scales hold."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    (0.1 * y).sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None and p.dim() > 1]
+    return [y.detach(), x.grad, *grads]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("trained", [False, True], ids=["untrained", "trained"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_evaluation_follows_a_weight_that_was_written(kind: str, trained: bool, compiles: bool) -> None:
+    model, plain = pair(kind)
+    x = torch.randn(8, 32)
+    if trained:
+        step(model, model, x)
+        step(model, model, x)
+    model.eval()
+    run = compiled(model) if compiles and kind != "ops" else model
+    for factor in (1000.0, 1e-6):
+        rewrite(model, factor)
+        rewrite(plain, factor)
+        state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        assert distance(evaluated(run, x), evaluated(plain, x)) < 0.08
+        assert all(torch.equal(buffer, state[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("way", EDITS)
+def test_every_way_of_writing_is_followed(way: str) -> None:
+    model, plain = pair("Linear")
+    rewrite(model, 1000.0, way)
+    rewrite(plain, 1000.0)
+    x = torch.randn(8, 32)
+    assert distance(evaluated(model.eval(), x), evaluated(plain, x)) < 0.06
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["root", "own"])
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "ops"])
+def test_the_first_step_follows_a_weight_that_was_written(kind: str, how: str, compiles: bool) -> None:
+    model, plain = pair(kind)
+    if how == "own":
+        for module in model.modules():
+            if isinstance(getattr(type(module), "recipe", None), property):
+                module.recipe = RECIPE
+    rewrite(model, 30.0)
+    rewrite(plain, 30.0)
+    x = torch.randn(8, 32) * 0.1
+    run = compiled(model) if compiles else model
+    for ours, wanted in zip(step(run, model, x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.12
+
+
+def test_scales_that_steps_have_told_are_left() -> None:
+    """In training a written weight is told by the step that sees it."""
+    model, _ = pair("Linear")
+    x = torch.randn(8, 32)
+    step(model, model, x)
+    rewrite(model)
+    before = model.scale_fwd[1].clone()
+    model(x)
+    assert model.scale_fwd[1] == before
+    model.recipe = RECIPE
+    model.reset_delayed_scaling()
+    model(x)
+    assert model.scale_fwd[1] == 448 / model.weight.abs().max()
+
+
+def test_a_backward_of_an_evaluation_reads_the_scale_of_its_forward() -> None:
+    model, plain = pair("Linear")
+    rewrite(model)
+    rewrite(plain)
+    x = torch.randn(8, 32)
+    for ours, wanted in zip(step(model.eval(), model, x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.08
+
+
+def test_functions_of_the_user_keep_what_they_have_found() -> None:
+    recipe = DelayedScaling(
+        amax_history_len=2, scaling_factor_compute_algo=lambda amax, *_: 3.0 / amax.clamp(min=1e-3)
+    )
+    model = nc.set_recipe(nc.Linear(32, 48, device="cpu"), recipe)
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        model(x).sum().backward()
+    scale = model.scale_fwd[1].item()
+    y = evaluated(model.eval(), x)
+    assert model.scale_fwd[1] == scale and y.isfinite().all()
