@@ -74,7 +74,7 @@ def calibrated(rank: int, wrap: str) -> dict[str, Any]:
         nc.reduce_delayed_scaling(model)
 
     nc.calibrate_delayed_scaling(model, step)
-    after = [full(p.grad) for p in model.parameters()]
+    after = [full(p.grad).clone() for p in model.parameters()]
     same_objects = all(p.grad is grad for p, grad in zip(model.parameters(), model_grads, strict=True))
     state = {name: value.clone() for name, value in model.named_buffers()}
     return {
