@@ -78,7 +78,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def calling_frame(levels: int = 1) -> FrameType:
-    """Return the frame that many calls above the caller's: above a hook, its module's call, which outlasts the forward."""
+    """Return the frame that many calls above the caller's: of a hook, its module's call."""
     return sys._getframe(1 + levels)
 
 
