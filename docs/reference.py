@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import reference_cli
+
 
 class Topic(NamedTuple):
     """A page: its title, the rooms whose top-level names it holds, and the modules that it holds whole."""
@@ -115,4 +117,5 @@ def page(topic: Topic) -> str:
 
 def pages() -> dict[str, str]:
     """Return the Markdown of every page, by its path in the site."""
-    return {f"reference/{name}.md": page(topic) for name, topic in TOPICS.items()}
+    topics = {f"reference/{name}.md": page(topic) for name, topic in TOPICS.items()}
+    return {**topics, "reference/command-line.md": reference_cli.page()}

@@ -61,6 +61,33 @@ def test_the_navigation_has_every_page(reference: ModuleType) -> None:
     assert [page for page in reference.pages() if f": {page}\n" not in navigation] == []
 
 
+def test_every_command_and_option_is_in_the_reference(reference: ModuleType) -> None:
+    typer = pytest.importorskip("typer")
+    from narrowcast_tools.cli.commands import app
+
+    page = reference.pages()["reference/command-line.md"]
+    for name, command in typer.main.get_command(app).commands.items():
+        section = page.split(f"## narrowcast {name}\n")[1].split("\n## ")[0]
+        assert command.help and command.help in section
+        options = [option for one in command.params if one.name != "help" for option in one.opts]
+        assert [option for option in options if f"`{option}`" not in section] == []
+
+
+READERS = {"read_flag", "read_text", "flag_field"}
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    read = set()
+    for path in (ROOT / "src").glob("narrowcast*/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in READERS:
+                read |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
+    listed = re.findall(
+        r"^\| `NARROWCAST_(\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(read)
+
+
 def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     docstrings = importlib.import_module("docstrings")

@@ -1,0 +1,43 @@
+"""Write the reference of the command line from its declarations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _cell(text: str) -> str:
+    """Return text for a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _default(parameter: Any) -> str:
+    """Return a parameter's default as text."""
+    default = parameter.default
+    if parameter.required:
+        return "required"
+    if default in (None, "", False) or callable(default):
+        return ""
+    return f"`{getattr(default, 'value', default)}`"
+
+
+def _row(parameter: Any) -> str:
+    """Return the row of an option or argument."""
+    names = [*parameter.opts, *parameter.secondary_opts]
+    shown = ", ".join(f"`{name}`" for name in names)
+    return f"| {shown} | {_default(parameter)} | {_cell(parameter.help or '')} |"
+
+
+def page() -> str:
+    """Return the page: each command with its description, arguments and options."""
+    import typer
+
+    from narrowcast_tools.cli.commands import app
+
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines = ["# Command line", "", "`narrowcast COMMAND --help` prints the same.", ""]
+    for name, command in commands.items():
+        lines += [f"## narrowcast {name}", "", command.help or "", ""]
+        shown = [one for one in command.params if not getattr(one, "hidden", False) and one.name != "help"]
+        if shown:
+            lines += ["| option | default | meaning |", "| --- | --- | --- |", *map(_row, shown), ""]
+    return "\n".join(lines)
