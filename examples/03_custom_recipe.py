@@ -1,4 +1,4 @@
-"""A recipe of one's own: a factory that chooses a quantizer for each operand of each layer."""
+"""A custom recipe: a factory that chooses a quantizer for each operand of each layer."""
 
 import torch
 

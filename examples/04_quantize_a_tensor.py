@@ -23,7 +23,7 @@ def show_buffers(x: torch.Tensor) -> None:
 
 
 def mean_error(x: torch.Tensor, quantizer: nc.Quantizer) -> float:
-    """Mean error of the ordinary elements: what a large neighbour costs them."""
+    """Return the mean error of the ordinary elements beside a large one."""
     ordinary = x.abs() < 10
     return (quantizer.quantize(x).dequantize() - x)[ordinary].abs().mean().item()
 

@@ -1,4 +1,4 @@
-"""Parameters that are born quantized: no high-precision copy in the model, a master copy in the optimizer."""
+"""Parameters created quantized: no high-precision copy in the model, a master copy in the optimizer."""
 
 import torch
 

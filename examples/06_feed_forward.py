@@ -1,4 +1,4 @@
-"""The feed-forward block of a Transformer: what one fused module keeps for the backward, and what recomputing saves."""
+"""The feed-forward block of a Transformer: what a fused module saves for the backward, with and without recomputation."""
 
 import torch
 
@@ -21,7 +21,7 @@ def make_block(checkpoint: bool) -> nc.LayerNormMLP:
 
 
 def step(recipe: nc.recipe.Recipe | None, checkpoint: bool) -> tuple[int, list[torch.Tensor]]:
-    """Bytes that the forward saved besides the parameters, and the gradients."""
+    """Return the bytes that the forward saved besides the parameters, and the gradients."""
     block = make_block(checkpoint)
     parameters = {parameter.data_ptr() for parameter in block.parameters()}
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)

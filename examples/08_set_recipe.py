@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 
-# On a GPU without a format's tensor cores emulation has to be asked for; on a CPU it is automatic.
+# A GPU without the format's tensor cores needs emulate=True; a CPU always emulates.
 EMULATE = torch.cuda.is_available()
 
 

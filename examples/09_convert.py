@@ -1,4 +1,4 @@
-"""A model as somebody wrote it, converted in place: the receipt, a few steps, what ran, and back.
+"""An existing model, converted in place: the receipt, a few steps, the GEMMs that ran, and back.
 
 Run: python examples/09_convert.py
 """
@@ -7,7 +7,7 @@ import torch
 
 import narrowcast as nc
 
-# On a GPU without a format's tensor cores emulation has to be asked for; on a CPU it is automatic.
+# A GPU without the format's tensor cores needs emulate=True; a CPU always emulates.
 RECIPE = nc.recipe.MXFP8BlockScaling(emulate=torch.cuda.is_available())
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 import narrowcast as nc
 
-# On a GPU without a format's tensor cores emulation has to be asked for; on a CPU it is automatic.
+# A GPU without the format's tensor cores needs emulate=True; a CPU always emulates.
 RECIPE = nc.recipe.MXFP8BlockScaling(emulate=torch.cuda.is_available())
 
 

@@ -75,14 +75,14 @@ class Llama(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean cross entropy of the next token; a batch is (sequences, length + 1)."""
+    """Return the mean cross entropy of the next token; a batch is (sequences, length + 1)."""
     scores = model(batch[:, :-1])
     return F.cross_entropy(scores.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 @torch.inference_mode()
 def generate(model: Llama, prompt: Tensor, count: int) -> list[int]:
-    """The likeliest continuation of a prompt (length,), token by token."""
+    """Return the likeliest continuation of a prompt (length,), token by token."""
     cache = nc.InferenceParams(1, model.config.longest, device=DEVICE)
     new, answer = prompt[None], []
     for _ in range(count):
@@ -95,10 +95,10 @@ def generate(model: Llama, prompt: Tensor, count: int) -> list[int]:
 def main() -> None:
     torch.manual_seed(0)
     model = Llama(Config())
-    # The head's error reaches the loss directly, and it is a small share of the work: it stays in bf16.
+    # The head's error affects the loss directly, and its share of the work is small: it stays in bf16.
     nc.set_recipe(model, {"": nc.recipe.Float8CurrentScaling(), "head": None})
     run = torch.compile(model, fullgraph=True) if DEVICE == "cuda" else model
-    # Weights in bf16 lose small updates; the optimizer keeps them in fp32 besides.
+    # bf16 weights lose small updates; the optimizer keeps fp32 copies.
     optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=4e-3, master_weights=True)
     text = torch.tensor(list(Path(__file__).read_bytes()), device=DEVICE)
     for step in range(1, 61):

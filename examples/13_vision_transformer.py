@@ -64,7 +64,7 @@ class VisionTransformer(nn.Module):
         self.head = nc.Linear(config.width, config.classes, device=DEVICE)
 
     def forward(self, images: Tensor) -> Tensor:
-        # A convolution whose windows do not overlap is a linear layer on what is in each.
+        # A convolution without overlapping windows is a linear layer on each window.
         patches = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
         x = self.embedding(patches)
         x = torch.cat([self.class_token.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.positions
@@ -74,7 +74,7 @@ class VisionTransformer(nn.Module):
 
 
 def draw(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Noisy pictures of one shape each, anywhere: (count, 1, size, size), and their classes (count,)."""
+    """Return noisy pictures of one shape each: (count, 1, size, size), and their classes (count,)."""
     images = 0.3 * torch.randn(count, 1, size, size)
     labels = torch.randint(len(CLASSES), (count,))
     corners = torch.randint(2, size - 14, (count, 2)).tolist()

@@ -25,7 +25,7 @@ class MoE(nn.Module):
         self.experts, self.topk = experts, topk
         self.gate = nn.Linear(
             width, experts, bias=False
-        )  # small, and what it decides is discrete: not quantized
+        )  # small, with discrete decisions: not quantized
         self.up = nc.GroupedLinear(experts, width, 2 * hidden, bias=False)
         self.down = nc.GroupedLinear(experts, hidden, width, bias=False)
 
@@ -77,7 +77,7 @@ class Model(nn.Module):
         self.norm, self.head = nc.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of a batch (batch, length + 1)."""
+        """Return the loss of a batch (batch, length + 1)."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embed(inputs) + self.position.weight[: inputs.shape[1]]
         balance = x.new_zeros((), dtype=torch.float32)
@@ -88,7 +88,7 @@ class Model(nn.Module):
 
 
 def make_step(model: nn.Module, batch: Tensor) -> Callable[[], Tensor]:
-    """A function that trains on what is in ``batch`` and returns the loss."""
+    """Return a function that trains on ``batch`` and returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, capturable=batch.is_cuda)
 
     def step() -> Tensor:
@@ -102,7 +102,7 @@ def make_step(model: nn.Module, batch: Tensor) -> Callable[[], Tensor]:
 
 
 def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step as a CUDA graph, after three real ones."""
+    """Return the step as a CUDA graph, after three real steps."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
