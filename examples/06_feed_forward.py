@@ -1,4 +1,4 @@
-"""The feed-forward block of a Transformer: what a fused module saves for the backward, with and without recomputation."""
+"""The feed-forward block of a Transformer: saved bytes of a fused module, with and without recomputation."""
 
 import torch
 

@@ -23,9 +23,7 @@ class MoE(nn.Module):
     def __init__(self, width: int, hidden: int, experts: int, topk: int) -> None:
         super().__init__()
         self.experts, self.topk = experts, topk
-        self.gate = nn.Linear(
-            width, experts, bias=False
-        )  # small, with discrete decisions: not quantized
+        self.gate = nn.Linear(width, experts, bias=False)  # small, with discrete decisions: not quantized
         self.up = nc.GroupedLinear(experts, width, 2 * hidden, bias=False)
         self.down = nc.GroupedLinear(experts, hidden, width, bias=False)
 
