@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.torch_version import TorchVersion
 
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
@@ -45,15 +44,6 @@ def _library() -> torch.library.Library:
 _LIBRARY = _library()
 
 QUANTIZER = opaque.schema_type(QuantizerValue) if opaque.AVAILABLE else "Any"
-
-
-# Before 2.13 the functionalization of a mutating operator replaces arguments that are callable, and quantizers are.
-_GRAPHS_WRITE = TorchVersion(torch.__version__) >= "2.13" or not opaque.AVAILABLE
-
-
-def can_write_with_quantizer() -> bool:
-    """Return whether an operator that takes a quantizer may write to its other arguments here."""
-    return _GRAPHS_WRITE or not torch.compiler.is_compiling()
 
 
 _DEFINED: dict[str, str] = {}  # schemas by name

@@ -24,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.torch_version import TorchVersion
 
 from .. import _device
+from .._tracing import can_overwrite
+from ..upstream import opaque
 from ..upstream.compiler import may_choose_gemms
 from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
-from ._library import QUANTIZER, can_write_with_quantizer, define
+from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
 from .swizzle import swizzle_scales
@@ -155,6 +158,9 @@ def _gemm_accumulate_fake(kind: str, out: Tensor, *_: Any) -> None:
     _check_accumulator(kind, out)
 
 
+# Before 2.13 the functionalization of a mutating operator replaces arguments that are callable, and quantizers are.
+_GRAPHS_WRITE = TorchVersion(torch.__version__) >= "2.13" or not opaque.AVAILABLE
+
 _accumulate_op = define(
     f"gemm_accumulate_(str kind, Tensor(a!) out, Tensor[] left, {QUANTIZER} left_quantizer, Tensor[] right, "
     f"{QUANTIZER} right_quantizer, bool fast_accumulation, bool emulate) -> ()",
@@ -188,7 +194,7 @@ def gemm_accumulate_(
         ``out = RN(out + left @ right.T)``, product and sum in fp32, one rounding to the dtype of ``out``.
     """
     operands = (left, left_quantizer, right, right_quantizer)
-    if can_write_with_quantizer():
+    if _GRAPHS_WRITE or can_overwrite():
         _accumulate_op(kind, out, *operands, fast_accumulation, emulate)
         return
     _check_accumulator(kind, out)

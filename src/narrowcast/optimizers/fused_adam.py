@@ -13,9 +13,8 @@ from .._checks import in_range
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_
-from ..functional._library import can_write_with_quantizer
 from ..reference.adam import join, split
-from ..tensors import DequantizingTensor, QuantizedTensor, dequantized, local
+from ..tensors import DequantizingTensor, dequantized, local
 from ..upstream.fsdp import is_distributed
 from .stored import decode, encode
 
@@ -312,7 +311,7 @@ class FusedAdam(torch.optim.Optimizer):
                 for name in scaled:
                     self.set_scaled_state(p, name, values[name])
                 if not direct:
-                    p.copy_(_for_parameter(p, tensors.weight))
+                    p.copy_(tensors.weight)
                 continue
             alike.setdefault((p.device, tensors.beside is None), []).append(tensors)
             if not direct:
@@ -320,7 +319,7 @@ class FusedAdam(torch.optim.Optimizer):
         for those in alike.values():
             _run(group, those, self.adam_w_mode, inv_scale, found_inf)
         for p, weight in rounded:
-            p.copy_(_for_parameter(p, weight))
+            p.copy_(weight)
 
     def _tensors(self, p: Tensor, grad: Tensor, scaled: Container[str], direct: bool) -> _Tensors:
         """Return the tensors that a step reads and writes of a parameter: as stored, or fp32 values of scaled ones."""
@@ -442,13 +441,6 @@ def _placed_as(grad: Any, p: Any) -> Tensor:
     if is_distributed(p) and grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
     return grad if grad.dtype in HIGH_PRECISION else grad.float()
-
-
-def _for_parameter(p: Tensor, weight: Tensor) -> Tensor:
-    """Return the value to write to a parameter: its master weight, quantized first if a graph cannot in place."""
-    if isinstance(p, QuantizedTensor) and not can_write_with_quantizer():
-        return p._quantizer.quantize(weight, dtype=p.dtype)  # type: ignore[attr-defined]
-    return weight
 
 
 def _initial_master(param: Tensor) -> Tensor:
