@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
 from ..upstream.autograd import graph_task_id, set_versions
-from ..upstream.compiler import start_kernels_statically
+from ..upstream.compiler import NotInGraph, is_tracer_running, start_kernels_statically
 from ..upstream.functionalization import (
     CheckpointMode,
     FunctionalMode,
@@ -182,6 +182,8 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
                 f"narrowcast::{name} got tensors on {' and '.join(sorted(kinds))}; make those on the meta device real, "
                 "with to_empty and reset_parameters or load_state_dict(assign=True), or put all of them there"
             )
+        if is_tracer_running():
+            _check_values(args)
         return fake(*args, **kwargs)
 
     return run
@@ -270,10 +272,14 @@ def _inline(
 
 
 def _check_values(given: Iterable[Any]) -> None:
-    """Refuse quantizers that no graph can hold, such as that of a tensor which the graph was given."""
+    """Refuse quantizers that no graph can hold, such as that of a tensor which the graph was given.
+
+    Raises:
+        NotInGraph: there is one. Dynamo ends its graph there and runs the operator in eager code.
+    """
     for value in given:
         if isinstance(value, QuantizerValue) and not value._value_text():
-            raise TypeError(value._not_a_value())
+            raise NotInGraph(value._not_a_value())
 
 
 def _may_change(op: Any, args: tuple[Any, ...]) -> None:

@@ -30,6 +30,7 @@ from ..functional.quantize import overwrite
 from ..functional.quantizer_value import CLASSES, quantizer_of_text
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, plain_gradient
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
+from ..upstream.compiler import NotInGraph
 from .arguments import element_dtype_of, field_value
 from .codes import codes_as_matrix
 from .value import SPELLINGS, _rebuild_quantizer, class_identifier
@@ -440,7 +441,10 @@ class Quantizer(Sealable, QuantizerValue):
             ValueError: too few dims, no direction, another ``out``, or ``with_amax_reduction`` without a group.
             NotImplementedError: a group, and a format that has no amax to reduce.
         """
-        if not self._te_compile_value_opaque and while_tracing(_refuse_while_tracing):
+        traced = not self._te_compile_value_opaque and while_tracing(_refuse_while_tracing)
+        if traced and not torch.compiler.is_dynamo_compiling():
+            raise NotInGraph(self._not_a_value())  # Dynamo calls it itself, and ends its graph there
+        if traced:
             group = amax_reduction_group
             return in_eager(self.quantize, tensor, out=out, dtype=dtype, amax_reduction_group=group)
         self._check_input(tensor)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..upstream.compiler import never_compiled
 from ..upstream.functionalization import FunctionalTensor
 from ..upstream.tensors import make_wrapper, no_torch_function, schema_of, tree_leaves, tree_map_only
 
@@ -135,6 +136,7 @@ class DequantizingTensor(Tensor):
     __torch_function__ = no_torch_function
 
     @classmethod
+    @never_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run_in_any_mode(cls._run, func, args, kwargs or {})
 
@@ -222,6 +224,7 @@ class DequantizedView(Tensor):
     __torch_function__ = no_torch_function
 
     @classmethod
+    @never_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run_in_any_mode(cls._run, func, args, kwargs or {})
 

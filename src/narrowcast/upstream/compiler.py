@@ -6,12 +6,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .private import entry
+from .private import entry, private
 
 _MAX_AUTOTUNE = entry(
     "torch._inductor.config.max_autotune",
@@ -43,6 +43,64 @@ entry(
 def is_dynamo_loaded() -> bool:
     """Return whether anything can have been compiled in this process; for traced code, too."""
     return "torch._dynamo" in sys.modules
+
+
+_TRACING: Any = private(
+    "torch._guards.TracingContext.try_get",
+    follows="torch/_guards.py",
+    without="a compiled function that reads a tensor of an unregistered quantizer raises, fullgraph or not",
+    fallback=lambda: None,
+)
+
+
+NotInGraph: Any = private(
+    "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
+    follows="torch/_dynamo/utils.py, wrap_fake_exception and run_node",
+    without="a compiled function that reads a tensor of an unregistered quantizer raises, fullgraph or not",
+    fallback=NotImplementedError,
+)
+"""What code that the tracer runs raises to have Dynamo end its graph and run that code itself."""
+
+
+def is_tracer_running() -> bool:
+    """Return whether the compiler runs this, on fake tensors, to find out what a graph would compute."""
+    return _TRACING() is not None
+
+
+_FRAMES = "torch/_dynamo/eval_frame.py, skip_code"
+_COMPILED_IN_PIECES = (
+    "eager operators on quantized tensors beside a graph are compiled in pieces, with graph breaks"
+)
+_SKIP: Any = private(
+    "torch._C._dynamo.eval_frame._FrameAction.SKIP",
+    follows=_FRAMES,
+    without=_COMPILED_IN_PIECES,
+    fallback=None,
+)
+_STRATEGY: Any = private(
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    follows=_FRAMES,
+    without=_COMPILED_IN_PIECES,
+    fallback=None,
+)
+_SET_STRATEGY: Any = private(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    follows=_FRAMES,
+    without=_COMPILED_IN_PIECES,
+    fallback=None,
+)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Have Dynamo leave a function alone, with all that it calls.
+
+    A call costs nothing more, unlike one of ``torch.compiler.disable``.
+    """
+    if _SKIP is not None and _STRATEGY is not None and _SET_STRATEGY is not None:
+        code = function.__code__  # type: ignore[attr-defined]
+        _SET_STRATEGY(code, _STRATEGY(_SKIP, _SKIP))
+    return function
 
 
 def may_choose_gemms() -> bool:
