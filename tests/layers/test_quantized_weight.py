@@ -76,6 +76,44 @@ def test_a_missing_direction_is_made_once() -> None:
     assert pointers(weight) == made
 
 
+@each
+def test_a_kept_weight_that_is_used_again_traces(name: str) -> None:
+    quantizer = ONE_OF_EACH[name]
+    _, kept = quantize_weight(tensor=W, quantizer=quantizer, cache=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        weight, new = quantize_weight(
+            tensor=x, quantizer=quantizer, workspace=kept, update_workspace=False, cache=True
+        )
+        assert new is None
+        return weight.dequantize() + 1
+
+    torch._dynamo.reset()
+    expected = quantizer.quantize(W).dequantize() + 1
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(W * 4), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4"])
+def test_layers_take_a_weight_of_rows_alone(recipe: str, compiled: bool) -> None:
+    """In formats whose columns follow from the rows: the gradients are those of a weight in both directions."""
+    torch._dynamo.reset()
+    with nc.quantized_model_init(recipe=recipe):
+        both: Any = nc.Linear(96, 65, device="cpu", recipe=recipe).weight.detach()
+    rows = both.clone()
+    rows.update_usage(columnwise_usage=False)
+    x, results = torch.randn(33, 96, requires_grad=True), []
+    for weight in (rows, both):
+        layer = nc.Linear(96, 65, bias=False, device="cpu", recipe=recipe)
+        layer.weight = torch.nn.Parameter(weight)
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        torch.manual_seed(0)  # of stochastic rounding
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+
+
 def test_errors() -> None:
     quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
     _, kept = quantize_weight(tensor=W, quantizer=quantizer, cache=True)

@@ -32,6 +32,7 @@ from ..tensors import (
     plain,
     storage_of,
 )
+from ..tensors.storage import resolve_storage_class
 from ..upstream.fsdp import is_distributed
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import base_of
@@ -232,6 +233,16 @@ class GroupedLinearLayer(LinearLayer):
         # the backward transposes groups in common buffers, not groups in separate ones
         self._stored_rowwise = grouped_layout(storage_name) != "split"
         return self._stored_rowwise
+
+    def _makes_columns(self, weight: Any) -> bool:
+        if self._stored_rowwise or not isinstance(weight, (GroupedTensor, QuantizedTensor)):
+            return self._stored_rowwise
+        if isinstance(weight, GroupedTensor):
+            name, made_by = weight.storage_name, grouped_storage_of(weight).quantizer
+            columns_follow = resolve_storage_class(name)(quantizer=made_by, fake_dtype=weight.dtype)._turns()
+        else:
+            name, columns_follow = weight._BARE_NAME, super()._makes_columns(weight)
+        return columns_follow and grouped_layout(name) != "split"
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain
+from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain, storage_of
 from ..tensors.storage import resolve_storage_class
 from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
@@ -247,6 +247,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._stored_rowwise = True
         return True
 
+    def _makes_columns(self, weight: Any) -> bool:
+        """Whether the backward can make the column-wise data of a stored weight from its row-wise data."""
+        return self._stored_rowwise or (isinstance(weight, QuantizedTensor) and storage_of(weight)._turns())
+
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
     def _plan(
@@ -301,11 +305,13 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
             reads_columns = plan.needs_input and plan.backward_override is None
             lacks_columns = reads_columns and not workspace.columnwise
-            if lacks_columns and not self._stored_rowwise:
+            if lacks_columns and not self._makes_columns(weight):
+                kind = plan.kept_weight.storage_name.rpartition(":")[2]
                 raise RuntimeError(
                     f"parameter {stage.weight!r} of {self.name or type(self).__name__} has no column-wise data for the "
-                    "gradient of the input: it was made under torch.no_grad(); make the layer with gradients enabled, "
-                    "or run it under torch.no_grad()"
+                    f"gradient of the input, and the layer does not make it from the row-wise data of {kind}; "
+                    "make the layer with gradients enabled, or quantize the weight with columnwise=True, or run it "
+                    "under torch.no_grad()"
                 )
         wgrad = LinearWgrad()
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:

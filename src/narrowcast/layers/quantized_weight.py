@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..functional.collectives import all_gather_single
 from ..quantizers import Quantizer
-from ..tensors import QuantizedTensorStorage
+from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 
 
 @torch.no_grad()
@@ -29,8 +29,8 @@ def quantize_weight(
 
     A quantized ``tensor`` is returned as it is, with the directions that the quantizer asks for: one that was missing
     is made once and kept on it; none is dropped. A ``workspace`` that has these directions is refreshed in place, so
-    that a CUDA graph which reads it stays right. Else the tensor is quantized. The layers do not call this: what they
-    keep is made again when it is refreshed, since backwards may still read what was there.
+    that a CUDA graph which reads it stays right. Else the tensor is quantized. All but a refresh traces. The layers do
+    not call this: what they keep is made again when it is refreshed, since backwards may still read what was there.
 
     Args:
         tensor: (N, K), fp32, bf16, fp16 or quantized; not needed where a workspace is not refreshed.
@@ -103,7 +103,8 @@ def _gather(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
 def _serves(workspace: QuantizedTensorStorage, quantizer: Quantizer) -> bool:
     """Return whether it has the format and the directions that the quantizer asks for."""
     own: Any = workspace._quantizer  # type: ignore[attr-defined]
-    usages = workspace.get_usages()
+    # a method of a tensor would not trace
+    usages = (storage_of(workspace) if isinstance(workspace, QuantizedTensor) else workspace).get_usages()
     return (
         own._storage_name == quantizer._storage_name
         and own._layout() == quantizer._layout()
