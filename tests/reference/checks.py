@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from narrowcast.formats import ElementFormat
+from narrowcast.reference import codecs
+
 try:
     import hypothesis
     from hypothesis import strategies
@@ -27,6 +30,11 @@ RAGGED_SHAPES = [
     (3, 1, 1, 17),
 ]
 EMPTY_SHAPES = [(0, 32), (32, 0), (0, 0), (2, 0, 16), (0, 7), (7, 0)]
+
+
+def encode_subbyte(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """The reference's codes of fp32 values, which it overwrites."""
+    return codecs.encode_subbyte_(x.clone(memory_format=torch.contiguous_format), fmt)
 
 
 def assert_bitwise(actual: Tensor, expected: Tensor, what: str = "") -> None:

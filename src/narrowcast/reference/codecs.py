@@ -83,12 +83,13 @@ def decode_float8(codes: Tensor, fmt: ElementFormat) -> Tensor:
     return bits.view(torch.float16).float().mul_(256.0)
 
 
-def encode_subbyte(x: Tensor, fmt: ElementFormat) -> Tensor:
+def encode_subbyte_(x: Tensor, fmt: ElementFormat, scratch: Tensor | None = None) -> Tensor:
     """Encode fp32 values as one code of fewer than eight bits per byte.
 
     Args:
-        x: fp32, any shape.
+        x: fp32, any shape, contiguous; overwritten.
         fmt: E2M3, E3M2 or E2M1.
+        scratch: int32 of the same shape, overwritten; None to allocate it.
 
     Raises:
         ValueError: the format fills a byte.
@@ -97,11 +98,6 @@ def encode_subbyte(x: Tensor, fmt: ElementFormat) -> Tensor:
         Round to nearest even on the values of the format, subnormals included, saturating at ``fmt.max``; the sign
         of zero is kept. These formats have no NaN: NaN becomes ``+fmt.max``, the code with all bits but the sign.
     """
-    return encode_subbyte_(x.clone(memory_format=torch.contiguous_format), fmt)
-
-
-def encode_subbyte_(x: Tensor, fmt: ElementFormat, scratch: Tensor | None = None) -> Tensor:
-    """Return ``encode_subbyte`` that overwrites ``x`` and, where given, an int32 ``scratch`` of its shape."""
     bits, scratch, sign = _sign_and_magnitude_(x, fmt, scratch)
     mantissa, min_exponent = fmt.mantissa_bits, 128 - fmt.bias
     # Adding 1.5 * 2**23 * step rounds to a multiple of step in the low mantissa bits, where step is the spacing of the
