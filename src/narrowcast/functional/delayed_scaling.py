@@ -280,10 +280,7 @@ def _fit_to_weights(
     scales: Tensor, weights: Sequence[Tensor], slots: Sequence[int], fp8_max: float, margin: int
 ) -> Tensor:
     amax = torch.zeros_like(scales)
-    for weight, slot in zip(weights, slots):
-        own = amax[slot : slot + 1]
-        # a cast without outputs raises the amax and nothing else; its scale does not matter
-        numerics_for(weight).float8.quantize(weight, own, E4M3, rowwise=False, columnwise=False, amax=own)
+    _raise_amax(weights, None, [amax[slot : slot + 1] for slot in slots])
     fitted = scales.clone()
     rule = {"fp8_maxes": [fp8_max], "margins": [margin], "algos": ["most_recent"]}
     history = torch.zeros_like(amax).unsqueeze(0)
@@ -330,22 +327,31 @@ the forward of ``root`` runs, which has renewed. The schema does not declare the
 
 
 def _calibrate(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
-    numerics, groups = numerics_for(tensors[0]), len(tensors) if splits is None else splits.shape[0]
+    groups = len(tensors) if splits is None else splits.shape[0]
     own = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
-    # casts for their amax alone; the scale does not matter
+    _raise_amax(tensors, splits, own.split(1) if splits is None else [own])
+
+
+def _raise_amax(tensors: Sequence[Tensor], splits: Tensor | None, amaxes: Sequence[Tensor]) -> None:
+    """Raise each amax to that of its tensor, by casts without codes; their scale does not matter.
+
+    Args:
+        splits: rows of the groups in one tensor, whose amaxes are one (G,).
+    """
+    numerics = numerics_for(tensors[0])
     if splits is None:
-        for x, one in zip(tensors, own.split(1)):
+        for x, one in zip(tensors, amaxes):
             numerics.float8.quantize(x, one, E4M3, rowwise=False, columnwise=False, amax=one)
     else:
         numerics.grouped_quantize.quantize(
             tensors[0],
             splits,
-            own,
+            amaxes[0],
             E4M3,
             rowwise=True,
             columnwise=False,
             alignment=ALIGNMENT["tensor"],
-            amax=own,
+            amax=amaxes[0],
         )
 
 

@@ -313,7 +313,7 @@ class DelayedLayer(RecipeOwner):
                             1, -1
                         )  # known as a forward's: a backward collects nothing there
         else:
-            self._read_in_eager(prefixes, plans, scales, states, renews)
+            self._read_in_eager(prefixes, plans, scales, states, bool(renews))
         if not self.training:
             fit_in_evaluation(self, prefixes, plans, scales)
         return scales
