@@ -13,7 +13,7 @@ _ABSENT = object()
 class Sealable:
     """Base of recipes and quantizers.
 
-    A compiled graph, a plan or a tensor may rest on what such an object holds. So whoever first puts it there seals it,
+    A compiled graph, a plan or a tensor may rest on what such an object holds. So the first use seals it,
     and from then on an assignment raises instead of being missed.
     """
 

@@ -99,11 +99,11 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
     """Refuse ``what`` inside a transform, which the caller has found, where its gradients would be wrong.
 
     In eager code that is everywhere. A graph records the backward as any other code; what is computed only where
-    ``requires_grad`` asks for it is right there from PyTorch 2.15 on.
+    ``requires_grad`` is right there from PyTorch 2.15 on.
 
     Args:
         instead: what else the caller can do.
-        plans_backward: ``what`` asks for ``requires_grad``.
+        plans_backward: ``what`` reads ``requires_grad``.
     Raises:
         NotImplementedError: in eager code.
         RuntimeError: in a graph that hides what requires a gradient.

@@ -33,7 +33,7 @@ from .roles import QuantizerRole
 
 
 def _is(role: QuantizerRole | None, *kinds: str) -> bool:
-    """Return whether the tensor is one of these kinds; a role that is not known is none."""
+    """Return whether the tensor is one of these kinds; an unknown role is not."""
     return role is not None and role.tensor_type in kinds
 
 

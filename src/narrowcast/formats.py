@@ -1,6 +1,6 @@
 """Formats as data: frozen records of element formats, scale formats and tensor layouts, and shared constants.
 
-A tensor format is told by three records. An :class:`ElementFormat` says what a code means. A :class:`ScaleFormat` says
+Three records describe a tensor format. An :class:`ElementFormat` says what a code means. A :class:`ScaleFormat` says
 what a scale byte means. A :class:`Layout` says which buffers a quantized tensor consists of, how large each is for a
 matrix [M, K], and how they are read back; storages, tensors, ``TensorProto``, the operators' fakes and the decoding of
 GEMM operands all read that one record.

@@ -150,7 +150,7 @@ class _Layer:
             self.reloaded = self._beside(absent, _Moved.to_device)
 
     def loaded(self, moved: _Moved) -> Tensor:
-        """Return a storage on the device, copied now if nobody has begun to."""
+        """Return a storage on the device, copied now unless its copy has started."""
         if moved.on_device is None:
             self.start_reload()
         _wait(self.reloaded)

@@ -69,7 +69,7 @@ class Facts(NamedTuple):
         from_the_end: what it counts, if anything, it counts from the last query and key of each sequence.
         bias: dtype of a bias; None without.
         alibi, sink, score_mod, dropout, max_logit: whether there is one.
-        grad: whether a gradient is wanted.
+        grad: whether a gradient is requested.
         score_grad: also of tensors that ``score_mod`` reads.
     """
 

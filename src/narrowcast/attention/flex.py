@@ -2,7 +2,7 @@
 
 PyTorch generates the kernel from two functions that are asked about one pair at a time: ``mask_mod``, whether a query
 sees a key, and ``score_mod``, what becomes of a score. Here they read the same rule and places as every other backend
-does. Blocks of 128 × 128 pairs that nobody sees are skipped; which those are is computed from ``mask_mod`` at every
+does. Blocks of 128 × 128 invisible pairs are skipped; which those are is computed from ``mask_mod`` at every
 call, in the graph, because lengths may be tensors.
 
 **FlexAttention is a kernel only when it is compiled.** Called in eager code it computes all scores in memory. So eager

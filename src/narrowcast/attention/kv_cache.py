@@ -6,7 +6,7 @@ and the same graph serves every later token.
 
 Tokens are written by slot: page * page_size + place in the page. A contiguous cache has one page per sequence, as long
 as the longest sequence may be; so one rule serves both. What is no token (padding of a shorter sequence of the step) is
-written to one more slot, which nobody reads.
+written to one more slot, which no layer reads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class KVCacheManager:
         Args:
             key, value: of the layer, for the sizes that the constructor was not told.
         Raises:
-            ValueError: sizes that nobody has told.
+            ValueError: unknown sizes.
         """
         heads, dim_k, dim_v, dtype = self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype
         if key is not None and value is not None:
@@ -284,7 +284,7 @@ class InferenceParams:
         Args:
             key, value: of the layer, for the sizes that the constructor was not told.
         Raises:
-            ValueError: sizes that nobody has told.
+            ValueError: unknown sizes.
         """
         self.cache_manager.allocate_memory(layer_number, key, value)
 

@@ -1,6 +1,6 @@
 """Masks: rules from plain facts and token positions that say which keys a query sees, for every backend.
 
-A :class:`MaskRule` is what a call asks for (padding, causal, a window, and which diagonal they count from). A
+A :class:`MaskRule` describes a call (padding, causal, a window, and which diagonal they count from). A
 :class:`Geometry` is where each token stands: its position in its sequence, which sequence, and whether it is a token at
 all. Both together say whether query i sees key j, whatever the format: a padded batch has one sequence per row, packed
 tokens (``thd``) are one row of many sequences. :func:`hidden_pairs` says it with a tensor of all pairs; FlexAttention

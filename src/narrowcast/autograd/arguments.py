@@ -48,7 +48,7 @@ class LinearFwdArgs:
     """The inputs of the forward besides weight, input and bias.
 
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
-    weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is wanted.
+    weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is requested.
     ``transpose_weight``: the workspace is row-wise alone, in a format that quantizes the same in both directions; the
     backward makes the other direction of it. ``parallel``: how the layer is split over processes; None where it is not.
     """

@@ -19,7 +19,7 @@ def places_in_stacks(model: nn.Module, weighted: Collection[int]) -> dict[int, P
     """Return the place of each module that is inside a block, by the module's id.
 
     A stack is an outermost list of blocks, a block a module with several weights of GEMMs. The members of an
-    ``nn.Sequential`` are blocks if they are of one class; experts are none.
+    ``nn.Sequential`` are blocks if they are of one class; experts are not.
 
     Args:
         model: what is searched.

@@ -210,7 +210,7 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
 def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
     """
     Raises:
-        ValueError: modules were asked for, and none of them is converted.
+        ValueError: none of the selected modules is converted.
     """
     if not wanted or any(one.decision == "converted" for one in wanted):
         return

@@ -77,7 +77,7 @@ def decisions_so_far(model: nn.Module) -> list[Decision]:
 
 
 def norms_so_far(model: nn.Module) -> Iterator[FoundNorm]:
-    """Yield the norms that were converted, or were asked for and kept, in the model's order."""
+    """Yield the norms that were converted, or were selected and kept, in the model's order."""
     plain = {id(found.module): found for found in norm_modules(model)}
     for name, module in model.named_modules():
         if is_converted(module) and isinstance(module, (LayerNorm, RMSNorm)):

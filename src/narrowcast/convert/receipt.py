@@ -196,7 +196,7 @@ class Receipt:
         return self._recorders[0].result([one.name for one in self.gemms if one.covered])
 
     def __getattr__(self, name: str) -> Any:
-        """Raise, for what a receipt lacks; whoever takes it for the model is told where that is."""
+        """Raise for an absent attribute; the message says where the model is."""
         if name.startswith("__") or not hasattr(nn.Module, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise AttributeError(

@@ -23,7 +23,7 @@ class Wire:
     """The format in which rows are sent.
 
     Args:
-        group: name of the process group; "" for one rank that talks to nobody.
+        group: name of the process group; "" for one rank without communication.
         ranks: in it.
         quantizer: row-wise, with scales for every row; None sends rows as they are.
         transposed: whether its scales have a column per row.

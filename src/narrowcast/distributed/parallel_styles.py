@@ -1,7 +1,7 @@
 """``ParallelStyle``s for ``parallelize_module``: PyTorch's own by name, whose layers compute on plain local tensors.
 
 Parameters become DTensors, so that checkpoints, clipping, optimizers and FSDP2 know them; the layer takes its part of
-each and runs as one that was made with ``tp_group``. Modules that are none of this library's go to PyTorch's style.
+each and runs as one that was made with ``tp_group``. Other modules go to PyTorch's style.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _hooked(
         given: layout of plain inputs.
         read: of those that the layer computes on.
         computed: of its output.
-        wanted: of what is returned.
+        wanted: layout of the result.
         rows: the dim of the rows, which the layer has first.
         local: return a plain tensor.
     """

@@ -64,14 +64,14 @@ def define(
 
     Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
     holds what the implementation launches instead of the operator; see :func:`_inline`. ``shared``: calls with the
-    same arguments are then one, for operators whose outputs nobody writes to and no graph returns. ``of_state``: its
+    same arguments are then one, for operators whose outputs are never written and no graph returns. ``of_state``: its
     tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
     ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator. ``numbered``: the last
     argument of such an operator becomes the number of earlier calls in the graph whose third argument was the same.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
-    What is returned calls the overload, except where nobody but the implementation would see the call; see
+    What is returned calls the overload, unless other code could observe the call; see
     :func:`_with_shortcut`.
     Without the opaque-object API an operator that takes a quantizer is its plain Python implementation, and raises in
     a graph.

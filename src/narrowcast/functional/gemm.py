@@ -10,7 +10,7 @@ dgrad    grad_output, rowwise weight, columnwise     [M, K]
 wgrad    grad_output, column  input, columnwise      [N, K]
 =======  ===================  =====================  =========
 
-On CPU, and on a GPU when emulation is asked for, operands are decoded to values that are exact in the compute dtype
+On a CPU, and on a GPU under emulation, operands are decoded to values that are exact in the compute dtype
 and multiplied with fp32 accumulation. Otherwise ``torch.nn.functional.scaled_mm`` reads the payload as it is.
 
 A bias is rounded to the dtype of the result and added to the fp32 product before the one rounding.
@@ -94,7 +94,7 @@ def _is_library_gemm(*arguments: Any) -> bool:
     """Return whether a graph may hold the product as the library's GEMM, with the bits that eager code has.
 
     An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
-    MXFP8 and NVFP4, whose scales are bytes, stay whole: nobody has compiled their dtypes on a GPU that multiplies them.
+    MXFP8 and NVFP4, whose scales are bytes, stay whole: their dtypes were never compiled on a GPU that multiplies them.
     """
     if any(isinstance(argument, QuantizerValue) and argument._multiplies for argument in arguments):
         return False
@@ -374,7 +374,7 @@ def _pad_bias(bias: Tensor, columns: int) -> Tensor:
 
 
 def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
-    """Block scales of the padded operand, in the outer-dim-major layout the GEMM asks for."""
+    """Return block scales of the padded operand, in the GEMM's outer-dim-major layout."""
     # 1x128: (rows, K/128), rows padded to a multiple of 4 already; 128x128: padded as the GEMM wants it
     missing = padded.shape[0] - operand.scale.shape[0] if operand.scaling == "1x128" else 0
     return F.pad(operand.scale.t(), (0, missing), value=1.0).t() if missing else operand.scale

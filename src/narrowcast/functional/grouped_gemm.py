@@ -8,7 +8,7 @@ dgrad    grad_output, rowwise             weights, columnwise             [T, K]
 wgrad    grad_output, columnwise          input, columnwise               [G, N, K]
 =======  ===============================  ==============================  ===========
 
-Operands lie as ``grouped_quantize`` left them. On CPU, and on a GPU when emulation is asked for, every group is
+Operands lie as ``grouped_quantize`` left them. On a CPU, and on a GPU under emulation, every group is
 multiplied as ``narrowcast::gemm`` would multiply it. Otherwise one Triton kernel multiplies all groups; nothing waits
 for the splits. It adds up products of the same codes in fp32, in another order: last bits differ, as they do between
 the library's own kernels.

@@ -1,4 +1,4 @@
-"""``narrowcast::observe``: what quantizing did to a tensor, for whoever watches a training."""
+"""``narrowcast::observe``: the quantization error of a tensor, for a watched training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Replay: from its third run on, an eager stage does to its tensors what its second run has done.
 
-What a stage of a boundary does (which memory it asks for, which kernels it launches, which GEMMs it calls) follows from
+A stage's work (allocations, kernel launches, GEMMs) follows from
 its plan and from shapes, strides and dtypes alone. To find that out again takes Python longer than a small layer's
 kernels take the GPU. So the second run with equal ones is recorded as a straight function of the tensors, and later
 runs call that: the same work in the same order, with the same bits. Nothing is computed in a second way.

@@ -1,4 +1,4 @@
-"""Delayed weight gradients: the backward queues their operands, and they are multiplied when the user asks for it.
+"""Delayed weight gradients: the backward queues their operands, and the user starts the GEMMs.
 
 The queue lives outside any graph. An eager backward puts its operands in directly; a compiled one goes through
 ``narrowcast::defer_wgrad``, which finds the queue by its key when the graph runs.

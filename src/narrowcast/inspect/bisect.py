@@ -1,7 +1,7 @@
 """``bisect``: find the layer whose precision costs the gradients the most.
 
 The model runs once with every layer in high precision, and then once for each layer with that one alone under its
-recipe. So the errors of single layers are told apart, which those of all together are not: every layer's error reaches
+recipe. This separates the errors of single layers, unlike the error of all together: every layer's error reaches
 the gradients of the others.
 """
 

@@ -5,7 +5,7 @@ scale needs max|x| before the first code, which is a second read: ``_float8_amax
 program, and every program of the cast folds all of them itself, so that no third launch has to. Tensors of up to
 ``SMALL`` elements skip that launch, too: each program reads the whole tensor, which is in L2.
 
-Two kernels cast. ``_float8_cast_kernel`` takes a flat run of elements where only the codes are wanted.
+Two kernels cast. ``_float8_cast_kernel`` takes a flat run of elements if only the codes are requested.
 ``_float8_cast_tile_kernel`` takes tiles if rows and columns matter: for the transpose, sums over rows, and sources that
 compute their element (``sources.py``). A tile is held as four tensors, of every fourth row each, so that four codes of
 a column are one 32-bit word of the transpose (``tiles.py``).

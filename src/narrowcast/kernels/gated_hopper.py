@@ -188,11 +188,10 @@ def launch(
     power_2: bool,
     epsilon: float,
 ) -> Launch | None:
-    """Return the launch that quantizes a source, or None where ``float8_block`` is to: arguments as its ``_launch`` has
-    them.
+    """Return the launch that quantizes a source, or None if ``float8_block`` is faster; arguments as its ``_launch``.
 
-    This kernel takes both directions of whole tiles, of a gated activation, and of its gradient where column sums are
-    wanted; without these the general one is faster. Tensors: the operands, then the buffers and the sums or any other.
+    This kernel takes both directions of whole tiles, of a gated activation, and of its gradient with column sums;
+    without these the general one is faster. Tensors: the operands, then the buffers and the sums or any other.
     """
     kind, *function = constants
     gradient = kind == "gated_backward"

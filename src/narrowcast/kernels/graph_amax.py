@@ -19,7 +19,7 @@ _NAME = "_narrowcast_amax"
 
 
 def takes_amax(x: Tensor) -> bool:
-    """Return whether a kernel that writes ``x`` should take its maxima: somebody asked for those of a tensor before.
+    """Return whether a kernel that writes ``x`` should compute its amax: an earlier tensor needed one.
 
     Who does quantizes with current scaling, in the forward or the gradient that a backward begins with.
     """

@@ -257,7 +257,7 @@ def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dt
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a shape and the strides of a contiguous tensor of it, in plain tuples, which :func:`beside` asks for."""
+    """Return a shape and the strides of a contiguous tensor of it, in plain tuples, for :func:`beside`."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -253,7 +253,7 @@ def _check_options(
 def supports(**options: object) -> bool:
     """Return whether ``quantize`` runs with these options; what it does not is for the reference.
 
-    Stochastic rounding and the rotation of 16 x 16 tiles, which no recipe asks for, are left to the reference.
+    Stochastic rounding and the rotation of 16 x 16 tiles, which no recipe uses, run in the reference.
 
     Args:
         options: keyword arguments of ``quantize`` beside the directions.

@@ -83,7 +83,7 @@ class Source:
         return self.operands[0].new_empty(shape, dtype=dtype)
 
     def partial_sums(self) -> Tensor | None:
-        """Return where a kernel leaves the sums of 16 rows each, fp32; None if they are not wanted."""
+        """Return a kernel's buffer for the sums of 16 rows each, fp32; None if not requested."""
         if self.column_sums is None:
             return None
         M, K = self.matrix

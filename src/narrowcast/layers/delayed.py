@@ -326,7 +326,7 @@ class DelayedLayer(RecipeOwner):
         states: list[_States],
         renews: bool,
     ) -> None:
-        """Let ``scales`` hold copies of the state, unless nobody could change it before the last use."""
+        """Replace ``scales`` by copies of the state, unless it cannot change before the last use."""
         recorded = torch.is_grad_enabled()
         if PENDING:
             leave_state_to_ranks()

@@ -3,7 +3,7 @@
 All groups together are one stage of :class:`LinearLayer`: one plan, one set of arguments, one operator for the
 weights of all, one grouped GEMM instead of a GEMM. Their scales, amax and histories are buffers with a slot for each
 group. What differs is the parameters: one for all groups or one for each. Those of each are views of one allocation
-as long as nobody takes them out of it (``to_empty``, a load that assigns), so that operators read all of them in
+until they leave it (``to_empty``, a load that assigns), so that operators read all of them in
 place; where they are somewhere else they are gathered first. The bits are the same.
 """
 
@@ -200,7 +200,7 @@ class GroupedLinearLayer(LinearLayer):
 
     @torch.no_grad()
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """Quantize the weights where ``quantized_model_init`` asked for that.
+        """Quantize the weights under ``quantized_model_init``.
 
         The constructor does that. This is for weights that have become plain, as by ``load_state_dict(assign=True)``.
 
@@ -498,7 +498,7 @@ def rows_of_buffer(
         shape: (*lead, K), dtype and device that it must have.
         read: the input, where it is still read after the result was written.
     Raises:
-        ValueError: it does not, is not contiguous, quantized, wants a gradient, or shares memory with ``read``.
+        ValueError: it does not, is not contiguous, is quantized, requires a gradient, or shares memory with ``read``.
     """
     if buffer is None:
         return None

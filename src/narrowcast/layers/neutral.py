@@ -76,7 +76,7 @@ def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> Non
 
     Raises:
         TypeError: an option that is not declared.
-        NotImplementedError: a value that asks for what is not there.
+        NotImplementedError: a value requests something that is not supported.
     """
     if not options:
         return

@@ -113,7 +113,7 @@ def casts(tensor: Tensor) -> bool:
 
 
 def needs_recipe(option: str) -> RuntimeError:
-    """Return the error where a layer is asked for something quantized and nothing says how."""
+    """Return the error of a layer that must quantize something without a recipe."""
     return RuntimeError(f"{option}=True needs a recipe; give the layer one or enter autocast(recipe=...)")
 
 

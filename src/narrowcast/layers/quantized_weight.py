@@ -27,7 +27,7 @@ def quantize_weight(
     """Return the weight for the GEMM and what to keep for later microbatches or None, for loops that keep weights
     themselves.
 
-    A quantized ``tensor`` is returned as it is, with the directions that the quantizer asks for: one that was missing
+    A quantized ``tensor`` is returned as it is, with the quantizer's directions: one that was missing
     is made once and kept on it; none is dropped. A ``workspace`` that has these directions is refreshed in place, so
     that a CUDA graph which reads it stays right. Else the tensor is quantized. All but a refresh traces. The layers do
     not call this: what they keep is made again when it is refreshed, since backwards may still read what was there.
@@ -101,7 +101,7 @@ def _gather(workspace: QuantizedTensorStorage, fsdp_group: Any) -> None:
 
 
 def _serves(workspace: QuantizedTensorStorage, quantizer: Quantizer) -> bool:
-    """Return whether it has the format and the directions that the quantizer asks for."""
+    """Return whether it has the quantizer's format and directions."""
     own: Any = workspace._quantizer  # type: ignore[attr-defined]
     # a method of a tensor would not trace
     usages = (storage_of(workspace) if isinstance(workspace, QuantizedTensor) else workspace).get_usages()

@@ -90,7 +90,7 @@ class TensorParallelLayer:
     """Base of layers that may be split over processes; others have the values of the class.
 
     ``tp_size``: how many processes share the layer. ``sequence_parallel``: outside it, each holds a share of the
-    rows. ``parallel_mode``: None, "column" or "row", as it was asked for.
+    rows. ``parallel_mode``: None, "column" or "row", as requested.
     """
 
     tp_size: int = 1

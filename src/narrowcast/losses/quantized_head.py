@@ -28,7 +28,7 @@ def head_plan(recipe: Recipe, hidden: Tensor, weight: Tensor) -> LinearPlan:
     """Return the plan of the head's GEMMs under a recipe.
 
     Raises:
-        ValueError: the recipe keeps state between steps, asks for a backward in high precision, or rounds weights
+        ValueError: the recipe keeps state between steps, has a backward in high precision, or rounds weights
             stochastically.
     """
     recording = torch.is_grad_enabled()

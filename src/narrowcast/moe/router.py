@@ -70,8 +70,7 @@ def fused_topk_with_score_function(
             the map.
         qb_histogram: int32 (E, bins), to which one is added per token and expert: at the bias with which the expert's
             score would equal the best biased score not chosen. What lies beyond the bounds counts at the ends.
-        qb_bin_bounds: fp32 (2,), where the bins begin and end; on a GPU, and in compiled code, nobody looks whether the
-            first is the lower one.
+        qb_bin_bounds: fp32 (2,), the bins' start and end, the lower first; not checked on a GPU or in compiled code.
         qb_histogram_mode: "two_kernel", "fused_atomic" or a member of :class:`QBHistogramMode`; the result is the same.
 
     Returns:

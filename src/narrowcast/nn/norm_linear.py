@@ -71,7 +71,7 @@ class NormLinearLayer(LinearLayer):
     def _returned(
         self, out: Tensor, bias: Tensor | None, normalized: Tensor | None, beside: Sequence[Tensor] = ()
     ) -> Any:
-        """Return the output alone, or a tuple with the bias and the norm's output as they were asked for, and
+        """Return the output alone, or a tuple with the bias and the norm's output as requested, and
         ``beside``.
         """
         if self.return_layernorm_output_gathered and self._shares_rows:

@@ -70,7 +70,7 @@ class _Call:
     eager_only: bool
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
-        """Return how the operation after a step of the forward wants the output."""
+        """Return the quantizer that the operation after a step of the forward requests."""
         at = self.fused.forward[step + 1][1][0]
         operand, scales = self.input_operands[at], self.scales[at]
         if operand is None or scales is None:
@@ -80,7 +80,7 @@ class _Call:
     def wanted_grad_input(
         self, index: int, operand: Operand, scales_bwd: Sequence[Tensor | None] | None = None
     ) -> ScaledOperand:
-        """Return how the operation before a basic one wants the gradient of that one's input.
+        """Return the quantizer that the operation before a basic one requests for that one's input gradient.
 
         Args:
             operand: of :attr:`grad_operands`.
@@ -388,7 +388,7 @@ class OperationFuser:
         params: Sequence[Sequence[Tensor]],
         basic_op_kwargs: Sequence[dict[str, Any]] | None,
     ) -> _Call:
-        """Return everything about one call, asked for here, where the caller's recipe and grad mode are in force."""
+        """Return the record of one call, made here, under the caller's recipe and grad mode."""
         ops, fused = self.basic_ops, self._fused_for(self.recipe_in_force(), first, params)
         input_requires_grad = torch.is_grad_enabled() and input_.requires_grad
         arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)

@@ -114,7 +114,7 @@ class FusibleOperation:
         """Prepare before each forward, outside the autograd boundary; must not change anything in compiled code."""
 
     def get_input_quantizer(self) -> Operand | None:
-        """Return how the first operation wants its input quantized, with its own state; None for a plain tensor."""
+        """Return the first operation's quantizer of its input, with its own state; None for a plain tensor."""
         return None
 
     def get_grad_output_quantizer(self) -> Operand | None:
@@ -169,8 +169,8 @@ class FusibleOperation:
         Args:
             input_: main input.
             basic_op_extra_inputs: extra inputs, one tuple per basic operation.
-            prev_op_grad_output_quantizer: how the previous operation wants the gradient of the input.
-            next_op_input_quantizer: how the next operation wants the output.
+            prev_op_grad_output_quantizer: the previous operation's quantizer of the input's gradient.
+            next_op_input_quantizer: the next operation's quantizer of the output.
             basic_op_kwargs: keyword arguments, one dict per basic operation.
             requires_grad: whether any of the basic operations has a backward; without, nothing is to be saved.
         """
@@ -410,9 +410,9 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         """Return the output and the tensors to save; pure.
 
         Args:
-            input_: a tensor, or what :meth:`get_input_quantizer` asked for.
-            prev_op_grad_output_quantizer: how the previous operation wants the gradient of the input.
-            next_op_input_quantizer: how the next operation wants the output; a plain tensor always does.
+            input_: a tensor, or the operand that :meth:`get_input_quantizer` requested.
+            prev_op_grad_output_quantizer: the previous operation's quantizer of the input's gradient.
+            next_op_input_quantizer: the next operation's quantizer of the output; a plain tensor always works.
             requires_grad: whether there is a backward; without, nothing is to be saved.
             **kwargs: keyword arguments of the caller.
         """

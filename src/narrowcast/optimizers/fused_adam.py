@@ -186,7 +186,7 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Store fp32 values as state of a parameter, in the dtype of that state.
 
-        The low bits of a parameter's master weight are stored so as well; the parameter then takes the others.
+        This also stores the low bits of a parameter's master weight; the parameter then takes the others.
         """
         state = self.state[param]
         if state_name in state and state[state_name].dtype == torch.int16:

@@ -30,7 +30,7 @@ def quantizer_of(
         options: ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled``, or a field of the quantizer.
         directions: which of the two there are buffers of.
     Raises:
-        TypeError: a keyword that is none of these, or a class whose quantizer must be given.
+        TypeError: an unknown keyword, or a class whose quantizer must be given.
         ValueError: a keyword that the quantizer contradicts.
     """
     fields = {_FIELDS.get(option, option): value for option, value in options.items() if value is not None}

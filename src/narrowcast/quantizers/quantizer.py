@@ -491,11 +491,11 @@ class Quantizer(Sealable, QuantizerValue):
         return draw_seed(tensor) if self._is_stochastic() else None
 
     def _is_stochastic(self) -> bool:
-        """Return whether quantizing wants a fresh random seed."""
+        """Return whether quantizing needs a fresh random seed."""
         return False
 
     def _is_delayed(self) -> bool:
-        """Return whether quantizing wants scale and amax from state."""
+        """Return whether quantizing needs scale and amax from state."""
         return False
 
     def update_quantized(

@@ -2,7 +2,7 @@
 
 A recipe answers questions: how to quantize this operand, whether to accumulate in fp32, what to save. A layer would
 have to ask about ten of them in each forward, in eager and in traced code. A plan is all answers at once, as one
-frozen value, for one layer name and the gradients that are wanted. It is an attribute of the recipe object, whose
+frozen value, for one layer name and the requested gradients. It is an attribute of the recipe object, whose
 name is what the plan depends on, and the recipe is sealed by it: it cannot change any more, so the plan cannot become
 wrong, and it goes when the recipe goes. To the compiler it is a constant. A trace cannot set an attribute on an
 object from outside, so ``linear_plan`` leaves the trace for a moment to do it (``_tracing.py``), and then reads what

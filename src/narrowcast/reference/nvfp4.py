@@ -139,7 +139,7 @@ def quantize(
         ``data uint8 (*lead, round_up(K, 16) / 2), scale_inv uint8 (round_up(M, 128), round_up(cdiv(K, 16),
         4))`` row-wise, ``data uint8 (K, round_up(M, 16) / 2), scale_inv uint8 (round_up(K, 128),
         round_up(cdiv(M, 16), 4))`` column-wise, then the fp32 amaxes ([1], or [M] and [K]), each where its
-        direction is asked for. With ``S = min(RN(6 * e4m3_max / amax), FLT_MAX)`` a block has scale
+        direction is requested. With ``S = min(RN(6 * e4m3_max / amax), FLT_MAX)`` a block has scale
         ``E4M3(RN(block_amax * RN(S * RN(1/6))))`` and its elements are ``E2M1(RN(x * min(RN(1 / RN(scale *
         RN(1/S))), FLT_MAX)))``.
     """

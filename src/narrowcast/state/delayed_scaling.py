@@ -235,7 +235,7 @@ class Agreement:
         self._written: Any = None
 
     def compare(self, largest: Tensor, negated: Tensor) -> None:
-        """Warn if scales differ between ranks: now on a CPU; on a GPU in a later reduction, for nobody waits for it.
+        """Warn if scales differ between ranks: now on a CPU; on a GPU in a later reduction, without waiting.
 
         Args:
             largest: of every scale, over ranks. negated: of every scale's negative; both -inf without one.

@@ -335,7 +335,7 @@ def with_attributes_of(source: DequantizingTensor, result: Any, but: tuple[str, 
 
 
 def is_all_of(tensor: Tensor, size: Any, stride: Any, storage_offset: int | None) -> bool:
-    """Return whether ``as_strided`` asks for the whole tensor as it is."""
+    """Return whether ``as_strided`` returns the whole tensor unchanged."""
     return tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
 
 

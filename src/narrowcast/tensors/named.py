@@ -126,7 +126,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """Drop (False) or keep (True, None) a half; unlike other storages it may lose both.
 
         Raises:
-            RuntimeError: a dropped half is asked for again.
+            RuntimeError: a dropped half is requested again.
         """
         if rowwise_usage is False and columnwise_usage is False:
             self.clear()

@@ -1,6 +1,6 @@
 """FSDP2 and DTensor: what sharding reads of them beyond ``fully_shard`` and its two hooks around an all-gather.
 
-Nothing of ``torch.distributed.fsdp`` is imported here: whoever shards has imported it.
+This file does not import ``torch.distributed.fsdp``: sharding code already has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PyTorch's micro-pipeline for tensor parallelism: symmetric memory, Inductor's option and pass, and graph nodes.
 
-Importing this file loads Inductor, which takes seconds, so it is imported only where somebody asks for the pipeline.
+Importing this file loads Inductor, which takes seconds, so only users of the pipeline import it.
 """
 
 from __future__ import annotations

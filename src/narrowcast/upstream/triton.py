@@ -1,7 +1,7 @@
 """Private names of Triton: launches of compiled kernels, and launches as nodes of PyTorch's graphs.
 
 Triton starts a compiled kernel through ``CudaLauncher``, a Python function around one in C. Its work is to allocate the
-memory that a kernel asks for; ours ask for none. :func:`start_of` finds out what that function would hand to the one in
+memory that a kernel requests; ours request none. :func:`start_of` finds out what that function would hand to the one in
 C, by running it with a stand-in for the one in C, and so goes past it on any release that hands its arguments on.
 """
 

@@ -194,7 +194,7 @@ def resolve_device(word: str) -> str:
     """Turn `auto`, `cpu` or `cuda` into the device type to use.
 
     Raises:
-        SettingsError: the word is unknown, or CUDA was asked for and is not there.
+        SettingsError: the word is unknown, or CUDA was requested and is absent.
     """
     if word not in ("auto", "cpu", "cuda"):
         raise SettingsError(f"unknown device {word!r}; --device takes auto, cpu or cuda")

@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Return the operations of forward and backward that the model's shape asks for, recomputation not counted.
+    """Return the operations of forward and backward of the model's shape, without recomputation.
 
     Two for each weight of a GEMM and token, and for the attention, whose position sees half of the sequence on
     average, two GEMMs of `dim` by `seq_len / 2`; the backward takes twice the forward

@@ -148,11 +148,11 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
     """Move labels up or down as little as needed so that no two come closer than a distance.
 
     Args:
-        heights: wanted positions, in any order.
+        heights: requested positions, in any order.
         apart: smallest distance between two labels.
 
     Returns:
-        positions in the order of `heights`, centerd on the wanted ones of their cluster.
+        positions in the order of `heights`, centered on their cluster's requested ones.
     """
 
     def bottom(cluster: Sequence[int]) -> float:

@@ -107,7 +107,7 @@ def recipe_table(
         emulate: as `build_recipe` takes it, for the recipe of `name`; those of `table` say it themselves.
 
     Raises:
-        SettingsError: `table` is none, or the accelerator has no kernels for a recipe.
+        SettingsError: `table` is not a table, or the accelerator has no kernels for a recipe.
     """
     recipes: dict[str, nc.recipe.Recipe | None] = {
         "": build_recipe(name, device=device, emulate=emulate),

@@ -27,7 +27,7 @@ class Trainer:
         ranks: the processes that do it together: same model, each with its rows of every batch.
 
     Raises:
-        SettingsError: the device has no kernels for the recipe and emulation was not asked for, or its memory cannot
+        SettingsError: the device has no kernels for the recipe without emulation, or its memory cannot
             hold the model or a batch.
     """
 

@@ -1,7 +1,7 @@
 """Activations: ``y = f(x)``, and gated ones, ``y = f(a) * b`` for the two halves of the last dim.
 
 All are shells around one kernel each way. The output is quantized by the kernel that computes it when the next
-operation asks for that, and so is the gradient of the input for the previous operation.
+operation requests it, and so is the gradient of the input for the previous operation.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ class BasicLinear(LinearLayer, BasicOperation):
 
         Args:
             grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
-            bias_dtype: of a bias after the layer whose gradient is wanted; such a layer gets a plain gradient.
+            bias_dtype: of a bias after the layer whose gradient is requested; such a layer gets a plain gradient.
         """
         args: LinearBwdArgs = ctx.backward_args
         if bias_dtype is not None:

@@ -82,7 +82,7 @@ def check_backward(
     parallel: TensorParallel,
     size: int,
 ) -> tuple[tuple[int, ...], tuple[int, int]] | None:
-    """Return shapes of the gradients of input and weight; None if none is wanted.
+    """Return shapes of the gradients of input and weight; None if none is requested.
 
     Args:
         wanted: gradients of the input and of the weight.

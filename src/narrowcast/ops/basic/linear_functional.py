@@ -146,7 +146,7 @@ def functional_backward(
 
     Args:
         grad_output: (*lead, N), plain or quantized.
-        input, weight: as :func:`functional_forward` saved them; None for one that no wanted gradient reads. Or
+        input, weight: as :func:`functional_forward` saved them; None for one that no requested gradient reads. Or
             prototypes of all.
         device, dtype: of operands and results; default: the gradient's.
         grad_weight, grad_input: buffers to write to and return; ``*_beta``: factor of what is in them (default 1), with
@@ -154,7 +154,7 @@ def functional_backward(
         grad_input_quantizer: quantizes dx.
         others: as of :func:`functional_forward`.
     Returns:
-        (dx, dw), each None where it is not wanted.
+        (dx, dw), each None if not requested.
     Raises:
         As :func:`functional_forward`. ValueError, too: an operand that is missing. TypeError, too: a quantized gradient
             that would have to be gathered.

@@ -1,4 +1,4 @@
-"""Normalizations: one kernel each way, which quantizes its result where the neighbor wants that."""
+"""Normalizations: one kernel each way, which quantizes its result on the neighbor's request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def norm_gradients(
 
 
 class Normalization(SavesTensors, BasicOperation):
-    """Base of the normalizations: one pass over the input, quantized in it where the next operation wants that."""
+    """Base of the normalizations: one pass over the input, quantized in it on the next operation's request."""
 
     quantizes_output = quantizes_grad_input = True
 

@@ -15,7 +15,7 @@ from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
 class BackwardAddRMSNorm(FusedOperation):
-    """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized where the previous operation wants that."""
+    """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized on the previous operation's request."""
 
     quantizes_grad_input = True
 
