@@ -1,4 +1,4 @@
-"""Wrong inputs of layers raise errors that name value or remedy; ``tools/wrong_inputs.py`` tries all functions."""
+"""Wrong inputs raise errors that name value or remedy; ``tools/wrong_inputs.py`` tries all public functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+
+from narrowcast import _checks
 
 _SPEC = importlib.util.spec_from_file_location(
     "wrong_inputs", Path(__file__).parents[1] / "tools" / "wrong_inputs.py"
@@ -14,27 +17,39 @@ assert _SPEC is not None and _SPEC.loader is not None
 tool = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(tool)
 
-CALLS = {title: (run, kwargs) for title, run, kwargs in tool.calls()}
-LAYERS = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "DotProductAttention"]
-TITLES = [
-    *LAYERS,
-    *(f"{layer}.forward" for layer in LAYERS),
-    "recipe.DelayedScaling",
-    "MXFP8Quantizer.quantize",
-]
+EVERY = list(tool.calls())
+CALLS = [(title, run, kwargs) for title, run, kwargs in EVERY if title not in tool.EXCEPTIONS]
+TITLES = list(dict.fromkeys(title for title, _, _ in CALLS))
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("title", TITLES)
 def test_a_wrong_input_gets_an_answer(title: str) -> None:
-    run, kwargs = CALLS[title]
-    run(**kwargs)
-    defects = [
-        f"{name}={value!r}: {defect}"
-        for name in kwargs
-        for value in tool.WRONG
-        if (defect := tool.judge(run, kwargs, name, value)) and "Boolean value of Tensor" not in defect
-    ]
-    assert not defects, "\n".join(defects)
+    for run, kwargs in [(run, kwargs) for name, run, kwargs in CALLS if name == title]:
+        run(**kwargs)
+        defects = [
+            f"{name}={value!r}: {defect}"
+            for name in kwargs
+            for value in tool.WRONG
+            if (defect := tool.judge(run, kwargs, name, value))
+        ]
+        assert not defects, "\n".join(defects)
+
+
+def test_every_room_is_asked_and_exceptions_have_reasons() -> None:
+    asked = {title.partition(".")[0] for title in TITLES}
+    assert {
+        "ops",
+        "optimizers",
+        "recipe",
+        "distributed",
+        "convert",
+        "watch",
+        "export",
+        "moe_permute",
+    } <= asked
+    assert len(CALLS) > 130
+    assert set(tool.EXCEPTIONS) <= {title for title, _, _ in EVERY} and all(tool.EXCEPTIONS.values())
 
 
 def test_a_crash_and_a_vague_message_are_found() -> None:
@@ -42,3 +57,27 @@ def test_a_crash_and_a_vague_message_are_found() -> None:
         raise KeyError(x)
 
     assert tool.judge(crashes, {"x": 1}, "x", None).startswith("crash")
+
+
+@pytest.mark.parametrize("value", ["no", 2.5, object(), [True], torch.ones(1), torch.bfloat16])
+def test_a_flag_is_true_or_false(value: object) -> None:
+    with pytest.raises(TypeError, match=r"^bias is .*; use True or False"):
+        _checks.flags(checkpoint=True, bias=value)
+    _checks.flags(a=True, b=False, c=None, d=1, e=0)
+
+
+def test_checks_name_argument_value_and_remedy() -> None:
+    for check, message in (
+        (lambda: _checks.whole(rows=2.5), "rows is 2.5, of type float; use a whole number"),
+        (lambda: _checks.numbers(scale="big"), "scale is 'big', of type str; use a number"),
+        (lambda: _checks.text(name=3), "name is 3, of type int; use a text or None"),
+        (lambda: _checks.module("model", None), "model is None, of type NoneType; pass a torch.nn.Module"),
+        (lambda: _checks.path("path", 1), "path is 1, of type int; pass a path"),
+        (
+            lambda: _checks.optimizer("optimizer", 1),
+            "optimizer is 1, of type int; pass a torch.optim.Optimizer",
+        ),
+    ):
+        with pytest.raises(TypeError) as raised:
+            check()
+        assert str(raised.value).startswith(message)

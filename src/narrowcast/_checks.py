@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from numbers import Real
+import os
+from numbers import Integral, Real
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def positive(**sizes: Any) -> None:
@@ -49,6 +51,92 @@ def tensor(label: str, value: Any) -> None:
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; give a tensor")
+
+
+def tensors(**values: Any) -> None:
+    """Check inputs by name.
+
+    Raises:
+        TypeError: one that is no tensor.
+    """
+    for label, value in values.items():
+        tensor(label, value)
+
+
+def flags(**values: Any) -> None:
+    """Check options that are on or off, by name; None is off. A text such as "no" would count as on.
+
+    Raises:
+        TypeError: one is neither.
+    """
+    for label, value in values.items():
+        if value is not None and not isinstance(value, Integral) and type(value).__module__ != "numpy":
+            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use True or False")
+
+
+def whole(**values: Any) -> None:
+    """Check whole numbers by name.
+
+    Raises:
+        TypeError: one is no whole number.
+    """
+    for label, value in values.items():
+        if not isinstance(value, (Integral, torch.SymInt)):
+            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a whole number")
+
+
+def numbers(**values: Any) -> None:
+    """Check numbers by name.
+
+    Raises:
+        TypeError: one is no number, or a tensor.
+    """
+    for label, value in values.items():
+        if not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
+            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a number")
+
+
+def text(**values: Any) -> None:
+    """Check texts by name; None is none.
+
+    Raises:
+        TypeError: one is no text.
+    """
+    for label, value in values.items():
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a text or None")
+
+
+def path(label: str, value: Any) -> None:
+    """Check the name of a file or folder.
+
+    Raises:
+        TypeError: the value is none.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; pass a path")
+
+
+def optimizer(label: str, value: Any) -> None:
+    """Check an optimizer; None is none.
+
+    Raises:
+        TypeError: the value is no optimizer.
+    """
+    if value is not None and not isinstance(value, torch.optim.Optimizer):
+        raise TypeError(
+            f"{label} is {value!r}, of type {type(value).__name__}; pass a torch.optim.Optimizer or None"
+        )
+
+
+def module(label: str, value: Any) -> None:
+    """Check a model.
+
+    Raises:
+        TypeError: the value is no module.
+    """
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; pass a torch.nn.Module")
 
 
 def function(label: str, value: Any) -> None:

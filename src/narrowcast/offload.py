@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._checks import positive
+from ._checks import flags, positive
+from ._checks import tensor as tensor_given
 from ._tracing import refuse_in_graphs
 from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
 
@@ -37,6 +38,7 @@ def mark_not_offload(*tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is None:
             continue
+        tensor_given("a tensor", tensor)
         if has_inner_tensors(tensor):
             mark_not_offload(*(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]))  # type: ignore[attr-defined]
             continue
@@ -337,6 +339,8 @@ def get_cpu_offload_context(
             synchronization.
         RuntimeError: entering again before the sync function; under ``torch.compile``.
     """
+    flags(enabled=enabled, offload_activations=offload_activations, offload_weights=offload_weights)
+    flags(manual_synchronization=manual_synchronization)
     if not enabled:
         idle = (contextlib.nullcontext(), lambda output: output)
         return (*idle, ManualOffloadSynchronizer(None)) if manual_synchronization else idle

@@ -101,6 +101,7 @@ def test_the_extension_has_the_dtypes_and_says_what_replaces_the_rest(te: Any) -
     for name, remedy in (
         ("set_offloading_param", "get_cpu_offload_context"),
         ("FusedAttention", "DotProductAttention"),
+        ("backends", "DotProductAttention"),
     ):
         with pytest.raises(AttributeError, match=remedy):
             getattr(te.pytorch, name)

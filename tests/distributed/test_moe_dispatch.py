@@ -326,7 +326,7 @@ def test_bad_arguments() -> None:
         layer.dispatch(rows[0], torch.tensor([1, 2, 1, 2]))
     with pytest.raises(ValueError, match="num_experts is 0"):
         nc.distributed.MoEDispatch(0)
-    with pytest.raises(ValueError, match="capacity -1"):
+    with pytest.raises(ValueError, match="capacity is -1"):
         nc.distributed.MoEDispatch(4, capacity=-1)
     shared = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
     for given, message in ((shared, "do not travel alone"), ("mxfp8", "pass a quantizer")):

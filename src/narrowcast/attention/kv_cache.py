@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import positive
+from .._checks import flags, positive
 from .._device import default_device
+from ..layers.parameters import parameter_device
 from ..upstream.compiler import keep_address
 from .formats import checked_format
 
@@ -235,7 +236,11 @@ class InferenceParams:
             head_dim_k=head_dim_k, head_dim_v=head_dim_v, total_num_pages=total_num_pages, page_size=page_size,
             max_ctx_len=max_ctx_len,
         )  # fmt: skip
-        positive(**{label: size for label, size in given.items() if size is not None})
+        needed = {"max_batch_size", "max_sequence_length"}
+        positive(**{label: size for label, size in given.items() if size is not None or label in needed})
+        flags(is_paged=is_paged)
+        if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
+            raise TypeError(f"custom_cache_manager is {custom_cache_manager!r}; use a KVCacheManager or None")
         if is_paged and page_size is None:
             raise ValueError("is_paged=True needs page_size, the tokens of a page")
         if checked_format(qkv_format) == "thd" and max_ctx_len is None:
@@ -244,7 +249,7 @@ class InferenceParams:
             )
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.is_paged, self.max_ctx_len, self.qkv_format = is_paged, max_ctx_len, qkv_format
-        self.device = default_device() if device is None else torch.device(device)
+        self.device = default_device() if device is None else parameter_device(device)
         sizes = (
             max_batch_size,
             max_sequence_length,

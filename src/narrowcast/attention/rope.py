@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import functional
-from .._checks import in_range, positive, tensor
+from .._checks import flags, in_range, numbers, positive, tensor, tensors, whole
 from .._device import default_device
 from .._tracing import host_reads
 from .formats import FORMATS
@@ -58,6 +58,10 @@ class RotaryPositionEmbedding(nn.Module):
                 f"dim={dim} with rotary_percent={rotary_percent} turns {turned} channels; they are turned in pairs, so "
                 "choose an even number"
             )
+        numbers(rotary_base=rotary_base)
+        flags(interleaved=interleaved)
+        if seq_len_interpolation_factor is not None:
+            numbers(seq_len_interpolation_factor=seq_len_interpolation_factor)
         self.interleaved, self.rotary_base = interleaved, rotary_base
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -119,6 +123,7 @@ def apply_rotary_pos_emb(
         ValueError: the format is unknown, "thd" lacks ``cu_seqlens``, there are more positions than angles, shapes do
             not fit, or ``cp_rank`` is outside ``cp_size``.
     """
+    flags(interleaved=interleaved, fused=fused)
     check_rotary(t, freqs, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     positions = _within(
         freqs, token_positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
@@ -159,7 +164,17 @@ def apply_fused_qkv_rotary_pos_emb(
         ValueError: as in ``apply_rotary_pos_emb``; widths do not sum up to w, the second does not divide the first, or
             the tensor is not contiguous.
     """
+    tensors(qkv=qkv, q_freqs=q_freqs, k_freqs=k_freqs)
+    flags(interleaved=interleaved, by_group=by_group)
+    if not isinstance(qkv_split_arg_list, (list, tuple)):
+        raise TypeError(
+            f"qkv_split_arg_list is {qkv_split_arg_list!r}; pass the widths of queries, key and value"
+        )
     widths = list(qkv_split_arg_list)
+    for width in widths:
+        whole(qkv_split_arg_list=width)
+    if not qkv.dim():
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}, which is not {', '.join(tensor_format)}")
     if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:
         raise ValueError(
             f"qkv_split_arg_list is {widths}; it must be the widths of queries, key and value in the last dim of qkv, "
@@ -250,6 +265,11 @@ def check_rotary(
         raise ValueError(f"tensor_format is {tensor_format!r}; it must be one of {', '.join(FORMATS)}")
     tensor("t", t)
     tensor("freqs", freqs)
+    positive(cp_size=cp_size)
+    whole(cp_rank=cp_rank)
+    for label, given in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
+        if given is not None:
+            tensor(label, given)
     thd = tensor_format == "thd"
     if t.dim() != (3 if thd else 4):
         raise ValueError(f"t has shape {tuple(t.shape)}, which is not {', '.join(tensor_format)}")
@@ -266,7 +286,9 @@ def check_rotary(
         return
     length, batch = (t.shape[0], t.shape[1]) if tensor_format == "sbhd" else (t.shape[1], t.shape[0])
     if length * cp_size > freqs.shape[0]:
-        raise ValueError(f"t has {length * cp_size} positions and freqs angles for {freqs.shape[0]}")
+        raise ValueError(
+            f"t has {length * cp_size} positions and freqs angles for {freqs.shape[0]}; make more"
+        )
     if cp_size > 1 and length % 2:
         raise ValueError(
             f"t has {length} positions; with cp_size={cp_size} it holds two chunks of equal length"

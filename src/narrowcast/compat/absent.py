@@ -60,6 +60,7 @@ ABSENT: dict[str, str] = {
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "set_offloading_param": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
     "mark_activation_offload": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
+    "backends": _BACKENDS,
     "FusedAttention": _BACKENDS,
     "FlashAttention": _BACKENDS,
     "UnfusedDotProductAttention": _BACKENDS,

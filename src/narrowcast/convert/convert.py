@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
+from .. import _checks
 from ..layers import DelayedLayer
 from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
@@ -113,6 +114,7 @@ def convert(
         RuntimeError: a policy without a GPU.
     """
     _check_arguments(model, recipe, weights, unknown)
+    _checks.flags(norms=norms, routers=routers, heads=heads, small=small, blocks=blocks, dry_run=dry_run)
     table = recipe_table(recipe, "convert")
     found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
     modules = {one.name: one.module for one in (*found, *found_norms)}
@@ -161,6 +163,7 @@ def revert(model: Model) -> Model:
     Raises:
         RuntimeError: other code has changed a converted module's class.
     """
+    _checks.module("model", model)
     converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]
     for name, module in converted:
         check_turns_back(name, module)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _checks
 from ..layers import DelayedLayer
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_buffers
@@ -47,6 +48,12 @@ def save_checkpoint(
     """
     import torch.distributed.checkpoint as dcp
 
+    _checks.path("path", path)
+    _checks.module("model", model)
+    _checks.optimizer("optimizer", optimizer)
+    _checks.flags(asynchronous=asynchronous)
+    if extra is not None and not isinstance(extra, dict):
+        raise TypeError(f"extra is {extra!r}, of type {type(extra).__name__}; pass a dict or None")
     several = _ranks(group) > 1
     if asynchronous and several and group is None:
         raise ValueError(
@@ -107,6 +114,9 @@ def load_checkpoint(
 
     from .checkpoint_reader import SafeReader, load
 
+    _checks.path("path", path)
+    _checks.module("model", model)
+    _checks.optimizer("optimizer", optimizer)
     target = Path(path)
     if not (target / ".metadata").exists():  # killed between two renames
         target = target.with_name(target.name + ".old")

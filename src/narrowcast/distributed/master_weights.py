@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import tensor as tensor_given
 from ..quantizers import Float8Quantizer, Quantizer
 from ..reference.layout import group_max
 from ..tensors import QuantizedTensor, local
@@ -37,6 +38,7 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
     codes = getattr(tensor, name)
     if codes is None:
         raise RuntimeError(f"replace_raw_data: {tensor!r} has no row-wise codes")
+    tensor_given("new_raw_data", new_raw_data)
     given = (new_raw_data.dtype, new_raw_data.numel(), new_raw_data.device)
     if given != (codes.dtype, codes.numel(), codes.device) or not new_raw_data.is_contiguous():
         raise ValueError(
@@ -113,6 +115,10 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
         RuntimeError: a format cannot make column-wise data from row-wise data.
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else model_weights
+    if not isinstance(weights, (list, tuple)):
+        raise TypeError(
+            f"model_weights is {weights!r}, of type {type(weights).__name__}; pass weights in a list"
+        )
     for weight in weights:
         if isinstance(weight, QuantizedTensor) and not weight.get_usages()["columnwise"]:
             weight.update_usage(columnwise_usage=True)

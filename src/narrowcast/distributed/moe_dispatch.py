@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import positive
 from .._tracing import can_check
 from ..formats import DType
 from ..functional import moe_positions
@@ -57,10 +58,11 @@ class MoEDispatch(nn.Module):
     ) -> None:
         super().__init__()
         name, ranks = group_of(group)
-        if num_experts <= 0 or num_experts % ranks:
+        positive(num_experts=num_experts, align_size=align_size)
+        if num_experts % ranks:
             raise ValueError(f"num_experts is {num_experts}; use a multiple of the {ranks} ranks")
-        if align_size <= 0 or (capacity is not None and capacity <= 0):
-            raise ValueError(f"align_size is {align_size} and capacity {capacity}; use positive numbers")
+        if capacity is not None:
+            positive(capacity=capacity)
         self.num_experts, self.align_size, self.capacity = num_experts, align_size, capacity
         self.num_local_experts = num_experts // ranks
         self.there = wire_of(name, ranks, quantizer, "quantizer")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from .._table import aligned
 from ..layers import DelayedLayer, RecipeOwner
 from ..layers.patterns import Selectors, selected_names
@@ -88,6 +89,9 @@ def bisect(
         raise RuntimeError(
             "bisect was called inside an autocast, which overrides all recipes; call it outside"
         )
+    _checks.module("model", model)
+    if loss is not None:
+        _checks.function("loss", loss)
     owners = {name: layer for name, layer in model.named_modules() if isinstance(layer, RecipeOwner)}
     recipe = checked_recipe(recipe, "bisect")
     own = {name: recipe or layer.recipe for name, layer in owners.items()}

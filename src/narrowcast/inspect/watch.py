@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from .._table import aligned
 from ..functional import OBSERVED, observe
 from ..layers import LinearLayer, Stage
@@ -291,8 +292,8 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     Raises:
         ValueError: ``every`` < 1, a pattern has no match, there is no layer to watch, or a layer is watched already.
     """
-    if every < 1:
-        raise ValueError(f"every is {every}; use a positive number of steps")
+    _checks.module("model", model)
+    _checks.positive(every=every)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
     if only is not None:
         found = {name: found[name] for name in selected_names(only, found, model, "layer of narrowcast")}

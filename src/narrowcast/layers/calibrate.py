@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from ..state import renew
 from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
@@ -32,8 +33,9 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
         ValueError: ``passes`` is less than 1, or the model is in evaluation mode.
         RuntimeError: no layer ran under delayed scaling with gradients, or ``step`` has changed a parameter.
     """
-    if passes < 1:
-        raise ValueError(f"passes is {passes}; calibrate_delayed_scaling runs the step at least once")
+    _checks.module("model", model)
+    _checks.function("step", step)
+    _checks.positive(passes=passes)
     if not model.training:
         raise ValueError("the model is in evaluation mode, which collects no amax; call model.train() first")
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]

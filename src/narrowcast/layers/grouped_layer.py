@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import positive
+from .._checks import flags, positive, text
 from .._tracing import has_addresses, host_reads
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
@@ -91,6 +91,9 @@ class GroupedLinearLayer(LinearLayer):
         delay_wgrad_compute: bool = False,
     ) -> None:
         positive(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
+        flags(bias=bias, single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
+        flags(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        text(name=name)
         parallel = parallel or Parallel({})
         in_features, (out_features,) = parallel.local_features(in_features, [out_features])
         if bias and parallel.size > 1:

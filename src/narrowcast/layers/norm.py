@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import in_range, positive
+from .._checks import flags, in_range, positive
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style
@@ -29,6 +29,7 @@ def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> 
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
     in_range("eps", eps, "use a number, at least 0")
+    flags(zero_centered_gamma=zero_centered_gamma)
     return NormSettings(normalization, float(eps), bool(zero_centered_gamma))
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Selector = str | Callable[[str, nn.Module], bool]
 """A pattern of module names, or a function of (name, module)."""
@@ -31,7 +31,7 @@ def selected_names(
         TypeError: a selector of another type.
     """
     listed: Any = [selectors] if isinstance(selectors, str) or callable(selectors) else selectors
-    if not isinstance(listed, Iterable):
+    if not isinstance(listed, Iterable) or isinstance(listed, Tensor):
         raise TypeError(f"{selectors!r} chooses no modules; {_ACCEPTED}")
     found: list[str] = []
     for one in listed:

@@ -25,9 +25,9 @@ def policy_named(name: str, rows: int | None) -> Policy:
     Raises:
         ValueError: an unknown name, or no ``rows`` of a positive number.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"policy is {name!r}; use None or one of {', '.join(map(repr, POLICIES))}")
-    if rows is None or rows < 1:
+    if not isinstance(rows, int) or rows < 1:
         raise ValueError(
             f"policy={name!r} with rows={rows}; give the rows that a layer sees per call, batch x tokens"
         )

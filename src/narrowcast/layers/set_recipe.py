@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .. import _checks
 from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
 from ..recipe import Recipe, recipes_from_json
@@ -59,6 +60,7 @@ def set_recipe(
             ``rows``.
         RuntimeError: a policy without a GPU.
     """
+    _checks.module("model", model)
     table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
     if not owners:
@@ -117,6 +119,7 @@ def stop_renewing_from(model: nn.Module) -> None:
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
     """Return the recipe of every low-precision layer, by the layer's name."""
+    _checks.module("model", model)
     return {name: module.recipe for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import flags
 from ..autograd.tensor_parallel import MODES, TensorParallel
 from ..functional.collectives import group_name, group_size
 
@@ -61,6 +62,7 @@ def parallel_of(
             group, or a ``tracker_name`` without ``tracker``.
         TypeError, RuntimeError: no process group, or one without a name.
     """
+    flags(sequence_parallel=sequence_parallel)
     for mode in modes.values():
         if mode not in MODES:
             raise ValueError(f"parallel_mode is {mode!r}; use None, 'column' or 'row'")
@@ -80,6 +82,7 @@ def ranks_of(
 
     Those of the group, where it is known; one without ``set_parallel_mode``.
     """
+    flags(set_parallel_mode=set_parallel_mode, sequence_parallel=sequence_parallel)
     if not set_parallel_mode:
         return None, 1, False
     size = tp_size if tp_group is None else tp_group.size()

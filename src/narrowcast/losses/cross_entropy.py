@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._checks import tensor
+from .._checks import flags, tensor
 from .._device import HIGH_PRECISION
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
 from ..functional.collectives import gather_rows, group_name, group_size
@@ -83,6 +83,7 @@ def parallel_cross_entropy(
         RuntimeError: the group has no name, or the gradient is differentiated.
     """
     tensor("inp", inp)
+    flags(reduce_loss=reduce_loss)
     if inp.dim() < 1 or inp.dtype not in HIGH_PRECISION:
         raise ValueError(
             f"inp has shape {tuple(inp.shape)} and dtype {inp.dtype}; parallel_cross_entropy takes logits (*lead, V) "

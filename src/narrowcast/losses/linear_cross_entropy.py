@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._checks import positive, tensors
 from .._device import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
@@ -100,8 +101,13 @@ def linear_cross_entropy(
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; use one of {', '.join(map(repr, _REDUCTIONS))}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; use a number of classes, or None")
+    if chunk_size is not None:
+        positive(chunk_size=chunk_size)
+    tensors(hidden=hidden)
+    if not isinstance(weight, QuantizedTensor):
+        tensors(weight=weight)
+    if bias is not None:
+        tensors(bias=bias)
     hidden, weight, bias = _operands(hidden, weight, bias)
     smoothing = Smoothing(label_smoothing, ignore_index)
     check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {tuple(hidden.shape)}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import tensor
+from .._checks import numbers, tensor, whole
 from .._tracing import host_reads
 
 
@@ -57,10 +57,13 @@ def check_target(
     """Check a target and its options.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: the shape is not ``lead``, the dtype is neither int64 nor int32, the smoothing is not within [0, 1],
             or, in eager code on a CPU, where reading it costs nothing, a target is neither a column nor ignored.
     """
     tensor("target", target)
+    numbers(label_smoothing=smoothing.label_smoothing)
+    whole(ignore_index=smoothing.ignore_index)
     if tuple(target.shape) != tuple(lead):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, but {what} needs {tuple(lead)}: one class per token"

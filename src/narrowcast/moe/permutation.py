@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import warn_of_old_name
 from ..formats import round_up
@@ -48,7 +49,7 @@ def moe_permute(
     Raises:
         ValueError: another ``map_type``, a map or input of another shape or dtype, ``num_out_tokens`` that is not
             positive with "mask".
-        TypeError: a quantized input whose rows share scales.
+        TypeError: an argument of another type, or a quantized input whose rows share scales.
         RuntimeError: a quantized input in compiled code.
     """
     if map_type == "mask":
@@ -56,6 +57,7 @@ def moe_permute(
     else:
         _check(inp, "moe_permute")
         _check_map(routing_map, map_type, inp.shape[0])
+        whole(num_out_tokens=num_out_tokens)
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
         row_map = kept(row_map_of_indices(routing_map), rows)
     return Permute.apply(inp, row_map, moe_positions(row_map, rows)), row_map
@@ -124,8 +126,7 @@ def moe_permute_and_pad_with_probs(
     _check(inp, name)
     _check_map(routing_map, "mask", inp.shape[0])
     _check_probs(probs, routing_map)
-    if align_size <= 0:
-        raise ValueError(f"align_size is {align_size}; use 1 or more")
+    positive(align_size=align_size)
     if num_out_tokens is not None:
         _check_rows(num_out_tokens, inp.shape[0])
     _check_tokens(tokens_per_expert, routing_map.shape[1])
@@ -182,6 +183,7 @@ def moe_unpermute(
         merging_probs = probs
     if is_quantized(inp):
         raise TypeError("moe_unpermute adds rows up, which quantized ones cannot; pass inp.dequantize()")
+    tensors(inp=inp, row_id_map=row_id_map)
     if inp.dtype not in HIGH_PRECISION:
         raise TypeError(f"moe_unpermute got {inp.dtype}; use bfloat16, float16 or float32")
     _check_type(map_type)
@@ -193,6 +195,7 @@ def moe_unpermute(
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map)
     if pad_offsets is not None:
+        tensor("pad_offsets", pad_offsets)
         if map_type != "mask" or pad_offsets.shape != row_id_map.shape[1:]:
             raise ValueError(
                 f"pad_offsets has shape {tuple(pad_offsets.shape)} with map_type={map_type!r} and a map of shape "
@@ -200,6 +203,11 @@ def moe_unpermute(
             )
         row_id_map = _padded(row_id_map, pad_offsets)
     shape = (row_id_map.shape[0], inp.shape[1])
+    if restore_shape is not None and (
+        not isinstance(restore_shape, (tuple, list))
+        or not all(isinstance(size, (int, torch.SymInt)) for size in restore_shape)
+    ):
+        raise TypeError(f"restore_shape is {restore_shape!r}; pass the sizes of the result, such as {shape}")
     if restore_shape is not None and (
         restore_shape[-1] != shape[1] or torch.Size(restore_shape).numel() != shape[0] * shape[1]
     ):
@@ -250,6 +258,8 @@ def _extent(
 def _check(inp: Any, name: str) -> None:
     if is_quantized(inp):
         check_movable(inp, name)
+    else:
+        tensor("inp", inp)
     if len(inp.shape) != 2:
         raise ValueError(f"{name} got an input of shape {tuple(inp.shape)}; pass tokens (T, K)")
 
@@ -261,6 +271,7 @@ def _check_type(map_type: str) -> None:
 
 def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
     _check_type(map_type)
+    tensor("routing_map", routing_map)
     dtypes = (torch.int32, torch.bool) if map_type == "mask" else (torch.int32,)
     if routing_map.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
@@ -271,6 +282,7 @@ def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
 
 
 def _check_rows(num_out_tokens: int, tokens: int) -> None:
+    whole(num_out_tokens=num_out_tokens)
     if num_out_tokens <= 0 and not (num_out_tokens == 0 and tokens == 0):
         raise ValueError(
             f"num_out_tokens is {num_out_tokens}; give the rows of the result, such as tokens times topk"
@@ -278,6 +290,7 @@ def _check_rows(num_out_tokens: int, tokens: int) -> None:
 
 
 def _check_probs(probs: Tensor, routing_map: Tensor) -> None:
+    tensor("probs", probs)
     if probs.shape != routing_map.shape or not probs.is_floating_point():
         raise ValueError(
             f"the probabilities are {probs.dtype} of shape {tuple(probs.shape)}; pass floating ones of shape "
@@ -286,5 +299,10 @@ def _check_probs(probs: Tensor, routing_map: Tensor) -> None:
 
 
 def _check_tokens(tokens: Tensor | Sequence[int] | None, experts: int) -> None:
-    if tokens is None or len(tokens) != experts:
+    if isinstance(tokens, Tensor):
+        fits = tokens.shape == (experts,) and not tokens.is_floating_point()
+    else:
+        counts = tokens if isinstance(tokens, (tuple, list)) else ()
+        fits = len(counts) == experts and all(isinstance(count, (int, torch.SymInt)) for count in counts)
+    if not fits:
         raise ValueError(f"tokens_per_expert is {tokens!r}; give the number of tokens of {experts} experts")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import flags, numbers, positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads
 
@@ -32,6 +33,13 @@ class QBHistogramMode(enum.IntEnum):
 
     TWO_KERNEL = 0
     FUSED_ATOMIC = 1
+
+
+# a table, for traced code of PyTorch 2.11 iterates over no class of an enum; a member equals its number
+_MEMBERS: dict[type[enum.IntEnum], dict[str | int, enum.IntEnum]] = {
+    kind: {key: member for member in kind for key in (member.name.lower(), member.value)}
+    for kind in (RoutingMapFormat, QBHistogramMode)
+}
 
 
 def fused_topk_with_score_function(
@@ -79,25 +87,19 @@ def fused_topk_with_score_function(
     Errors are raised before any kernel runs.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: another dtype, score function or format; ``topk`` or groups that do not fit the experts; a bias with
             "softmax"; bounds that are reversed, equal or not finite; some but not all of the ``qb_`` arguments, or with
             anything but "sigmoid", a bias and no groups.
     """
     experts, packed = _check(logits, topk, score_function, routing_map_format)
+    flags(use_pre_softmax=use_pre_softmax)
     _check_groups(experts, topk, num_groups, group_topk)
-    if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
-        raise ValueError(
-            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={score_function!r}; it is "
-            f"({experts},), for 'sigmoid' and 'sqrtsoftplus'"
-        )
-    shape = (*logits.shape[:-1], topk)
-    if topk_indices is not None and (
-        topk_indices.shape != shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64)
-    ):
-        raise ValueError(
-            f"topk_indices is {topk_indices.dtype} of shape {tuple(topk_indices.shape)}; pass int16, int32 or int64 of "
-            f"shape {shape}"
-        )
+    _check_tensors(expert_bias, topk_indices, (*logits.shape[:-1], topk), experts, score_function)
+    if scaling_factor is not None and not isinstance(scaling_factor, Tensor):
+        numbers(scaling_factor=scaling_factor)
+    elif scaling_factor is not None and scaling_factor.numel() != 1:
+        raise ValueError(f"scaling_factor has shape {tuple(scaling_factor.shape)}; use a number")
     histogram = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
     _check_histogram(histogram, experts, topk, score_function, expert_bias, num_groups)
 
@@ -141,6 +143,7 @@ def fused_compute_score_for_moe_aux_loss(
     Errors are raised before any kernel runs.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: another dtype, score function or format, or a ``topk`` that does not fit the experts.
     """
     experts, packed = _check(logits, topk, score_function, routing_map_format)
@@ -183,6 +186,9 @@ def fused_moe_aux_loss(
     Raises:
         ValueError: shapes that do not fit, or float64.
     """
+    tensors(probs=probs, tokens_per_expert=tokens_per_expert)
+    positive(num_experts=num_experts, topk=topk)
+    numbers(coeff=coeff)
     if probs.dtype not in HIGH_PRECISION:
         raise ValueError(f"probs is {probs.dtype}; use float32, bfloat16 or float16")
     columns = probs.shape[-1] if probs.dim() == 2 else 0
@@ -192,8 +198,14 @@ def fused_moe_aux_loss(
             f"and (E,) of {num_experts} experts, or (T, S * E) and (S * E,) of S sequences side by side"
         )
     total = total_num_tokens
-    if isinstance(total, Tensor):
+    if not isinstance(total, Tensor):
+        numbers(total_num_tokens=total)
+    elif total.numel() == 1:
         total = total.detach().reshape(()).float()
+    else:
+        raise ValueError(
+            f"total_num_tokens has shape {tuple(total.shape)}; pass an int or a tensor of one element"
+        )
     product = (probs.float().sum(0) * tokens_per_expert.detach().float()).sum()
     return (product * (num_experts * coeff / topk) / total / total).to(probs.dtype)
 
@@ -269,6 +281,8 @@ def _check(
     logits: Tensor, topk: int, score_function: str, routing_map_format: str | RoutingMapFormat
 ) -> tuple[int, bool]:
     """Return the number of experts and whether the map is packed into bits."""
+    tensor("logits", logits)
+    whole(topk=topk)
     if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
     if score_function not in SCORE_FUNCTIONS:
@@ -287,9 +301,9 @@ def _member(kind: type[enum.IntEnum], name: str, value: Any) -> enum.IntEnum:
     Raises:
         ValueError: none is.
     """
-    for member in kind:
-        if value == (member.name.lower() if isinstance(value, str) else member):
-            return member
+    member = _MEMBERS[kind].get(value) if isinstance(value, (str, int)) else None
+    if member is not None:
+        return member
     names = " or ".join(repr(member.name.lower()) for member in kind)
     raise ValueError(f"{name} is {value!r}; use {names}, or a member of {kind.__name__}")
 
@@ -299,11 +313,36 @@ def _check_groups(experts: int, topk: int, num_groups: int | None, group_topk: i
         return
     if num_groups is None or group_topk is None:
         raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}; give both or neither")
+    whole(num_groups=num_groups, group_topk=group_topk)
     fits = num_groups >= 1 and experts % num_groups == 0 and 1 <= group_topk <= min(num_groups, topk)
     if not fits or topk > group_topk * (experts // num_groups):
         raise ValueError(
             f"num_groups={num_groups} and group_topk={group_topk} do not fit {experts} experts and topk={topk}: groups "
             "are of equal size, and those chosen hold topk experts, at least one each"
+        )
+
+
+def _check_tensors(
+    expert_bias: Tensor | None,
+    topk_indices: Tensor | None,
+    shape: tuple[int, ...],
+    experts: int,
+    score_function: str,
+) -> None:
+    for label, given in (("expert_bias", expert_bias), ("topk_indices", topk_indices)):
+        if given is not None:
+            tensor(label, given)
+    if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
+        raise ValueError(
+            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={score_function!r}; it is "
+            f"({experts},), for 'sigmoid' and 'sqrtsoftplus'"
+        )
+    if topk_indices is not None and (
+        topk_indices.shape != shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"topk_indices is {topk_indices.dtype} of shape {tuple(topk_indices.shape)}; pass int16, int32 or int64 of "
+            f"shape {shape}"
         )
 
 
@@ -320,6 +359,7 @@ def _check_histogram(
         return
     if histogram is None or bounds is None or mode is None:
         raise ValueError("qb_histogram, qb_bin_bounds and qb_histogram_mode must be provided together")
+    tensors(qb_histogram=histogram, qb_bin_bounds=bounds)
     if score_function != "sigmoid" or expert_bias is None or num_groups is not None or topk >= experts:
         raise ValueError(
             "qb_histogram only supports score_function='sigmoid' with expert_bias, no groups, and topk below the "

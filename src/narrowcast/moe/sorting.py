@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import tensor
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Reorder
@@ -54,6 +55,7 @@ def moe_sort_chunks_by_index_with_probs(
         ValueError: ``probs`` has another shape; else as in :func:`moe_sort_chunks_by_index`.
     """
     source, target = _order(inp, split_sizes, sorted_index, "moe_sort_chunks_by_index_with_probs")
+    tensor("probs", probs)
     if probs.shape != inp.shape[:1]:
         raise ValueError(
             f"probs has shape {tuple(probs.shape)}; pass one number for each of {inp.shape[0]} rows"
@@ -68,9 +70,11 @@ def _order(
     """Return the source of every row of the result, and the destination of every row of the input."""
     if is_quantized(inp):
         check_movable(inp, name)
+    else:
+        tensor("inp", inp)
     if len(inp.shape) != 2:
         raise ValueError(f"{name} got an input of shape {tuple(inp.shape)}; pass rows (R, K)")
-    sizes, order = (torch.as_tensor(given) for given in (split_sizes, sorted_index))
+    sizes, order = _integers("split_sizes", split_sizes), _integers("sorted_index", sorted_index)
     if sizes.dim() != 1 or sizes.shape != order.shape or (sizes.is_floating_point() and len(sizes)):
         raise ValueError(
             f"split_sizes has shape {tuple(sizes.shape)} and sorted_index {tuple(order.shape)}; pass integers, one of "
@@ -89,3 +93,17 @@ def _order(
     source = torch.where(place < sizes.shape[0], source, row).clamp(max=inp.shape[0] - 1)
     source = source.int()
     return source, moe_positions(source, inp.shape[0])
+
+
+def _integers(label: str, given: Any) -> Tensor:
+    """
+    Raises:
+        TypeError: no integers.
+    """
+    if isinstance(given, (list, tuple)) and all(isinstance(one, (int, torch.SymInt)) for one in given):
+        return torch.as_tensor(given, dtype=torch.int64)
+    if isinstance(given, Tensor):
+        return given
+    raise TypeError(
+        f"{label} is {given!r}, of type {type(given).__name__}; pass integers, a tensor or a list"
+    )

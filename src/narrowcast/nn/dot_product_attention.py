@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import in_range, positive
+from .._checks import flags, in_range, positive
 from ..attention import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
@@ -115,6 +115,7 @@ class DotProductAttention(nn.Module):
             )
         one_of("attention_type", attention_type, ("self", "cross"))
         one_of("softmax_type", softmax_type, SOFTMAX_TYPES)
+        flags(sequence_parallel=sequence_parallel, return_max_logit=return_max_logit)
         in_range("attention_dropout", attention_dropout, "it must be in [0, 1)", below=1.0)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads // tp_size, groups // tp_size
         self.attention_dropout, self.attention_type = attention_dropout, attention_type

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._checks import flags
 from .._tracing import in_eager, refuse_in_transform
 from ..autograd import grouped_linear
 from ..layers import GroupedLinearLayer
@@ -91,6 +92,7 @@ class GroupedLinear(GroupedLinearLayer):
         **options: Unpack[GroupedOptions],
     ) -> None:
         check_neutral("GroupedLinear", options, GroupedOptions)
+        flags(single_grouped_parameter=single_grouped_parameter, return_bias=return_bias)
         ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
         super().__init__(
             num_gemms,

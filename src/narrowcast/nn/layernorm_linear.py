@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import autograd
-from .._checks import positive
+from .._checks import flags, positive, text
 from .._tracing import in_eager
 from ..autograd import (
     NormArgs,
@@ -100,6 +100,10 @@ class LayerNormLinear(NormLinearLayer):
     ) -> None:
         check_neutral("LayerNormLinear", options, OverlapOptions)
         positive(in_features=in_features, out_features=out_features)
+        flags(bias=bias, return_bias=return_bias)
+        flags(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        flags(return_layernorm_output=return_layernorm_output)
+        text(name=name)
         ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
         parallel = parallel_of({"": parallel_mode}, *ranks)
         check_column(parallel)

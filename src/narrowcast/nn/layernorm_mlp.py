@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
-from .._checks import positive
+from .._checks import flags, positive, text
 from .._tracing import in_eager
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
 from ..layers import Stage, checked_input, parameter_device
@@ -123,6 +123,10 @@ class LayerNormMLP(NormLinearLayer):
     ) -> None:
         check_neutral("LayerNormMLP", options, MLPOptions)
         positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        flags(bias=bias, return_bias=return_bias, checkpoint=checkpoint, set_parallel_mode=set_parallel_mode)
+        flags(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        flags(return_layernorm_output=return_layernorm_output)
+        text(name=name)
         modes: dict[str, str | None] = {"fc1_": "column", "fc2_": "row"} if set_parallel_mode else {}
         ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
         parallel = parallel_of(modes, *ranks)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import positive
+from .._checks import flags, positive, text
 from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
@@ -103,6 +103,9 @@ class Linear(LinearLayer, nn.Linear):
     ) -> None:
         check_neutral("Linear", options, OverlapOptions)
         positive(in_features=in_features, out_features=out_features)
+        flags(bias=bias, return_bias=return_bias)
+        flags(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        text(name=name)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         rows, parts = parts_of(parameters_split, out_features, place, fuse_wgrad_accumulation)
         ranks = tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import positive, tensor
+from .._checks import flags, positive, tensor, text
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,
@@ -147,11 +147,13 @@ class MultiheadAttention(OfParts):
     ) -> None:
         super().__init__()
         check_neutral("MultiheadAttention", options, AttentionOptions)
+        flags(return_layernorm_output=return_layernorm_output, input_layernorm=input_layernorm)
+        flags(qkv_weight_interleaved=qkv_weight_interleaved)
+        text(name=name)
         _check_kind(attention_type, qkv_format, layer_number, fuse_wgrad_accumulation, fuse_qkv_params)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        tp_group, tp_size, sequence_parallel = ranks_of(
-            tp_group, tp_size, set_parallel_mode, sequence_parallel
-        )
+        ranks = ranks_of(tp_group, tp_size, set_parallel_mode, sequence_parallel)
+        tp_group, tp_size, sequence_parallel = ranks
         channels = _head_channels(hidden_size, num_attention_heads, groups, kv_channels, tp_size)
         place, kind = parameter_device(device), parameter_dtype(params_dtype, dtype)
         self.hidden_size, self.kv_channels = hidden_size, channels
@@ -441,6 +443,7 @@ def _check_kind(
     if attention_type not in ("self", "cross"):
         raise ValueError(f"attention_type is {attention_type!r}; use 'self' or 'cross'")
     checked_format(qkv_format)
+    flags(fuse_wgrad_accumulation=fuse_wgrad, fuse_qkv_params=fuse_qkv)
     if layer_number is not None:
         positive(layer_number=layer_number)
     if fuse_wgrad and not fuse_qkv:

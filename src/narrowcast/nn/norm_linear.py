@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import flags
 from ..autograd import NormSettings, normalize
 from ..autograd.tensor_parallel import gathered
 from ..layers import LinearLayer, Stage
@@ -86,8 +87,9 @@ def check_gathered_output(gathered_output: bool, parallel: Parallel, mode: str |
     """Check ``return_layernorm_output_gathered``.
 
     Raises:
-        ValueError: it is set, and the layer is not sequence parallel.
+        TypeError: it is neither True nor False. ValueError: it is set, and the layer is not sequence parallel.
     """
+    flags(return_layernorm_output_gathered=gathered_output)
     if gathered_output and not (parallel.sequence_parallel and mode == "column"):
         raise ValueError(
             "return_layernorm_output_gathered=True needs sequence_parallel and parallel_mode='column'; this layer is "

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import in_range
+from .._checks import flags, in_range, text
 from ..attention import InferenceParams
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
@@ -149,6 +149,7 @@ class TransformerLayer(OfParts):
             hidden_dropout,
         )
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        text(name=name)
         self._check_kind(drop_path_rate, apply_residual_connection_post_layernorm)
         ranks = ranks_of(tp_group, tp_size, set_parallel_mode, sequence_parallel)
         tp_group, tp_size, sequence_parallel = ranks
@@ -213,6 +214,8 @@ class TransformerLayer(OfParts):
     def _check_kind(self, drop_path_rate: float, post_layernorm: bool) -> None:
         if self.layer_type not in ("encoder", "decoder"):
             raise ValueError(f"layer_type is {self.layer_type!r}; use 'encoder' or 'decoder'")
+        flags(apply_residual_connection_post_layernorm=post_layernorm, output_layernorm=self.output_layernorm)
+        flags(parallel_attention_mlp=self.parallel_attention_mlp)
         for label, rate in (("hidden_dropout", self.hidden_dropout), ("drop_path_rate", drop_path_rate)):
             in_range(label, rate, "use a probability in [0, 1)", below=1.0)
         if self.parallel_attention_mlp:

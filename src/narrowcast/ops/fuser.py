@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._checks import flags
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..autograd.quantized_boundary import plain_gradient
@@ -297,6 +298,9 @@ class OperationFuser:
         incoming: Collection[str] = (),
         outgoing: Collection[str] = (),
     ) -> None:
+        if not isinstance(ops, Sequence) or not all(hasattr(op, "is_fused_op") for op in ops):
+            raise TypeError(f"ops is {ops!r}, of type {type(ops).__name__}; pass a list of operations")
+        flags(capture=capture)
         self.basic_ops = tuple(taken_apart(ops))
         if not self.basic_ops:
             raise ValueError("a fuser got no operations; give it at least one")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import flags
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.collective import AllReduce, ReduceScatter
@@ -52,6 +53,7 @@ class Linear(CompositeOperation):
         accumulate_into_main_grad: bool = False,
         name: str | None = None,
     ) -> None:
+        flags(bias=bias)
         linear = BasicLinear(
             in_features,
             out_features,

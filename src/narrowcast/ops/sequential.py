@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from ..recipe import Recipe
 from .explain import Explanation, explain
 from .fuser import OperationFuser, taken_apart
@@ -38,6 +39,16 @@ class Sequential(nn.Sequential):
 
     _groups: list[OperationFuser | nn.Module] | None = None
     _grouped: tuple[nn.Module, ...] = ()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a module at the end.
+
+        Raises:
+            TypeError: it is none.
+        """
+        if module is not None:
+            _checks.module(f"operation {name}", module)
+        super().add_module(name, module)
 
     def forward(  # type: ignore[override]
         self, input: Any, *extra_inputs: Tensor, op_kwargs: OperationKwargs | None = None

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from .._checks import in_range
+from .._checks import flags, in_range
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, dequantized, local
 from ..upstream.fsdp import is_distributed
+from .arguments import check_rate, checked_parameters
 from .stored import decode, encode
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,6 +91,16 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
+        flags(
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders,
+            set_grad_none=set_grad_none,
+        )
         if amsgrad:
             raise RuntimeError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
         _check_numbers(lr, betas, eps, weight_decay)
@@ -105,7 +116,7 @@ class FusedAdam(torch.optim.Optimizer):
                 "store_param_remainders keeps the rest of fp32 master weights: it needs master_weights=True and "
                 f"master_weight_dtype=torch.float32, got {master_weights} and {master_weight_dtype}"
             )
-        self.adam_w_mode, self.capturable = adam_w_mode, capturable
+        self.adam_w_mode, self.capturable = bool(adam_w_mode), capturable
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self.use_decoupled_grad = use_decoupled_grad
         self.set_grad_none = set_grad_none is not False
@@ -120,8 +131,8 @@ class FusedAdam(torch.optim.Optimizer):
         # The scale of each parameter's stored state by name; not state, since state dicts hold values.
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bias_correction, "capturable": capturable}
-        super().__init__(params, defaults)
+        defaults |= {"bias_correction": bool(bias_correction), "capturable": capturable}
+        super().__init__(checked_parameters(params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``capturable`` its rate moves to the device of its parameters."""
@@ -497,10 +508,8 @@ def _check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
 
 
 def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    numbers = (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))
-    for name, value in numbers:
-        if not isinstance(value, Tensor):
-            in_range(name, value, "use a number that is not negative")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        check_rate(name, value)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas is {betas!r}; use two numbers from 0 to below 1")
     for beta in betas:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import in_range
+from .._checks import flags
+from .arguments import check_rate, checked_parameters
 
 
 class FusedSGD(torch.optim.SGD):
@@ -38,15 +39,16 @@ class FusedSGD(torch.optim.SGD):
     ) -> None:
         if lr is None:
             raise ValueError("FusedSGD needs a learning rate; pass lr=")
-        numbers = (
-            ("lr", lr),
-            ("momentum", momentum),
-            ("dampening", dampening),
-            ("weight_decay", weight_decay),
-        )
-        for name, value in numbers:
-            if not isinstance(value, Tensor):
-                in_range(name, value, "use a number that is not negative")
+        for name, value in (("lr", lr), ("momentum", momentum), ("dampening", dampening)):
+            check_rate(name, value)
+        check_rate("weight_decay", weight_decay)
+        flags(nesterov=nesterov, wd_after_momentum=wd_after_momentum, set_grad_none=set_grad_none)
+        if nesterov and not (momentum and not dampening):
+            raise ValueError(
+                f"nesterov is {nesterov} with momentum {momentum} and dampening {dampening}; it needs a momentum "
+                "above 0 and no dampening"
+            )
+        params = checked_parameters(params)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
         self.wd_after_momentum = wd_after_momentum
         self.set_grad_none = set_grad_none is not False

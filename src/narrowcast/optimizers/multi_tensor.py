@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import flags, numbers, whole
 from ..functional import adam_
+from .arguments import check_lists, check_rate
 
 Lists = Sequence[list[Tensor]]
 
@@ -41,6 +43,11 @@ def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
 ) -> None:
     """Write ``scale`` times the first list to the second, in fp32 and in its dtype."""
+    check_lists(noop_flag, tensor_lists, 2)
+    if not isinstance(scale, Tensor):
+        numbers(scale=scale)
+    elif scale.numel() != 1:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; use a number, or a tensor of one element")
     given, out = tensor_lists
     scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
     _flag(noop_flag, torch._foreach_norm(given, math.inf))
@@ -56,6 +63,8 @@ def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of all elements, fp32 (1,), and of each tensor, fp32 (n,), which is empty unless requested."""
+    check_lists(noop_flag, tensor_lists, 1)
+    flags(per_tensor=per_tensor)
     norms = torch.stack(list(torch._foreach_norm([x.float() for x in tensor_lists[0]], 2)))
     total = torch.linalg.vector_norm(norms).view(1)
     _flag(noop_flag, [total])
@@ -96,6 +105,14 @@ def multi_tensor_adam(
         bias_correction: 0 omits it.
         inv_scale: factor of the gradients.
     """
+    check_lists(noop_flag, tensor_lists, 4)
+    flags(bias_correction=bias_correction)
+    check_rate("lr", lr)
+    if isinstance(step, Tensor):
+        check_rate("step", step)
+    else:
+        whole(step=step)
+    numbers(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, mode=mode)
     grads, params, first, second, *others = tensor_lists
     weights, beside = params, others[0] if others else []
     if beside and beside[0].dtype != torch.int16:
@@ -145,6 +162,9 @@ def multi_tensor_sgd(
             are also written.
         scale: factor of the gradients. Other arguments as in ``torch.optim.SGD``; the first run sets momenta.
     """
+    check_lists(noop_flag, tensor_lists, 3)
+    numbers(weight_decay=weight_decay, momentum=momentum, dampening=dampening, lr=lr, scale=scale)
+    flags(nesterov=nesterov, first_run=first_run, wd_after_momentum=wd_after_momentum)
     grads, params, momenta, *copies = tensor_lists
     live = 1.0 - noop_flag.float().clamp(max=1.0).view(())
     scaled = list(torch._foreach_mul([g.float() for g in grads], scale))

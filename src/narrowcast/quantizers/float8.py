@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import flags, numbers
 from ..formats import ELEMENT_FORMATS, DType
 from ..functional import calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
@@ -67,6 +68,8 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     ) -> None:
         if use_existing_amax is not None or scale is not None or amax is not None:
             warn_ignored(use_existing_amax=use_existing_amax, scale=scale, amax=amax)
+        flags(with_amax_reduction=with_amax_reduction, force_pow_2_scales=force_pow_2_scales)
+        numbers(amax_epsilon=amax_epsilon)
         self._freeze(
             dtype=fp8_dtype_of(fp8_dtype),
             with_amax_reduction=bool(with_amax_reduction),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._checks import flags, numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .arguments import FP8_ELEMENTS, fp8_dtype_of
@@ -49,6 +50,8 @@ class Float8BlockQuantizer(Quantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
+        flags(force_pow_2_scales=force_pow_2_scales)
+        numbers(amax_epsilon=amax_epsilon, block_scaling_dim=block_scaling_dim)
         self._freeze(
             dtype=fp8_dtype_of(fp8_dtype),
             amax_epsilon=float(amax_epsilon),

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .._checks import flags
 from ..formats import ELEMENT_FORMATS, DType
 from ..functional import NativeOperand
 from ..tensors import (
@@ -33,6 +34,7 @@ class _MXQuantizer(Quantizer):
     def __init__(
         self, element: DType, *, rowwise: bool, columnwise: bool, with_2d_quantization: bool
     ) -> None:
+        flags(with_2d_quantization=with_2d_quantization)
         self._freeze(dtype=element, with_2d_quantization=bool(with_2d_quantization))
         super().__init__(rowwise=rowwise, columnwise=columnwise)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels, reference
+from .._checks import flags, whole
 from ..formats import (
     NVFP4,
     NVFP4_EXCLUSIONS,
@@ -102,6 +103,14 @@ class NVFP4Quantizer(AmaxReducing):
         with_random_sign_mask: bool = True,
         nvfp4_4over6_err_use_fast_math: bool = False,
     ) -> None:
+        flags(
+            with_amax_reduction=with_amax_reduction, with_rht=with_rht, with_post_rht_amax=with_post_rht_amax
+        )
+        flags(with_2d_quantization=with_2d_quantization, stochastic_rounding=stochastic_rounding)
+        flags(row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6)
+        flags(with_random_sign_mask=with_random_sign_mask)
+        flags(nvfp4_4over6_err_use_fast_math=nvfp4_4over6_err_use_fast_math)
+        whole(nvfp4_e4m3_max=nvfp4_e4m3_max)
         self._freeze(
             dtype=element_dtype_of("fp4_dtype", fp4_dtype, *self._elements),
             with_amax_reduction=bool(with_amax_reduction),

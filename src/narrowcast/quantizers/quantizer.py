@@ -91,6 +91,7 @@ class Quantizer(Sealable, QuantizerValue):
             cls._minimum_rank = cls._storage_class._LAYOUT.minimum_rank
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        _checks.flags(rowwise=rowwise, columnwise=columnwise)
         self._freeze(
             rowwise_usage=bool(rowwise),
             columnwise_usage=bool(columnwise),

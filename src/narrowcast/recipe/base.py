@@ -13,6 +13,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from .. import _environment as environment
+from .._checks import in_range
 from .._sealing import Sealable
 from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat
 from ..quantizers import Quantizer
@@ -107,10 +108,7 @@ class QParams:
     def __post_init__(self) -> None:
         check_flags(self, ("power_2_scale", "random_hadamard_transform", "stochastic_rounding"))
         check_flags(self, ("fp4_2d_quantization",))
-        if not 0 <= self.amax_epsilon < float("inf"):  # a NaN compares false
-            raise ValueError(
-                f"QParams: amax_epsilon is {self.amax_epsilon!r}; use a finite number, at least 0"
-            )
+        in_range("QParams: amax_epsilon", self.amax_epsilon, "use a finite number, at least 0")
 
 
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[..., Any]

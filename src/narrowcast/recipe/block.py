@@ -150,7 +150,8 @@ class NVFP4BlockScaling(Recipe):
         super()._check()
         if self.fp4_format is not Format.E2M1 or self.fp8_format is not Format.E4M3:
             raise ValueError(
-                f"NVFP4 is E2M1 elements with E4M3 scales; got {self.fp4_format} and {self.fp8_format}"
+                f"fp4_format is {self.fp4_format!r} and fp8_format {self.fp8_format!r}; NVFP4 is E2M1 elements with "
+                "E4M3 scales, leave both out"
             )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, name) not in ("none", "weights", "activations", "all"):

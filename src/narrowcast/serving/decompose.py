@@ -32,6 +32,11 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
 
     if not isinstance(program, ExportedProgram):
         raise TypeError(f"program is a {type(program).__name__}; pass what torch.export.export returns")
+    if decomp_table is not None and not isinstance(decomp_table, dict):
+        raise TypeError(
+            f"decomp_table is {decomp_table!r}, of type {type(decomp_table).__name__}; pass a dict from operators to "
+            "functions, or None"
+        )
     for name, value in program.state_dict.items():
         if value.is_cuda:
             raise ValueError(

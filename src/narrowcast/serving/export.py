@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import path as path_given
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, Weight, gemm_modules
@@ -101,7 +102,8 @@ def export(
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
     """
-    if format not in CHECKPOINT_FORMATS:
+    path_given("path", path)
+    if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
     kind, path, recipe = CHECKPOINT_FORMATS[format], Path(path), checked_recipe(recipe, "export")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

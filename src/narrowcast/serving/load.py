@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.find import gemm_modules
@@ -52,6 +53,8 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None =
             tensor has another kind of dtype.
         RuntimeError: keys are missing on either side, or a buffer on the meta device is not in the checkpoint.
     """
+    _checks.module("model", model)
+    _checks.path("path", path)
     path = Path(path)
     config = _json_object(path / "config.json", LARGEST_CONFIG)
     suffix, tiles = _scaling(config.get("quantization_config"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from .._checks import flags
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_remember, warn_of_old_name, while_tracing
 from ..recipe import (
@@ -194,6 +195,7 @@ class autocast:
                 raise TypeError(
                     f"autocast got {shown} as a positional argument; write autocast(recipe={shown})"
                 )
+        flags(enabled=enabled, calibrating=calibrating)
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
         chosen = checked_recipe(recipe, "autocast")
@@ -335,6 +337,7 @@ class quantized_model_init:
         recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
+        flags(enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val)
         recipe = checked_recipe(get_default_recipe() if recipe is None else recipe, "quantized_model_init")
         self.recipe = recipe if enabled else None
         self.preserve = preserve_high_precision_init_val

@@ -77,6 +77,7 @@ def checkpoint(
     """
     run = torch.utils.checkpoint.checkpoint
     compiling = torch.compiler.is_compiling()
+    _checks.flags(use_reentrant=use_reentrant, distribute_saved_activations=distribute_saved_activations)
     if distribute_saved_activations or (compiling and get_rng_state_tracker is not None):
         option = "distribute_saved_activations" if distribute_saved_activations else "get_rng_state_tracker"
         raise NotImplementedError(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..._checks import flags
 from ...autograd import ActivationSettings
 from ...formats import DType
 from ...functional import act, act_backward, act_backward_quantize, act_quantize, dequantize
@@ -65,6 +66,7 @@ class ActivationOperation(SavesTensors, ActivationBase):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
+        flags(cache_quantized_input=cache_quantized_input)
         self.cache_quantized_input = bool(cache_quantized_input)
 
     def extra_repr(self) -> str:

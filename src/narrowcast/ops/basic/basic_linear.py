@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import positive
+from ..._checks import flags, positive, text
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (
@@ -26,7 +26,7 @@ from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_p
 from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device
-from ...layers.parameters import random_numbers_of
+from ...layers.parameters import parameter_dtype, random_numbers_of
 from ...quantizers import Operand
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
@@ -90,11 +90,13 @@ class BasicLinear(LinearLayer, BasicOperation):
         name: str | None = None,
     ) -> None:
         positive(in_features=in_features, out_features=out_features)
+        flags(sequence_parallel=sequence_parallel, accumulate_into_main_grad=accumulate_into_main_grad)
+        text(name=name)
         if userbuffers_options is not None:
             raise NotImplementedError("userbuffers_options is not supported; leave it None")
         parallel = tensor_parallel(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         columns, rows = local_features(parallel, in_features, out_features)
-        place, kind = parameter_device(device), dtype or torch.get_default_dtype()
+        place, kind = parameter_device(device), parameter_dtype(None, dtype)
         stage = Stage(
             "",
             name or "",

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..._checks import flags, whole
 from ...functional import quantize_dbias
 from ...functional.collectives import group_name, group_size
 from ...layers import parameter_device
+from ...layers.parameters import parameter_dtype
 from ..handover import matrix_of
 from ..op import BasicOperation
 
@@ -44,12 +46,14 @@ class Bias(BasicOperation):
         tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
+        flags(tensor_parallel=tensor_parallel)
         shares = group_size(group_name(tensor_parallel_group)) if tensor_parallel else 1
+        whole(size=size)
         if size < 1 or size % shares:
             raise ValueError(f"size is {size}; use a positive multiple of the {shares} ranks that share it")
         self.tensor_parallel, self.tensor_parallel_group = tensor_parallel, tensor_parallel_group
         self.size, self.local_size = size, size // shares
-        place, kind = parameter_device(device), dtype or torch.get_default_dtype()
+        place, kind = parameter_device(device), parameter_dtype(None, dtype)
         self.bias = nn.Parameter(torch.empty(self.local_size, dtype=kind, device=place))
         if place.type != "meta":
             self.reset_parameters()

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..._checks import numbers
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..handover import ScaledOperand
@@ -27,6 +28,7 @@ class Dropout(BasicOperation):
     """
 
     def __init__(self, p: float) -> None:
+        numbers(p=p)
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"p is {p}; use a probability between 0 and 1")
         super().__init__()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..._checks import positive, tensor
+
 
 def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
     """Return rows of a gated layer's weight or bias from two halves into alternating blocks.
@@ -16,14 +18,14 @@ def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
     Raises:
         ValueError: the block size is not positive, or the rows do not divide into pairs of blocks.
     """
-    _check_blocks("tensor", tensor, 0, glu_interleave_size)
+    _check_rows(tensor, glu_interleave_size)
     blocks = tensor.unflatten(0, (2, -1, glu_interleave_size))
     return blocks.transpose(0, 1).flatten(0, 2)
 
 
 def deinterleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
     """Return the inverse of :func:`interleave_glu_tensor`, with the same arguments and errors."""
-    _check_blocks("tensor", tensor, 0, glu_interleave_size)
+    _check_rows(tensor, glu_interleave_size)
     blocks = tensor.unflatten(0, (-1, 2, glu_interleave_size))
     return blocks.transpose(0, 1).flatten(0, 2)
 
@@ -53,13 +55,18 @@ def checked_interleave_size(size: int | None) -> int | None:
     Raises:
         ValueError: it is not positive.
     """
-    if size is not None and size < 1:
-        raise ValueError(f"glu_interleave_size is {size}; use a positive number, or None for two halves")
+    if size is not None:
+        positive(glu_interleave_size=size)
     return size
 
 
+def _check_rows(value: Tensor, size: int) -> None:
+    positive(glu_interleave_size=size)
+    tensor("tensor", value)
+    _check_blocks("tensor", value, 0, size)
+
+
 def _check_blocks(what: str, x: Tensor, dim: int, size: int) -> None:
-    checked_interleave_size(size)
     if x.dim() == 0 or x.shape[dim] % (2 * size):
         raise ValueError(
             f"{what} has shape {tuple(x.shape)}; with glu_interleave_size={size} its "

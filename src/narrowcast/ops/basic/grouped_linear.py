@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import positive
+from ..._checks import flags, positive
 from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
 from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
 from ...layers import GroupedLinearLayer, parameter_device
 from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
-from ...layers.parameters import casts
+from ...layers.parameters import casts, parameter_dtype
 from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
@@ -83,6 +83,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         name: str | None = None,
     ) -> None:
         positive(num_groups=num_groups)
+        flags(bias=bias, scale_bias=scale_bias)
         if scale_bias and not bias:
             raise ValueError("scale_bias=True with bias=False; there is no bias to scale, use one of them")
         super().__init__(
@@ -90,7 +91,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
             in_features=in_features,
             out_features=out_features,
             bias=bias,
-            dtype=dtype or torch.get_default_dtype(),
+            dtype=parameter_dtype(None, dtype),
             device=device,
             init_method=functools.partial(initialize, rng_state_tracker_function, in_features),
             name=name,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._checks import numbers, whole
 from ..forms import SavesTensors
 from ..op import BasicOperation
 
@@ -33,6 +34,12 @@ class Reshape(SavesTensors, BasicOperation):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
+        if not isinstance(shape, (tuple, list)):
+            raise TypeError(
+                f"shape is {shape!r}, of type {type(shape).__name__}; use sizes, such as (-1, 64)"
+            )
+        for size in shape:
+            whole(shape=size)
         self.shape = tuple(shape)
         if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
             raise ValueError(f"shape is {self.shape}; use sizes, and at most one -1")
@@ -60,6 +67,7 @@ class ConstantScale(SavesTensors, BasicOperation):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
+        numbers(scale=scale)
         self.scale = float(scale)
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._checks import in_range
 from ...autograd import NormSettings
 from ...functional import norm, norm_backward, norm_backward_quantize, norm_quantize
 from ...layers import parameter_device
@@ -180,6 +181,7 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo):
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
         super().__init__()
+        in_range("eps", eps, "use a number, at least 0")
         self.eps = float(eps)
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
 

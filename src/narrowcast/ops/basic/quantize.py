@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._checks import flags
 from ..._tracing import can_return_quantized
 from ...autograd import DelayedScales
 from ...functional import quantize
@@ -40,6 +41,7 @@ class Quantize(BasicOperation):
         self, forward: bool = True, backward: bool = False, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        flags(forward=forward, backward=backward)
         self.quantizes_forward, self.quantizes_backward = bool(forward), bool(backward)
         self.quantizes_output, self.quantizes_grad_input = self.quantizes_forward, self.quantizes_backward
         self._add_delayed_state("", device)

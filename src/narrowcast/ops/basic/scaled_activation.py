@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..._checks import flags, numbers
 from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
@@ -36,6 +37,7 @@ class ScaledActivationOperation(ActivationBase):
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
+        flags(activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.activation_recompute_in_mlp = bool(activation_recompute_in_mlp)
 
     def fuser_forward_compute(
@@ -122,6 +124,8 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
         glu_interleave_size: int | None = None,
         activation_recompute_in_mlp: bool = False,
     ) -> None:
+        flags(activation_recompute_in_mlp=activation_recompute_in_mlp)
+        numbers(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
         if activation_recompute_in_mlp:
             raise ValueError(
                 "activation_recompute_in_mlp=True is not supported by ScaledClampedQGeGLU; leave it False"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..._checks import numbers
 from .activation import ActivationOperation
 from .glu_channels import checked_interleave_size
 
@@ -14,6 +15,7 @@ def checked_betas(beta1: float, beta2: float) -> tuple[float, float]:
     Raises:
         ValueError: one that is not a finite number above 0.
     """
+    numbers(beta1=beta1, beta2=beta2)
     for label, beta in (("beta1", beta1), ("beta2", beta2)):
         if not (math.isfinite(beta) and beta > 0.0):
             raise ValueError(f"{label} is {beta}; use a finite number above 0")
@@ -70,6 +72,7 @@ class ClampedSwiGLU(SwiGLU):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
+        numbers(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
         self.limit, self.alpha, self.glu_linear_offset = float(limit), float(alpha), float(glu_linear_offset)
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
 
