@@ -314,3 +314,13 @@ def test_as_safe_to_requantize_as_its_halves() -> None:
     assert nc.HybridQuantizer(
         rowwise_quantizer=both[0], columnwise_quantizer=both[1]
     ).is_requantization_safe()
+
+
+def test_what_is_left_of_a_storage_is_printed() -> None:
+    storage = hybrid("mxfp8+nvfp4").replace(internal=True).quantize(torch.randn(32, 64).bfloat16())
+    assert "(shape=(32, 64), dtype=torch.bfloat16, rowwise=MXFP8TensorStorage, " in repr(storage)
+    storage.update_usage(rowwise_usage=False)
+    assert "(shape=(32, 64), dtype=torch.bfloat16, rowwise=None, columnwise=NVFP4" in repr(storage)
+    storage.clear()
+    assert "(dtype=torch.bfloat16, rowwise=None, columnwise=None)" in repr(storage)
+    assert storage.get_data_tensors() == (None,) * len(storage._FLATTEN_TENSOR_BUFFERS)

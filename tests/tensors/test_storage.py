@@ -176,7 +176,10 @@ def test_views_share_buffers_and_keep_one_direction(name: str, internal: bool) -
         )
         if name != "nvfp4 stochastic":
             assert torch.equal(view.dequantize(), expected.dequantize())
+        described, dtype = view._description
+        assert described.get_usages() == view.get_usages() and dtype == BF16
     assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    assert tensor._description == (quantizer, BF16) and tensor._description[0] is quantizer
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name != "identity"])
