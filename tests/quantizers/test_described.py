@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import narrowcast as nc
 from narrowcast.quantizers.described import quantizer_of
@@ -41,6 +42,21 @@ def test_blocks_of_one_or_two_dims(is_2d, dim):
 def test_directions_are_those_that_there_are_buffers_of():
     made = described("MXFP8Tensor", directions={"rowwise": False, "columnwise": True}, fp8_dtype=E4M3)
     assert made.get_usages() == {"rowwise": False, "columnwise": True}
+
+
+@pytest.mark.parametrize("kept", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("cls", [nc.MXFP8Tensor, nc.MXFP8TensorStorage])
+def test_buffers_and_keywords_make_the_tensor_that_they_came_from(cls, kept):
+    quantizer = nc.MXFP8Quantizer(E4M3, rowwise=kept != "columnwise", columnwise=kept != "rowwise")
+    tensor = quantizer.replace(internal=cls is nc.MXFP8TensorStorage).quantize(torch.randn(32, 64))
+    given = {name: value for name, value in tensor.get_metadata().items() if name != "quantizer"}
+    made = cls(**{**given, "fp8_dtype": E4M3})
+    assert type(made) is cls and made._quantizer.get_usages() == quantizer.get_usages()
+    assert torch.equal(made.dequantize(), tensor.dequantize())
+    with pytest.raises(TypeError, match="needs quantizer="):
+        cls(**given, with_gemm_swizzled_scales=False, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="stored unswizzled here"):
+        cls(**given, fp8_dtype=E4M3, with_gemm_swizzled_scales=True)
 
 
 def test_fields_of_the_quantizer():
