@@ -33,7 +33,7 @@ from narrowcast.autograd.program import (
     ProgramFunction,
     Value,
 )
-from narrowcast.recipe import LinearPlan, linear_plan
+from narrowcast.recipe import LinearPlan, MXFP8BlockScaling, linear_plan
 
 DTYPE = torch.bfloat16
 NORM, SWIGLU = NormSettings("RMSNorm", 1e-5, False), ActivationSettings("swiglu", ())
@@ -106,6 +106,33 @@ def test_what_is_returned_beside_the_output_takes_gradients() -> None:
         torch.autograd.grad(one.sum(), tensors[0], retain_graph=True)[0] for one in (y, normalized, passed)
     ]
     torch.testing.assert_close(both, sum(parts), rtol=2e-2, atol=2e-2)
+    own = torch.autograd.grad(normalize(tensors[0], tensors[1], None, NORM).sum(), tensors[0])[0]
+    torch.testing.assert_close(parts[1], own)
+    assert torch.equal(parts[2], torch.ones_like(passed))
+
+
+def test_a_residual_is_added_first_and_takes_the_gradient_of_the_sum() -> None:
+    plan, (x, norm_weight, weight, bias) = plan_of("mxfp8"), norm_linear_operands()
+    residual = torch.randn_like(x).requires_grad_()
+    program = Program([Norm(1, 2, 5), Linear(3, 4)], 6)
+    args = (NormArgs(NORM, False, True), linear_args(plan, True))
+    y, passed = ProgramFunction.apply(
+        ProgramArgs(program, args), x, norm_weight, None, weight, bias, residual
+    )
+    total = (x + residual).detach().requires_grad_()
+    expected = norm_linear((total, norm_weight, weight, bias), plan)
+    assert torch.equal(passed, total) and torch.equal(y, expected)
+    ours = torch.autograd.grad(y.float().square().sum(), (x, residual, weight))
+    (of_sum, of_weight) = torch.autograd.grad(expected.float().square().sum(), (total, weight))
+    assert torch.equal(ours[0], of_sum) and torch.equal(ours[1], of_sum) and torch.equal(ours[2], of_weight)
+
+
+def test_what_the_node_says_of_the_layer() -> None:
+    tensors = operands()
+    said = block(linear_args(plan_of("current")), *tensors).grad_fn.backward_objects
+    assert said.fp8 is True and said.backward_override is None
+    assert said.reduce_and_update_bwd_fp8_tensors is False
+    assert said.grad_output_quantizer is not None
 
 
 @pytest.mark.parametrize("settings", NORMS, ids=lambda settings: settings.normalization)
@@ -168,6 +195,19 @@ def parts(linear: LinearFwdArgs, x: Tensor, norm: Tensor, fc1: Tensor, fc2: Tens
 def test_is_its_four_parts(name: str) -> None:
     tensors = operands()
     for ours, theirs in zip(results(name, tensors, block), results(name, tensors, parts), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("override", ["dequantized", "high_precision"])
+def test_is_its_four_parts_where_the_backward_is_overridden(override: str) -> None:
+    recipe = MXFP8BlockScaling(backward_override=override)
+    plan, found = linear_plan(recipe, "", True, True, module_type="linear"), []
+    for run in (block, parts):
+        torch.manual_seed(3)
+        tensors = operands()
+        y = run(linear_args(plan), *tensors)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), tensors)])
+    for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
 
 

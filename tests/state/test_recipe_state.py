@@ -344,3 +344,8 @@ def test_what_a_traced_forward_reads_is_renewed_where_it_says_so(renews: bool, f
     expected = (25.0 if functions else 112.0) if renews else 1.0
     assert read.tolist() == slots.scale.tolist() == [expected] * 3
     assert slots.amax.tolist() == [0.0 if renews else 4.0] * 3
+
+
+@pytest.mark.parametrize("recipe", [*STATELESS, delayed()], ids=lambda recipe: type(recipe).__name__)
+def test_its_class_is_named_after_the_recipe_s(recipe: Recipe) -> None:
+    assert type(create(recipe)).__name__ == f"{type(recipe).__name__}RecipeState"
