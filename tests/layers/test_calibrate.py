@@ -141,6 +141,9 @@ def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         gradients(run, model, x)
+        another = nc.set_recipe(two_layers(), RECIPE)
+        for _ in range(2):  # which saturates, too
+            gradients(another, another, x)
 
 
 @pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded"])
