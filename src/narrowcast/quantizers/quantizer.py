@@ -249,11 +249,7 @@ class Quantizer(Sealable, QuantizerValue):
     # -- describing what it makes, and reading it back: from the record of the format -------------------------------
 
     def _format_layout(self) -> Layout:
-        """Record of the tensors it makes; formats whose buffers depend on an option choose among theirs.
-
-        Raises:
-            NotImplementedError: the class names no storage whose record could be read.
-        """
+        """Return the record of its tensors; formats whose buffers depend on an option choose among theirs."""
         if not self._storage_name:
             raise self._undescribed()
         # by name: the compiler reads the attributes of a class it finds in a global, not of one it read off a quantizer
@@ -365,7 +361,7 @@ class Quantizer(Sealable, QuantizerValue):
     def create_metadata(
         self, shape: tuple[int, ...], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
-        """Data-free context, equal to what flattening a tensor made by this quantizer gives."""
+        """Return the data-free context that flattening this quantizer's tensors gives."""
         cls, scalars = self._storage_metadata(dtype)
         return flatten_context(cls, requires_grad and not self.internal, **scalars)
 
