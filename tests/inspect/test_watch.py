@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from convert.models import Llama4TextExperts
 from recipes import DEVICE, MORE_FORMATS, QUANTIZED
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.functional import OBSERVED, observe
+from narrowcast.functional import OBSERVED, observe, observe_groups
 from narrowcast.inspect import Record
 
 RECIPES = {**QUANTIZED, **MORE_FORMATS}
@@ -63,6 +64,78 @@ def test_numbers_do_not_change(name: str, compiled: bool) -> None:
     watch.close()
     assert set(dict(model.named_buffers())) == set(dict(plain.named_buffers()))
     assert torch.equal(step(model, model, 9)[0], step(plain, plain, 9)[0])
+
+
+class Grouped(nn.Module):
+    """A linear and a grouped layer, called with splits on the host or on the device."""
+
+    def __init__(self, recipe: Any, single: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nc.Linear(64, 48, device=DEVICE)
+        self.grouped = nc.GroupedLinear(3, 48, 96, single_grouped_parameter=single, device=DEVICE)
+        nc.set_recipe(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grouped.single_grouped_weight:
+            return self.grouped(self.linear(x), m_splits=torch.tensor([9, 0, 23], device=x.device))
+        return self.grouped(self.linear(x), [9, 0, 23])
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled", "single"),
+    [*((name, False, index % 2 == 0) for index, name in enumerate(RECIPES)), ("delayed", True, False)],
+)
+def test_numbers_of_grouped_layers_do_not_change(name: str, compiled: bool, single: bool) -> None:
+    torch._dynamo.reset()
+    plain, model = Grouped(RECIPES[name], single), Grouped(RECIPES[name], single)
+    watch = nc.watch(model, only="grouped", every=2)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for count in range(3):
+        ours, theirs = step(run, model, count), step(plain, plain, count)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        assert bool(watch.step()) == (count % 2 == 0)
+    assert {one.operand for one in watch.latest()} == {"input", "weight", "grad_output"}
+    for one in watch.latest():
+        assert one.amax > 0 and 0 <= one.underflow < 0.5 and 0 <= one.saturation < 0.05 and 8 < one.sqnr < 60
+    watch.close()
+    assert set(dict(model.named_buffers())) == set(dict(plain.named_buffers()))
+
+
+def test_groups_are_observed_as_they_are_quantized() -> None:
+    quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    x[:8] *= 1000  # of all rows together it would take the range
+    into, splits = torch.zeros(len(OBSERVED)), torch.tensor([8, 0, 27])
+    assert torch.equal(observe_groups(x, splits, quantizer, None, into, x), x)
+    found, parts = (
+        dict(zip(OBSERVED, into.tolist())),
+        [observed(part, quantizer) for part in (x[:8], x[8:35])],
+    )
+    for key in OBSERVED:
+        values = [part[key] for part in parts]
+        assert found[key] == pytest.approx(max(values) if key == "amax" else sum(values), rel=1e-6)
+
+
+def test_experts_inside_a_converted_module_are_seen() -> None:
+    torch.manual_seed(0)
+    plain = nc.convert(Llama4TextExperts(), nc.recipe.Float8CurrentScaling())
+    model, x = copy.deepcopy(plain), torch.randn(4 * 7, 32)
+    results = []
+    with nc.watch(model) as watch:
+        for one in (model, plain):
+            y = one(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), list(one.parameters()))])
+        new = watch.step()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert {one.operand for one in new} == {
+        "gate_up_proj_input",
+        "down_proj_grad_output",
+        "gate_up_proj",
+        "down_proj",
+    }
+    assert next(one.amax for one in new if one.operand == "gate_up_proj_input") == x.abs().max()
+    assert "_watcher" not in vars(model)
 
 
 def test_leaving_a_watch_detaches_it() -> None:
@@ -181,7 +254,11 @@ def test_what_cannot_be_watched_is_said() -> None:
         watch.step()
     watch.close()
     nc.watch(model).close()
-    grouped = nn.Sequential(nc.GroupedLinear(2, 32, 32, device="cpu"), nc.Linear(32, 32, device="cpu"))
-    watch = nc.watch(grouped)
-    assert watch.skipped == ("0",)
+    operations = nc.ops.Sequential(nc.ops.Linear(32, 32, device="cpu"))
+    watch = nc.watch(nn.Sequential(operations, nc.Linear(32, 32, device="cpu")))
+    assert watch.skipped == ("0.0.basic_ops.0",)
+    with pytest.raises(ValueError, match="no layer of narrowcast"):
+        nc.watch(operations)
+    grouped = nn.Sequential(nc.GroupedLinear(2, 32, 32, device="cpu"))
+    nc.watch(grouped)
     copy.deepcopy(grouped)

@@ -34,6 +34,8 @@ class StackedExpertsLayer(LinearLayer):
     """
 
     _module_type = "grouped_linear"
+    _watcher: Any = None
+    """What observes the operands of the grouped GEMMs, as ``inspect.watch`` sets it."""
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
@@ -65,19 +67,28 @@ class StackedExpertsLayer(LinearLayer):
         weight: Any = self._weight_of_state(prefix).detach()
         return weight.abs().float().flatten(1).amax(1)
 
+    def _matrices(self, stage: Stage) -> list[Tensor]:
+        stored = getattr(self, stage.weight)
+        return [stored.transpose(1, 2) if self.stack_of(self).transposed else stored]
+
     def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
         """Return one linear layer of every expert; rows beyond the sum of the splits become zero."""
-        stack, stored = self.stack_of(self), getattr(self, stage.weight)
-        weight = stored.transpose(1, 2) if stack.transposed else stored
-        biases: list[Any] = [getattr(self, stage.bias)] if stack.biased else []
+        stored, (weight,) = getattr(self, stage.weight), self._matrices(stage)
+        biases: list[Any] = [getattr(self, stage.bias)] if self.stack_of(self).biased else []
         x = checked_input(x, weight.shape[2], "in_features", stored)
+        watcher = self._watcher
+        if watcher is not None and stage is self._stages[0]:
+            x = watcher.observe_input(self, stage, x, x.detach(), splits)
         plan = self._plan(self._recipe_in_force(), stage, x.requires_grad, stored)
         plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
         args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
         groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
-        return grouped_linear(x, splits, [weight], biases, args, groups)
+        y = grouped_linear(x, splits, [weight], biases, args, groups)
+        if watcher is not None and stage is self._stages[-1]:
+            y = watcher.observe_gradient(self, stage, y, splits)
+        return y
 
 
 class ExpertsLayer(StackedExpertsLayer):

@@ -47,7 +47,7 @@ from .norm import (
     norm_backward_quantize,
     norm_quantize,
 )
-from .observe import OBSERVED, observe
+from .observe import OBSERVED, observe, observe_groups
 from .quantize import (
     amax_to_share,
     dequantize,
@@ -115,6 +115,7 @@ __all__ = [
     "norm_quantize",
     "note_weights",
     "observe",
+    "observe_groups",
     "operand_of",
     "pad_rows",
     "quantize",

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
 from ._library import QUANTIZER, define
-from ._producers import encode
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -42,20 +41,44 @@ def _decoded(quantizer: QuantizerValue, buffers: list[Tensor], shape: tuple[int,
     return matrix[: math.prod(shape[:-1]), : shape[-1]].reshape(shape)
 
 
+def _statistics(x: Tensor, quantizer: QuantizerValue, scale: Tensor | None) -> Tensor:
+    numerics = numerics_for(x)
+    if scale is not None and quantizer._is_delayed():
+        buffers = quantizer._encode_scaled(numerics, x, scale, None)
+    else:  # one sample of stochastic rounding, from a fixed seed: no generator advances
+        buffers = quantizer._encode(numerics, x, torch.zeros(1, dtype=torch.int64, device=x.device))
+    shape = tuple(x.shape)
+    largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
+    ceiling = _decoded(quantizer, [largest, *buffers[1:]], shape)
+    read = _decoded(quantizer, buffers, shape)
+    beyond = 1 + 2.0 ** -(ELEMENT_FORMATS[quantizer.dtype].mantissa_bits + 2)  # type: ignore[attr-defined]
+    return numerics.observe.loss(x, read, ceiling, beyond)
+
+
 def _observe(
     x: Tensor, quantizer: QuantizerValue, scale: Tensor | None, into: Tensor, through: Tensor
 ) -> Tensor:
     if x.numel():
-        # one sample of stochastic rounding, from a fixed seed: no generator advances
-        seed = torch.zeros(1, dtype=torch.int64, device=x.device)
-        buffers = encode(x, quantizer, seed, scale)
-        shape = tuple(x.shape)
-        largest = _all_largest(buffers[0], quantizer.dtype)  # type: ignore[attr-defined]
-        ceiling = _decoded(quantizer, [largest, *buffers[1:]], shape)
-        read = _decoded(quantizer, buffers, shape)
-        beyond = 1 + 2.0 ** -(ELEMENT_FORMATS[quantizer.dtype].mantissa_bits + 2)  # type: ignore[attr-defined]
         into[0] = x.numel()
-        into[1:] = numerics_for(x).observe.loss(x, read, ceiling, beyond)
+        into[1:] = _statistics(x, quantizer, scale)
+    return through.clone()
+
+
+def _observe_groups(
+    x: Tensor, splits: Tensor, quantizer: QuantizerValue, scale: Tensor | None, into: Tensor, through: Tensor
+) -> Tensor:
+    rows, first, groups = x.reshape(-1, x.shape[-1]), 0, splits.shape[0]
+    found: list[Tensor] = []
+    for group, count in enumerate(splits.tolist()):
+        own, first = rows[first : first + count], first + count
+        if own.numel():
+            of_group = None if scale is None else scale.view(-1, groups)[:, group].contiguous()
+            found.append(_statistics(own, quantizer, of_group))
+    if found:
+        table = torch.stack(found)
+        into[0] = min(first, rows.shape[0]) * rows.shape[1]
+        into[1:] = table.sum(0)
+        into[2] = table[:, 1].max()
     return through.clone()
 
 
@@ -73,4 +96,17 @@ something reads the copy instead of ``through``.
 
 Args:
     x: (*lead, K), fp32, bf16 or fp16. quantizer: of one format, row-wise alone. scale: state of delayed scaling.
+"""
+
+observe_groups = define(
+    f"observe_groups(Tensor x, Tensor splits, {QUANTIZER} quantizer, Tensor? scale, Tensor into, Tensor through)"
+    " -> Tensor",
+    _observe_groups,
+    lambda x, splits, quantizer, scale, into, through: torch.empty_like(through),
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+"""As :data:`observe`, of groups of rows that are quantized each as if it were alone; the host reads the splits.
+
+Args:
+    splits: int32 or int64 (G,), rows of each group. scale: fp32 (slots * G,).
 """

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .._table import aligned
-from ..functional import OBSERVED, observe
-from ..layers import LinearLayer, Stage
+from ..functional import OBSERVED, observe, observe_groups
+from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.patterns import Selectors, selected_names
 from ..nn.norm_linear import NormLinearLayer
+from ..ops import Sequential
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
-from ..tensors import QuantizedTensor
+from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
 
 # buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
@@ -57,28 +58,49 @@ class _Observed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, seen: Tensor, quantizer: Quantizer, scale: Tensor | None, into: Tensor
+        ctx: Any,
+        x: Tensor,
+        seen: Tensor,
+        splits: Tensor | None,
+        quantizer: Quantizer,
+        scale: Tensor | None,
+        into: Tensor,
     ) -> Tensor:
-        return observe(seen, quantizer, scale, into, x)
+        return _observe(seen, splits, quantizer, scale, into, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class _ObservedGradient(torch.autograd.Function):
     """A tensor whose gradient is observed on its way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, scale: Tensor | None, into: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, splits: Tensor | None, quantizer: Quantizer, scale: Tensor | None, into: Tensor
+    ) -> Tensor:
         ctx.quantizer = quantizer
-        ctx.save_for_backward(into, scale)
+        ctx.save_for_backward(into, scale, splits)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        into, scale = ctx.saved_tensors
-        return observe(grad, ctx.quantizer, scale, into, grad), None, None, None
+        into, scale, splits = ctx.saved_tensors
+        return _observe(grad, splits, ctx.quantizer, scale, into, grad), None, None, None, None
+
+
+def _observe(
+    seen: Tensor,
+    splits: Tensor | None,
+    quantizer: Quantizer,
+    scale: Tensor | None,
+    into: Tensor,
+    through: Tensor,
+) -> Tensor:
+    if splits is None:
+        return observe(seen, quantizer, scale, into, through)
+    return observe_groups(seen, splits, quantizer, scale, into, through)
 
 
 class _Hooks:
@@ -91,32 +113,50 @@ class _Hooks:
         """Observe what the first GEMM reads."""
         if not self.sampling:
             return None
-        stage = layer._stages[-1]  # they stand in the order of a backward
-        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "input")
         x = inputs[0]
-        if quantizer is None or isinstance(x, QuantizedTensor):
-            return None
         seen, residual = x.detach(), named.get("residual")
         if residual is not None:
             seen = seen + residual.detach()
         if isinstance(layer, NormLinearLayer):
             seen = layer._normalize(seen)
-        into = getattr(layer, _INPUT)
-        x = _Observed.apply(x, seen, quantizer, getattr(layer, f"{stage.prefix}scale_fwd"), into)
+        # the stages stand in the order of a backward
+        x = self.observe_input(layer, layer._stages[-1], x, seen, _splits(layer, inputs, named))
         return (x, *inputs[1:]), named
 
-    def after(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Observe the gradient of the output, which the last GEMMs' backward reads."""
+    def after(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+        """Have the gradient of the output observed, which the last GEMMs' backward reads."""
+        if not self.sampling:
+            return None
         out = output[0] if isinstance(output, tuple) else output
-        if not self.sampling or not out.requires_grad or isinstance(out, QuantizedTensor):
-            return None
-        stage = layer._stages[0]
-        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "grad_output")
-        if quantizer is None:
-            return None
-        into = getattr(layer, _GRADIENT)
-        out = _ObservedGradient.apply(out, quantizer, getattr(layer, f"{stage.prefix}scale_bwd"), into)
+        out = self.observe_gradient(layer, layer._stages[0], out, _splits(layer, inputs, named))
         return (out, *output[1:]) if isinstance(output, tuple) else out
+
+    def observe_input(
+        self, layer: Any, stage: Stage, x: Tensor, seen: Tensor, splits: Tensor | None = None
+    ) -> Tensor:
+        """Pass on the input of a stage; ``seen`` of it is observed, by groups where there are ``splits``."""
+        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "input")
+        if not self.sampling or quantizer is None or isinstance(x, QuantizedTensor):
+            return x
+        scale = getattr(layer, f"{stage.prefix}scale_fwd")
+        return _Observed.apply(x, seen, splits, quantizer, scale, getattr(layer, _INPUT))
+
+    def observe_gradient(self, layer: Any, stage: Stage, out: Tensor, splits: Tensor | None = None) -> Tensor:
+        """Pass on the output of a stage, whose gradient is observed."""
+        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "grad_output")
+        unseen = not out.requires_grad or isinstance(out, QuantizedTensor)
+        if not self.sampling or unseen or quantizer is None:
+            return out
+        scale = getattr(layer, f"{stage.prefix}scale_bwd")
+        return _ObservedGradient.apply(out, splits, quantizer, scale, getattr(layer, _GRADIENT))
+
+
+def _splits(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
+    """Return the rows of each group that a grouped layer was called with; None for other layers."""
+    if not isinstance(layer, GroupedLinearLayer):
+        return None
+    given = inputs[1] if len(inputs) > 1 else named["m_splits"]
+    return layer._checked_splits(given, inputs[0].reshape(-1, layer.in_features))[0]
 
 
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
@@ -146,8 +186,11 @@ class Watch:
                 layer.register_buffer(
                     name, torch.full((len(OBSERVED),), math.nan, device=device), persistent=False
                 )
+            if hasattr(layer, "_watcher"):  # what its GEMMs read is not what it is called with
+                layer._watcher = self._hooks
+                continue
             self._handles.append(layer.register_forward_pre_hook(self._hooks.before, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._hooks.after))
+            self._handles.append(layer.register_forward_hook(self._hooks.after, with_kwargs=True))
         self._hooks.sampling = True
         torch.compiler.reset()  # graphs are not guarded on hooks: those of before would go on without them
 
@@ -180,20 +223,23 @@ class Watch:
 
     def _rows_of(self, name: str, layer: Any) -> list[tuple[str, str, Tensor]]:
         """Return layer, operand and statistics of the hooks' records and of the current weights."""
-        first, last = layer._stages[-1], layer._stages[0]
-        rows = []
+        stages = layer._stages if hasattr(layer, "_watcher") else layer._stages[::-1]  # in a forward's order
+        first, last, rows = stages[0], stages[-1], []
         for operand, buffer in ((f"{first.prefix}input", _INPUT), (f"{last.prefix}grad_output", _GRADIENT)):
             row = getattr(layer, buffer)
             rows.append((name, operand, row.clone()))
             row.fill_(math.nan)
-        for stage in layer._stages[::-1]:
+        for stage in stages:
             quantizer = _quantizer(layer, layer._last_recipe, stage, "weight")
-            weight = layer._whole(stage.weight)
-            if quantizer is not None and not isinstance(weight, QuantizedTensor):
+            weights, splits = layer._matrices(stage), None
+            if quantizer is not None and not isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
                 into = torch.empty_like(getattr(layer, _INPUT))
                 scale = getattr(layer, f"{stage.prefix}scale_fwd")
-                weight = weight.to_local() if hasattr(weight, "to_local") else weight
-                observe(weight.detach(), quantizer, scale, into, into)
+                local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
+                weight = torch.cat([w.detach().reshape(-1, w.shape[-1]) for w in local])
+                if layer._module_type == "grouped_linear":
+                    splits = torch.full((layer._groups,), weight.shape[0] // layer._groups)
+                _observe(weight, splits, quantizer, scale, into, into)
                 rows.append((name, stage.weight, into))
         return rows
 
@@ -273,6 +319,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         for layer in self._layers.values():
+            vars(layer).pop("_watcher", None)
             for name in (_INPUT, _GRADIENT):
                 drop_buffer(layer, name)
         self._layers, self._handles = {}, []
@@ -283,8 +330,9 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
 
     The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Sampled are the input of a
     layer's first GEMM, every weight, and the gradient of its output, but not the tensors between the two GEMMs of a
-    ``LayerNormMLP``. Numbers do not change. A sampled step takes a few fp32 copies of its largest operand. Code that
-    ``torch.compile`` has compiled is compiled again.
+    ``LayerNormMLP`` or of converted experts. A grouped layer has one record per operand, of all groups together, each
+    with its own scale. Operations in an ``ops.Sequential`` are skipped. Numbers do not change. A sampled step takes a
+    few fp32 copies of its largest operand. Code that ``torch.compile`` has compiled is compiled again.
 
     Args:
         every: steps from one sample to the next.
@@ -297,7 +345,10 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
     if only is not None:
         found = {name: found[name] for name in selected_names(only, found, model, "layer of narrowcast")}
-    skipped = tuple(name for name, module in found.items() if module._groups > 1)
+    in_lists = {
+        id(op) for list_ in model.modules() if isinstance(list_, Sequential) for op in list_.modules()
+    }
+    skipped = tuple(name for name, module in found.items() if id(module) in in_lists)
     layers = {name: module for name, module in found.items() if name not in skipped}
     if not layers:
         raise ValueError("the model has no layer of narrowcast to watch; call narrowcast.convert first")

@@ -151,6 +151,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         parts = self._parts_of(name)
         return concatenate(parts) if parts else None
 
+    def _matrices(self, stage: Stage) -> list[Tensor]:
+        """Return the parameters of a weight as they are quantized: (N, K) each, or (G, N, K)."""
+        return self._parts_of(stage.weight)
+
     def _weight_of_state(self, prefix: str) -> Tensor:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         return self._parts_of(stage.weight)[0]
