@@ -46,6 +46,24 @@ def questions() -> int:
     return matches(r"is_compiling\(\)")
 
 
+def numerics_of(path: Path) -> dict[str, ast.FunctionDef]:
+    """The public functions of a file by name, without device code and checks of arguments."""
+    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    on_host = [node for node in nodes if not any("jit" in ast.unparse(name) for name in node.decorator_list)]
+    return {node.name: node for node in on_host if not node.name.startswith(("_", "check"))}
+
+
+def twins() -> dict[str, tuple[ast.FunctionDef, ast.FunctionDef]]:
+    """Functions that reference and kernels have under one name, by file and name."""
+    found = {}
+    for path in sorted((SOURCE / "reference").glob("*.py")):
+        kernel = SOURCE / "kernels" / path.name
+        if kernel.exists():
+            ours, theirs = numerics_of(path), numerics_of(kernel)
+            found |= {f"{path.stem}.{name}": (ours[name], theirs[name]) for name in ours if name in theirs}
+    return found
+
+
 ENCODING = {"encode", "_encode", "_encode_scaled", "_encode_again", "_encode_keeping_amax", "_amax_to_share"}
 
 
@@ -148,6 +166,9 @@ def rows() -> Iterator[tuple[str, object]]:
     yield "is_compiling()", questions()
     ways = ways_to_quantize()
     yield "ways that operators quantize", f"{len(ways)}: {', '.join(ways)}"
+    pairs = twins().values()
+    twice = sum("Numerics:" in (ast.get_docstring(kernel) or "") for _, kernel in pairs)
+    yield "twins of reference and kernels; described twice", f"{len(pairs)}; {twice}"
     yield "tuples of the three float dtypes", dtype_sets()
     yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
     yield "lines", lines()

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import ast
+import runpy
 from pathlib import Path
 
 import pytest
 
-import narrowcast
-
-PACKAGE = Path(narrowcast.__file__).parent
+TWINS = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "census.py"))["twins"]()
 Parameter = tuple[str, str, str]  # name, kind, default ("" for none)
-
-
-def functions(path: Path) -> dict[str, ast.FunctionDef]:
-    """The public functions of a file by name, without device code and checks of arguments."""
-    nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    on_host = [node for node in nodes if not any("jit" in ast.unparse(name) for name in node.decorator_list)]
-    return {node.name: node for node in on_host if not node.name.startswith(("_", "check"))}
-
-
-TWINS = {
-    f"{path.stem}.{name}": (reference, functions(PACKAGE / "kernels" / path.name)[name])
-    for path in sorted((PACKAGE / "reference").glob("*.py"))
-    if (PACKAGE / "kernels" / path.name).exists()
-    for name, reference in functions(path).items()
-    if name in functions(PACKAGE / "kernels" / path.name)
-}
 
 
 def parameters(function: ast.FunctionDef) -> list[Parameter]:
