@@ -67,6 +67,9 @@ class StackedExpertsLayer(LinearLayer):
         weight: Any = self._weight_of_state(prefix).detach()
         return weight.abs().float().flatten(1).amax(1)
 
+    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
+        return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
+
     def _matrices(self, stage: Stage) -> list[Tensor]:
         stored = getattr(self, stage.weight)
         return [stored.transpose(1, 2) if self.stack_of(self).transposed else stored]
@@ -120,9 +123,6 @@ class ExpertsLayer(StackedExpertsLayer):
         """Return the two parameters that the module's ``has_`` and ``is_`` attributes tell of."""
         first = "gate_up_proj" if module.has_gate else "up_proj"
         return Stack((first, "down_proj"), module.is_transposed, module.has_bias)
-
-    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
-        return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts.
