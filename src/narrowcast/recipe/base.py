@@ -39,8 +39,17 @@ class _Name(str):
         return Format(self).max_bwd
 
 
+_ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
+
+
 class Format(enum.Enum):
-    """Element formats of forward and backward tensors."""
+    """Element formats of forward and backward tensors.
+
+    Attributes:
+        element: the element format of forward tensors.
+        max_fwd: largest value of forward tensors.
+        max_bwd: largest value of backward tensors.
+    """
 
     E2M1 = _Name("E2M1")
     E2M3 = _Name("E2M3")
@@ -49,23 +58,10 @@ class Format(enum.Enum):
     E5M2 = _Name("E5M2")
     HYBRID = _Name("HYBRID")
 
-    @property
-    def element(self) -> ElementFormat:
-        """The element format of forward tensors."""
-        return _ELEMENTS["E4M3" if self is Format.HYBRID else self.value]
-
-    @property
-    def max_fwd(self) -> float:
-        """Largest value of forward tensors."""
-        return self.element.max
-
-    @property
-    def max_bwd(self) -> float:
-        """Largest value of backward tensors."""
-        return E5M2.max if self is Format.HYBRID else self.element.max
-
-
-_ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
+    def __init__(self, name: str) -> None:
+        self.element: ElementFormat = _ELEMENTS["E4M3" if name == "HYBRID" else name]
+        self.max_fwd: float = self.element.max
+        self.max_bwd: float = E5M2.max if name == "HYBRID" else self.element.max
 
 
 def check_flags(settings: Any, names: Sequence[str]) -> None:
