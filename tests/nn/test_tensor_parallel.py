@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
+from narrowcast.functional import replay
 from narrowcast.testing import assert_close, relative_error
 from narrowcast.testing.tolerances import TOLERANCES
 
@@ -249,6 +250,31 @@ def elsewhere(group: Any, options: dict[str, Any]) -> bool:
     return torch.equal(*grads)
 
 
+def replayed(group: Any) -> dict[str, tuple[bool, set[str]]]:
+    """By kind, whether a layer that is replayed computes what one does that runs itself, and what each stage became."""
+    found, rank = {}, dist.get_rank(group)
+    for kind, name in (("column", "current"), ("row", "delayed"), ("norm", "mxfp8"), ("mlp", "nvfp4")):
+        case, results = Case(kind, True, 2, name), []
+        for enabled in (False, True):
+            replay._known.clear()
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(replay, "ON_CPU", True)
+                patched.setattr(replay, "ENABLED", enabled)
+                layer = build(case, group)
+                fill(case, layer, rank)
+                results.append([])
+                for step in range(4):
+                    x, dy = split_operands(case, rank, step)
+                    torch.manual_seed(step)
+                    with nc.autocast(recipe=RECIPES[name]):
+                        y = layer(x.requires_grad_(True))
+                    results[-1] += [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
+        kinds = {"stage" if value is key[0] else "recording" for key, value in replay._known.items()}
+        found[kind] = (all(map(torch.equal, *results)), kinds)
+    replay._known.clear()
+    return found
+
+
 def others(group: Any) -> dict[str, Any]:
     """Groups that come later, copies, options of the norm's output, checkpoints, initialisation, errors."""
     found: dict[str, Any] = {}
@@ -280,6 +306,7 @@ def others(group: Any) -> dict[str, Any]:
     (alone,) = torch.autograd.grad(out, x, dy, retain_graph=True)
     both = torch.autograd.grad((out, normalized), x, (dy, torch.ones_like(normalized)))[0]
     found["gathered"] = (tuple(normalized.shape), bool((alone != both).any()))
+    found["replayed"] = replayed(group)
     grouped = nc.GroupedLinear(2, 8, 8, bias=False, device="cpu", tp_group=group, parallel_mode="column")
     grouped.set_tensor_parallel_group(group)
     found["grouped"] = (grouped.tp_size, tuple(grouped.weight0.shape))
@@ -453,6 +480,12 @@ def test_checkpoints_copies_and_groups_that_come_later(ranks: list[Any]) -> None
         assert found["gathered"] == ((ROWS, BATCH, 256), True)
         assert found["grouped"] == (2, (4, 8))
         assert found["main_grad"] and found["delayed"] and found["original"]
+
+
+def test_split_layers_are_replayed(ranks: list[Any]) -> None:
+    for rank in (2, 3):
+        for kind, (equal, kinds) in ranks[rank]["others"]["replayed"].items():
+            assert equal and kinds == {"recording"}, kind
 
 
 def test_parts_are_drawn_in_the_trackers_fork(ranks: list[Any]) -> None:

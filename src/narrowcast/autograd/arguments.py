@@ -65,15 +65,15 @@ class LinearFwdArgs:
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """Return the values and tensors that determine the forward; None if more does."""
         kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
-        if self.parallel is not None:
-            return None
+        split = None if self.parallel is None else self.parallel.depends()
         if kept is None:
-            return (self.plan, self.dtype), state
+            return (self.plan, self.dtype, split), state
         if kept.quantizer is not self.plan.kept_weight.quantizer:
             return None
         shared = [any(x is y for y in kept.rowwise) for x in kept.columnwise]  # a scale of both directions
         columnwise = [x for x, both in zip(kept.columnwise, shared) if not both]
-        return (self.plan, self.dtype, len(kept.rowwise), *shared), [*state, *kept.rowwise, *columnwise]
+        values = self.plan, self.dtype, split, len(kept.rowwise), *shared
+        return values, [*state, *kept.rowwise, *columnwise]
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class LinearBwdArgs:
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """Return the values and tensors that determine the backward; None if more does."""
         plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
-        if wgrad.store is not None or self.parallel is not None:
+        if wgrad.store is not None:
             return None
         known_weight = (
             weight is None or weight is plan.weight.quantizer or weight is plan.kept_weight.quantizer
@@ -110,14 +110,12 @@ class LinearBwdArgs:
             return None
         saved = inputs, inp is None, weight is None, weight is plan.weight.quantizer, self.transpose_weight
         dtypes = self.dtype, self.bias_dtype, self.weight_dtype
-        into, dummy = wgrad.main_grad, wgrad.dummy
-        if isinstance(into, list):
-            return (plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, *dummy), [
-                self.amax_bwd,
-                *into,
-            ]
-        values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, dummy
-        return values, [self.amax_bwd, into]
+        into, dummy = [wgrad.main_grad], wgrad.dummy
+        if isinstance(wgrad.main_grad, list):  # of groups
+            into, dummy = wgrad.main_grad, tuple(wgrad.dummy)
+        split = None if self.parallel is None else self.parallel.depends()
+        values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, dummy, split
+        return values, [self.amax_bwd, *into]
 
     @property
     def backward_override(self) -> str | None:

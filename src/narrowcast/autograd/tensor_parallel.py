@@ -27,6 +27,7 @@ from ..functional.collectives import (
     group_name,
     group_size,
     largest_of,
+    registered_name,
     scatter_rows,
     smallest_of,
     start_gather,
@@ -49,6 +50,10 @@ class TensorParallel:
     mode: str | None = None
     group: str | None = None
     sequence_parallel: bool = False
+
+    def depends(self) -> tuple[Any, ...]:
+        """Return the values that determine what a stage sends: a name may come to stand for another group."""
+        return self.mode, self.sequence_parallel, registered_name(self.group), group_size(self.group)
 
     @property
     def gathers_input(self) -> bool:

@@ -84,12 +84,12 @@ def sum_over(x: Tensor, group: str | None) -> Tensor:
 
 def largest_of(x: Tensor, group: str | None) -> Tensor:
     """Return the largest of every process's ``x``, element by element."""
-    return arrived(_reduce(x.contiguous(), "max", _registered(group)))
+    return arrived(_reduce(x.contiguous(), "max", registered_name(group)))
 
 
 def smallest_of(x: Tensor, group: str | None) -> Tensor:
     """Return the smallest of every process's ``x``, element by element."""
-    return arrived(_reduce(x.contiguous(), "min", _registered(group)))
+    return arrived(_reduce(x.contiguous(), "min", registered_name(group)))
 
 
 # -- begun, and waited for where the result is read: what stands between the two runs meanwhile ------------------------
@@ -97,7 +97,7 @@ def smallest_of(x: Tensor, group: str | None) -> Tensor:
 
 def start_gather(x: Tensor, group: str | None) -> Tensor:
     """:func:`gather_rows` of several processes, not to be read before :func:`arrived`."""
-    return all_gather_op(x.contiguous(), group_size(group), _registered(group))
+    return all_gather_op(x.contiguous(), group_size(group), registered_name(group))
 
 
 def start_scatter(x: Tensor, group: str | None) -> Tensor:
@@ -108,12 +108,12 @@ def start_scatter(x: Tensor, group: str | None) -> Tensor:
     """
     size = group_size(group)
     check_scatters(x.shape, size)
-    return reduce_scatter_op(x.contiguous(), "sum", size, _registered(group))
+    return reduce_scatter_op(x.contiguous(), "sum", size, registered_name(group))
 
 
 def start_sum(x: Tensor, group: str | None) -> Tensor:
     """:func:`sum_over` of several processes, not to be read before :func:`arrived`."""
-    return _reduce(x.contiguous(), "sum", _registered(group))
+    return _reduce(x.contiguous(), "sum", registered_name(group))
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -133,7 +133,8 @@ def check_scatters(shape: tuple[int, ...], size: int) -> None:
         )
 
 
-def _registered(group: str | None) -> str:
+def registered_name(group: str | None) -> str:
+    """Return the name of a group, that of the default group for None."""
     return default_group().group_name if group is None else group
 
 
