@@ -304,30 +304,10 @@ class DelayedLayer(RecipeOwner):
                 own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
             states.append((fwd, bwd))
         if compiling:
-            if self.training or recorded:
-                traced = _by_stage(states, _traced_copies(states, renews, recorded, root))
-                for own, (fwd, _), copies in zip(scales, states, traced):
-                    own.scale_fwd, own.scale_bwd = copies
-                    if fwd is not None and own.amax_fwd is not None and not fwd.amax.is_cuda:
-                        own.amax_fwd = fwd.amax.view(
-                            1, -1
-                        )  # known as a forward's: a backward collects nothing there
-        else:
-            self._read_in_eager(prefixes, plans, scales, states, bool(renews))
-        if not self.training:
-            fit_in_evaluation(self, prefixes, plans, scales)
-        return scales
-
-    def _read_in_eager(
-        self,
-        prefixes: tuple[str, ...],
-        plans: tuple[LinearPlan, ...],
-        scales: list[DelayedScales],
-        states: list[_States],
-        renews: bool,
-    ) -> None:
-        """Replace ``scales`` by copies of the state, unless it cannot change before the last use."""
-        recorded = torch.is_grad_enabled()
+            self._read_in_graph(scales, states, bool(renews), root)
+            if not self.training:
+                fit_in_evaluation(self, prefixes, plans, scales)
+            return scales
         if PENDING:
             leave_state_to_ranks()
         if ASIDE:
@@ -350,6 +330,21 @@ class DelayedLayer(RecipeOwner):
         elif renews or recorded:
             for own, copies in zip(scales, _by_stage(states, _copies(states, renews))):
                 own.scale_fwd, own.scale_bwd = copies
+        if not self.training:
+            fit_in_evaluation(self, prefixes, plans, scales)
+        return scales
+
+    def _read_in_graph(
+        self, scales: list[DelayedScales], states: list[_States], renews: bool, root: str
+    ) -> None:
+        recorded = torch.is_grad_enabled()
+        if self.training or recorded:
+            traced = _by_stage(states, _traced_copies(states, renews, recorded, root))
+            for own, (fwd, _), copies in zip(scales, states, traced):
+                own.scale_fwd, own.scale_bwd = copies
+                if fwd is not None and own.amax_fwd is not None and not fwd.amax.is_cuda:
+                    # known as a forward's: a backward collects nothing there
+                    own.amax_fwd = fwd.amax.view(1, -1)
 
     def _fit_first_scales(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         for prefix, plan in zip(prefixes, plans):
