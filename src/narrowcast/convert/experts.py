@@ -63,10 +63,6 @@ class StackedExpertsLayer(LinearLayer):
         self._groups = int(self.num_experts)  # type: ignore[arg-type]
         LinearLayer.__init__(self, name, stages, getattr(self, weights[0]).device)
 
-    def _weight_amax(self, prefix: str) -> Tensor:
-        weight: Any = self._weight_of_state(prefix).detach()
-        return weight.abs().float().flatten(1).amax(1)
-
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
 

@@ -39,7 +39,6 @@ from ..upstream.tensors import base_of
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
     checked_input,
-    largest_magnitude,
     main_grad_of,
     parameter_device,
     quantize_parameter,
@@ -146,12 +145,6 @@ class GroupedLinearLayer(LinearLayer):
         column, is_weight = self.parallel_mode == "column", name.startswith("weight")
         if column or (self.parallel_mode == "row" and is_weight):
             mark_partition(parameter, parameter.dim() - (2 if column and is_weight else 1))
-
-    def _weight_amax(self, prefix: str) -> Tensor:
-        weights: list[Any] = [weight.detach() for weight in self._parts_of("weight")]
-        if isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
-            return torch.zeros(self.num_gemms, device=weights[0].device)
-        return torch.cat([largest_magnitude(weight, self.single_grouped_weight) for weight in weights])
 
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         weights: list[Any] = self._parts_of("weight")
@@ -409,12 +402,6 @@ class GroupedLinearLayer(LinearLayer):
         return splits.to(x.device, non_blocking=True), False  # type: ignore[union-attr]
 
     # -- state dict --------------------------------------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        (weight, *_) = self._parts_of("weight")
-        if isinstance(weight, GroupedTensor) and not keep_vars:  # several are saved as any layer's
-            destination[prefix + "weight"] = weight.detach().dequantize()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Either form of the parameters loads into either form; another number of groups is a size mismatch."""

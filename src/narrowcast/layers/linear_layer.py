@@ -162,9 +162,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _weight_amax(self, prefix: str) -> Tensor:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         parts = [part.detach() for part in self._parts_of(stage.weight)]
-        if isinstance(parts[0], QuantizedTensor):
-            return torch.zeros(1, device=parts[0].device)
-        return torch.stack([largest_magnitude(part) for part in parts]).amax(0)
+        if isinstance(parts[0], (GroupedTensor, QuantizedTensor)):
+            return torch.zeros(self._groups, device=parts[0].device)
+        largest = [largest_magnitude(part, part.dim() == 3) for part in parts]
+        return torch.cat(largest) if self._groups > 1 else torch.stack(largest).amax(0)
 
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
@@ -544,7 +545,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if keep_vars:  # the parameters themselves: all of their bits
             return
         for name, parameter in own_parameters(self).items():
-            if isinstance(local(parameter), QuantizedTensor):
+            if isinstance(local(parameter), (GroupedTensor, QuantizedTensor)):
                 destination[prefix + name] = dequantized(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
