@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.autograd import arguments
+from narrowcast.autograd.tensor_parallel import TensorParallel
+from narrowcast.recipe import linear_plan
 
 RECORDS = [
     arguments.DelayedScales,
@@ -93,3 +95,52 @@ def test_no_module_is_reachable(kind: str, delayed_wgrad: bool, recipe: nc.recip
 def test_the_old_way_to_a_kept_weight_is_gone() -> None:
     with pytest.raises(AttributeError):
         nc.Linear(4, 4, device="cpu").get_weight_workspace  # noqa: B018
+
+
+def made_plan(recipe: nc.recipe.Recipe) -> Any:
+    return linear_plan(recipe, "", True, True, module_type="linear")
+
+
+def test_what_a_forward_follows_from() -> None:
+    plan = made_plan(nc.recipe.Float8CurrentScaling())
+    scales = arguments.DelayedScales()
+    kept = plan.kept_weight.quantize(torch.randn(48, 32))
+    assert kept.rowwise[1] is kept.columnwise[1], "one scale for both"
+
+    def of(workspace: Any, parallel: Any = None) -> Any:
+        wgrad = arguments.LinearWgrad()
+        return arguments.LinearFwdArgs(
+            plan, torch.bfloat16, scales, workspace, wgrad, True, parallel=parallel
+        ).depends()
+
+    assert of(None) == ((plan, torch.bfloat16), [None, None])
+    values, tensors = of(kept)
+    assert values == (plan, torch.bfloat16, 2, False, True)
+    assert list(map(id, tensors)) == list(map(id, [None, None, *kept.rowwise, kept.columnwise[0]]))
+    assert of(kept._replace(quantizer=made_plan(nc.recipe.MXFP8BlockScaling()).kept_weight.quantizer)) is None
+    assert of(None, TensorParallel("row")) is None
+
+
+def test_what_a_backward_follows_from() -> None:
+    plan, foreign = made_plan(nc.recipe.Float8CurrentScaling()), nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
+    quantizers = {"high": None, "own": plan.weight.quantizer, "kept": plan.kept_weight.quantizer}
+
+    def of(inp: Any, weight: Any, **options: Any) -> Any:
+        made = arguments.LinearBwdArgs(
+            plan, torch.bfloat16, None, arguments.LinearWgrad(), True, None, torch.float32, (48, 32),
+            (2, inp), (2, weight), **options,
+        )  # fmt: skip
+        return made.depends()
+
+    met = [
+        of(inp, weight, transpose_weight=turned)
+        for inp in (None, plan.input.quantizer)
+        for weight in quantizers.values()
+        for turned in (False, True)
+    ]
+    assert all(one is not None and one[1] == [None, None] for one in met)
+    values = [one[0] for one in met]
+    same = plan.weight.quantizer is plan.kept_weight.quantizer
+    assert len(set(values)) == (8 if same else 12)
+    assert of(foreign, None) is None and of(None, foreign) is None
+    assert of(None, None, parallel=TensorParallel("row")) is None

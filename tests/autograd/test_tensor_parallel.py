@@ -38,6 +38,12 @@ def test_who_gathers_and_the_shapes_that_follow(sequence_parallel: bool) -> None
     assert row.output_shape((8, 2, 16), 48, 2) == (share, 2, 48)
     assert column.grad_input_shape((whole, 2, 24), 32, 2) == (share, 2, 32)
     assert row.grad_input_shape((share, 2, 48), 16, 2) == (whole, 2, 16)
+    for one, shape_of in ((row, row.output_shape), (column, column.grad_input_shape)):
+        if sequence_parallel:
+            with pytest.raises(ValueError, match="7"):
+                shape_of((7, 2, 16), 48, 2)
+        else:
+            assert one and shape_of((7, 2, 16), 48, 2) == (7, 2, 48)
 
 
 @pytest.fixture

@@ -133,6 +133,7 @@ def test_rows_under_other_leading_dims_keep_their_codes():
         assert view._rowwise_data.data_ptr() == tensor._rowwise_data.data_ptr()
     assert tuple(tensor.view(-1, 64).shape) == (32, 64) and tuple(tensor.view(4, -1, 64).shape) == (4, 8, 64)
     assert type(tensor.view(16, 128)) is not type(tensor)
+    assert tuple(tensor.view(-1, 128).shape) == (16, 128)
 
 
 def test_the_first_rows_by_strides_keep_their_codes():

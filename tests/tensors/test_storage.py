@@ -232,7 +232,8 @@ def test_a_class_may_declare_its_buffers_in_the_other_spelling() -> None:
 
     try:
         assert Codes._FLATTEN_TENSOR_BUFFERS is Codes._INNER_TENSORS == (("_codes", "codes"),)
-        storage = Codes(quantizer=ONE_OF_EACH["current"], codes=torch.ones(2))
+        storage = Codes(quantizer=ONE_OF_EACH["current"], codes=torch.ones(2, 3))
+        assert storage.size() == (2, 3)
         assert storage.__tensor_flatten__()[0] == ["_codes"] == Codes.buffer_attributes(True, False)
     finally:
         del STORAGE_CLASSES[storage_identifier(Codes)]
