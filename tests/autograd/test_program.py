@@ -231,6 +231,26 @@ def test_recomputation_saves_operands_alone_and_changes_nothing(name: str) -> No
     assert {id(tensor) for tensor in saved} <= {id(tensor) for tensor in tensors}
 
 
+def test_recomputation_begins_with_the_sum_of_a_residual() -> None:
+    tensors, plan, linear = operands(), plan_of("current", False), linear_args(plan_of("current"))
+    residual = torch.randn_like(tensors[0]).requires_grad_()
+    found, saved = [], []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    for plans in (None, (plan, plan)):
+        saved.clear()
+        call = ProgramArgs(MLP, (NormArgs(NORM, False, True), linear, SWIGLU, linear), plans)
+        x, norm, fc1, fc2 = tensors
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y, _ = ProgramFunction.apply(call, x, norm, None, fc1, None, fc2, None, residual)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), [*tensors, residual])])
+    assert all(map(torch.equal, *found))
+    assert not any(tensor is residual or tensor is tensors[0] for tensor in saved)
+
+
 class Alive(TorchDispatchMode):
     """Bytes that are alive beside some tensors', as each operator of this package begins."""
 
