@@ -401,7 +401,7 @@ HEAD = """# Performance
 
 Times of a step, measured on H200s unless a table names another GPU, beside bf16 and torchao. Times are relative to
 bf16: lower is better, and below 1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one;
-[What is measured](benchmarks.md) describes the timing.
+[Benchmark method](benchmarks.md) describes the timing.
 
 `docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU,
 versions, day and command are below it.
@@ -428,7 +428,7 @@ ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and delayed scaling](as
 
 Reproduce on one H100: `narrowcast bench account --model 1b --recipes delayed --out account`
 
-- The floor is the least time that operations or bytes take on this GPU; [What is measured](benchmarks.md) has the
+- The floor is the least time that operations or bytes take on this GPU; [Benchmark method](benchmarks.md) has the
   rules. Norms pass placeholders for absent tensors, so their floor is too high.
 - Under a recipe, casts include the norms and activations that are fused into them.
 - Attention is the largest group that no recipe makes faster.

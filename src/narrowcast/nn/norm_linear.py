@@ -87,7 +87,8 @@ def check_gathered_output(gathered_output: bool, parallel: Parallel, mode: str |
     """Check ``return_layernorm_output_gathered``.
 
     Raises:
-        TypeError: it is neither True nor False. ValueError: it is set, and the layer is not sequence parallel.
+        TypeError: it is neither True nor False.
+        ValueError: it is set, and the layer is not sequence parallel.
     """
     flags(return_layernorm_output_gathered=gathered_output)
     if gathered_output and not (parallel.sequence_parallel and mode == "column"):
