@@ -452,6 +452,19 @@ def test_keys_tell_layouts_apart(device: torch.device) -> None:
     assert known() == ["recording"] * 6
 
 
+def test_descriptors_of_tensors_are_made_again() -> None:
+    """The grouped kernels of an H200 read tensors through them; each run has its own."""
+    hopper = pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+    layout = pytest.importorskip("narrowcast.kernels.grouped_hopper").CODES
+    x, y = (torch.zeros(256, 256, dtype=torch.float8_e4m3fn) for _ in range(2))
+    descriptor = hopper.TensorDescriptor(x, [256, 256], [256, 1], [64, 128], layout)
+    recording = replay.Recording(torch.rand_like, [x])
+    made = eval(recording._expression(descriptor), {**recording.constants, "t0": y})
+    assert type(made) is type(descriptor) and made.base is y
+    for name in ("shape", "strides", "block_shape", "layout"):
+        assert getattr(made, name) == getattr(descriptor, name)
+
+
 def test_random_numbers_differ(device: torch.device) -> None:
     x = torch.zeros(64, device=device)
     with torch.no_grad():

@@ -252,6 +252,10 @@ class Recording(OperatorMode):
             return f"[{items}]" if isinstance(value, list) else f"({items})"
         if isinstance(value, _CONSTANTS):
             return self._constant(value)
+        if type(value).__name__ == "TensorDescriptor":  # Triton's, of a tensor that a launch reads by parts
+            sizes = [self._expression(list(one)) for one in (value.shape, value.strides, value.block_shape)]
+            given = [self._expression(value.base), *sizes, self._constant(value.layout)]
+            return f"{self._constant(type(value))}({', '.join(given)})"
         raise _NotRecordable
 
     def _constant(self, value: Any) -> str:
