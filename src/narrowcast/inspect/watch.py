@@ -12,18 +12,19 @@ import csv
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import _checks
 from .._table import aligned
+from ..autograd import DelayedScales
 from ..functional import OBSERVED, observe, observe_groups
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.patterns import Selectors, selected_names
 from ..nn.norm_linear import NormLinearLayer
-from ..ops import Sequential
+from ..ops import BasicOperation
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor
@@ -103,6 +104,29 @@ def _observe(
     return observe_groups(seen, splits, quantizer, scale, into, through)
 
 
+class _OperationObserver(NamedTuple):
+    """What observes the operands of a linear operation in one call of its list; None for those in high precision."""
+
+    input: Quantizer | None
+    grad_output: Quantizer | None
+    into_input: Tensor
+    into_gradient: Tensor
+
+    def observe_input(self, x: Tensor, scales: DelayedScales | None) -> Tensor:
+        """Pass on the input of the operation."""
+        if self.input is None or not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
+            return x
+        scale = None if scales is None else scales.scale_fwd
+        return observe(x.detach(), self.input, scale, self.into_input, x)
+
+    def observe_gradient(self, grad: Tensor, scales: DelayedScales | None) -> Tensor:
+        """Pass on the gradient of its output."""
+        if self.grad_output is None or not isinstance(grad, Tensor) or isinstance(grad, QuantizedTensor):
+            return grad
+        scale = None if scales is None else scales.scale_bwd
+        return observe(grad, self.grad_output, scale, self.into_gradient, grad)
+
+
 class _Hooks:
     """The hooks on the layers. Compiled code guards on ``sampling``."""
 
@@ -130,6 +154,12 @@ class _Hooks:
         out = output[0] if isinstance(output, tuple) else output
         out = self.observe_gradient(layer, layer._stages[0], out, _splits(layer, inputs, named))
         return (out, *output[1:]) if isinstance(output, tuple) else out
+
+    def observer(self, operation: Any) -> _OperationObserver:
+        """Return what observes an operation in this call of its list, under the recipe of the call."""
+        (stage,), recipe = operation._stages, operation._recipe_in_force()
+        quantizers = [_quantizer(operation, recipe, stage, operand) for operand in ("input", "grad_output")]
+        return _OperationObserver(*quantizers, getattr(operation, _INPUT), getattr(operation, _GRADIENT))
 
     def observe_input(
         self, layer: Any, stage: Stage, x: Tensor, seen: Tensor, splits: Tensor | None = None
@@ -331,7 +361,7 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Sampled are the input of a
     layer's first GEMM, every weight, and the gradient of its output, but not the tensors between the two GEMMs of a
     ``LayerNormMLP`` or of converted experts. A grouped layer has one record per operand, of all groups together, each
-    with its own scale. Operations in an ``ops.Sequential`` are skipped. Numbers do not change. A sampled step takes a
+    with its own scale. Grouped operations of ``ops`` are skipped. Numbers do not change. A sampled step takes a
     few fp32 copies of its largest operand. Code that ``torch.compile`` has compiled is compiled again.
 
     Args:
@@ -345,10 +375,12 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
     if only is not None:
         found = {name: found[name] for name in selected_names(only, found, model, "layer of narrowcast")}
-    in_lists = {
-        id(op) for list_ in model.modules() if isinstance(list_, Sequential) for op in list_.modules()
-    }
-    skipped = tuple(name for name, module in found.items() if id(module) in in_lists)
+    # of grouped operations the splits are among the tensors of a list
+    skipped = tuple(
+        name
+        for name, module in found.items()
+        if isinstance(module, GroupedLinearLayer) and isinstance(module, BasicOperation)
+    )
     layers = {name: module for name, module in found.items() if name not in skipped}
     if not layers:
         raise ValueError("the model has no layer of narrowcast to watch; call narrowcast.convert first")

@@ -55,7 +55,7 @@ class _Call:
 
     By basic operation: ``num_params``, ``arguments``, the keyword arguments of its methods, ``scales``, its state of
     delayed scaling, ``input_operands``, how it wants its input, and ``grad_operands``, how the one before it wants
-    the gradient of that input.
+    the gradient of that input. ``observers``: of watched operations, which get plain operands.
     """
 
     basic_ops: Sequence[BasicOperation]
@@ -69,6 +69,11 @@ class _Call:
     input_operands: list[Operand | None]
     grad_operands: list[Operand | None]
     eager_only: bool
+    observers: dict[int, Any]
+
+    def observed_gradient(self, where: Sequence[int]) -> int | None:
+        """Return the watched operation whose output's gradient an operation of the backward reads; None without."""
+        return _observed_gradient(self.basic_ops, self.observers, where)
 
     def wanted_output(self, step: int) -> ScaledOperand | None:
         """Return the quantizer that the operation after a step of the forward requests."""
@@ -125,6 +130,8 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
             "next_op_input_quantizer": call.wanted_output(step) if step + 1 < len(forward) else None,
             "basic_op_kwargs": call.arguments[run],
         }
+        if where[0] in call.observers:
+            x = call.observers[where[0]].observe_input(x, own[0].scales)
         if op._use_split_forward:
             kwargs["requires_grad"] = own[-1].requires_grad
             out, extra_outputs, tensors_to_save = op.fuser_forward_compute(x, **kwargs)
@@ -239,6 +246,9 @@ def _run_backward(
                 tuple([grad_extra.get((index, outlet.index)) for outlet in wiring.outputs_of(index)])
                 for index in where
             ]
+        watched = call.observed_gradient(where)
+        if watched is not None:
+            grad = call.observers[watched].observe_gradient(grad, contexts[watched].scales)
         grad, params, extra_inputs = op.fuser_backward(
             contexts[where[0] : where[-1] + 1], grad, basic_op_grad_extra_outputs=grad_outputs_of
         )
@@ -398,7 +408,10 @@ class OperationFuser:
         arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
         scales: list[DelayedScales | None] = [None] * len(ops)
         eager_only = False
+        observers: dict[int, Any] = {}
         for index in self._quantizing:
+            if ops[index]._watcher is not None and ops[index]._watcher.sampling:
+                observers[index] = ops[index]._watcher.observer(ops[index])
             wants_input = index > first or (index == first and input_requires_grad)
             own = ops[index].forward_arguments(index >= first, wants_input)
             if own:
@@ -408,9 +421,14 @@ class OperationFuser:
                     eager_only = True
         input_operands: list[Operand | None] = [None] * len(ops)
         for op, where in fused.forward[1:]:
-            input_operands[where[0]] = op.get_input_quantizer()
+            if where[0] not in observers:
+                input_operands[where[0]] = op.get_input_quantizer()
         grad_operands: list[Operand | None] = [None] * len(ops)
         for op, where in fused.backward[:-1]:
+            # a bias in front is summed in the kernel that quantizes, in another order than by itself
+            sums = ops[where[-1] + 1]._passes_gradient
+            if observers and not sums and _observed_gradient(ops, observers, where) is not None:
+                continue
             grad_operands[where[-1] + 1] = op.get_grad_output_quantizer()
         return _Call(
             ops,
@@ -424,6 +442,7 @@ class OperationFuser:
             input_operands,
             grad_operands,
             eager_only,
+            observers,
         )
 
     def recipe_in_force(self) -> Recipe | None:
@@ -497,6 +516,15 @@ class OperationFuser:
             if index in wanting or any(param.requires_grad for param in own):
                 return index
         return len(self.basic_ops)
+
+
+def _observed_gradient(
+    ops: Sequence[BasicOperation], observers: dict[int, Any], where: Sequence[int]
+) -> int | None:
+    at = where[-1]
+    while at > where[0] and ops[at]._passes_gradient:
+        at -= 1
+    return at if at in observers else None
 
 
 def _make_features_static(tensor: Tensor) -> None:

@@ -231,6 +231,10 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    _watcher: Any = None
+    """What observes the operands of a linear operation, as ``inspect.watch`` sets it."""
+    _passes_gradient: bool = False
+    """Whether the gradient of its input is that of its output."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

@@ -36,6 +36,8 @@ class Bias(BasicOperation):
 
     bias: nn.Parameter
 
+    _passes_gradient = True
+
     def __init__(
         self,
         size: int,
