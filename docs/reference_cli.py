@@ -15,7 +15,9 @@ def _default(parameter: Any) -> str:
     default = parameter.default
     if parameter.required:
         return "required"
-    if default in (None, "", False) or callable(default):
+    if isinstance(getattr(parameter, "show_default", None), str):
+        return parameter.show_default  # type: ignore[no-any-return]
+    if default is None or default is False or default == "" or callable(default):
         return ""
     return f"`{getattr(default, 'value', default)}`"
 

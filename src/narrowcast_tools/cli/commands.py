@@ -17,7 +17,7 @@ from . import options as o
 
 app = typer.Typer(
     name="narrowcast",
-    help="Train a small Transformer in low precision, compare the recipes, check what this machine runs.",
+    help="Train a small Transformer in low precision, compare recipes, check this machine.",
     add_completion=False,
 )
 
@@ -102,7 +102,7 @@ def train(
 @_command("train.commands")
 def compare(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their parent folders.")],
     out: Annotated[
         Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
     ] = Path("runs/comparison"),
@@ -112,17 +112,17 @@ def compare(
 
 @_command("train.commands")
 def generate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="a line's end")] = "\n",
-    tokens: Annotated[int, typer.Option(help="Tokens to make.")] = 100,
+    run: Annotated[Path, typer.Argument(help="Folder of a training run or of one of its checkpoints.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="newline")] = "\n",
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 likelier tokens, above 1 rarer ones; 0 takes the likeliest.")
+        float, typer.Option(help="Below 1 favors likely tokens, above 1 rare ones; 0 takes the likeliest.")
     ] = o.TEMPERATURE,
     top_k: Annotated[
-        int, typer.Option(help="Draw from so many of the likeliest tokens; 0 draws from all.")
+        int, typer.Option(help="Sample from this many of the likeliest tokens; 0: from all.")
     ] = o.TOP_K,
-    samples: Annotated[int, typer.Option(help="Continuations that are made together.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the drawing.")] = 0,
+    samples: Annotated[int, typer.Option(help="Continuations, generated together.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     recipe: Annotated[
         str | None, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
     ] = None,
@@ -174,36 +174,42 @@ def bench(
             help="layers, models, all, or tiny: a check in seconds; account: where a step's time goes, on a GPU."
         ),
     ] = "all",
-    model: Annotated[str, typer.Option(help="Of account: small, 8b-4 (four layers of 8B), 1b.")] = "1b",
-    only: Annotated[str, typer.Option(help="Works whose name contains this.")] = "",
-    recipes: Annotated[str, typer.Option(help="Recipes, with commas between.")] = "delayed,current,block",
-    modes: Annotated[str, typer.Option(help="Of eager, compiled, graphs, with commas.")] = "eager,compiled",
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model of account: small, 8b-4 (four layers of the 8B shape), 1b.")
+    ] = "1b",
+    only: Annotated[str, typer.Option(help="Run only benchmarks whose name contains this.")] = "",
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "delayed,current,block",
+    modes: Annotated[
+        str, typer.Option(help="Any of eager, compiled, graphs, separated by commas.")
+    ] = "eager,compiled",
+    device: Annotated[str, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
     seconds: Annotated[
         int,
-        typer.Option(help="That a contender may take on a work, compiling included; 0: as long as it likes."),
+        typer.Option(help="Seconds per contender and benchmark, with compilation; 0: no limit."),
     ] = 300,
-    minutes: Annotated[float, typer.Option(help="After which nothing more is started; 0: no end.")] = 0.0,
-    resume: Annotated[bool, typer.Option(help="Keep what bench.csv in --out has, measure the rest.")] = False,
+    minutes: Annotated[float, typer.Option(help="Minutes after which nothing starts; 0: no limit.")] = 0.0,
+    resume: Annotated[
+        bool, typer.Option(help="Keep the rows of bench.csv in --out and measure the rest.")
+    ] = False,
 ) -> None:
-    """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger where installed."""
+    """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger if installed."""
 
 
 @_command("plan.command")
 def plan(
     model: Annotated[str, typer.Option(help="8b, 70b, 405b (Llama 3) or 671b (DeepSeek-V3).")] = "8b",
-    gpus: Annotated[int, typer.Option(help="GPUs, 8 to a host.")] = 8,
+    gpus: Annotated[int, typer.Option(help="GPUs, 8 per host.")] = 8,
     recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "current",
     gpu: Annotated[str, typer.Option(help="h100, h200 or h800.")] = "h200",
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a step, over all GPUs.",
+            help="Tokens per step, over all GPUs.",
             show_default=f"{BATCH_PER_GPU:,} per GPU, at most {BATCH:,}",
         ),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
     tp: Annotated[int, typer.Option(help="Ranks of tensor parallelism; 0 searches.")] = 0,
     pp: Annotated[int, typer.Option(help="Ranks of the pipeline; 0 searches.")] = 0,
     ep: Annotated[int, typer.Option(help="Ranks of expert parallelism; 0 searches.")] = 0,
@@ -225,6 +231,6 @@ def presets() -> None:
 
 @_command("train.commands")
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, for programs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Show what this machine runs natively, what it emulates, and the versions found."""

@@ -31,12 +31,12 @@ def _of_preset(text: str, panel: str, *names: str) -> typer.models.OptionInfo:
 
 Data = Annotated[
     Path | None,
-    _option("Text file, or folder of text files; left out: the Python standard library's sources."),
+    _option("Text file, or folder of text files; default: the Python standard library's sources."),
 ]
 RunFolder = Annotated[
     Path | None,
     _option(
-        "Folder of the run: checkpoints and result.json; left out: the next runs/train-NNN, "
+        "Folder of the run: checkpoints and result.json; default: the next runs/train-NNN, "
         "with --resume the last one.",
         default=False,
     ),
@@ -47,16 +47,16 @@ Document = Annotated[
 Parallel = Annotated[
     str | None,
     _option(
-        f"Under torchrun: {MODES}. One run in all its processes; left out: one process.",
+        f"Under torchrun: {MODES}. One run in all its processes; default: one process.",
         default=False,
     ),
 ]
 TpSize = Annotated[
     int | None,
-    _option(f"Processes that split each block, with --parallel fsdp+tp; left out: {TP_SIZE}.", default=False),
+    _option(f"Processes that split each block, with --parallel fsdp+tp; default: {TP_SIZE}.", default=False),
 ]
 Device = Annotated[str, _option("auto, cpu or cuda.")]
-Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. All of it: narrowcast presets.")]
+Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. Details: narrowcast presets.")]
 Recipe = Annotated[
     str,
     _option(f"none (the same as bf16), {RECIPES}; or several, separated by commas, to compare."),
@@ -64,7 +64,7 @@ Recipe = Annotated[
 RecipeTable = Annotated[
     Path | None,
     _option(
-        "JSON file from patterns of layer names to recipes, laid over --recipe, as nc.recipe.recipes_to_json "
+        "JSON file of recipes by pattern of layer names, overrides --recipe; nc.recipe.recipes_to_json "
         "writes it.",
         default=False,
     ),
@@ -77,7 +77,7 @@ KeepBf16 = Annotated[
 ]
 TokenizerFile = Annotated[
     Path | None,
-    _option("A tokenizer.json of the package tokenizers; left out: tokens are bytes.", default=False),
+    _option("A tokenizer.json of the package tokenizers; default: tokens are bytes.", default=False),
 ]
 TensorBoard = Annotated[
     bool, _option("Also write TensorBoard's files into the run's folder.", "--tensorboard/--no-tensorboard")
@@ -98,7 +98,7 @@ Compile = Annotated[
 ByBlock = Annotated[
     bool,
     _option(
-        "With --compile: compile one block that serves as all, which takes a fraction of the time.",
+        "With --compile: compile one block and reuse it for all, in a fraction of the time.",
         "--by-block/--no-by-block",
         panel=SPEED,
     ),
@@ -110,7 +110,7 @@ Graphs = Annotated[
 Emulate = Annotated[
     bool,
     _option(
-        "On a GPU: run recipes it has no kernels for, by exact dequantization.",
+        "On a GPU: emulate recipes without native GEMMs, by exact dequantization.",
         "--emulate/--no-emulate",
         panel=SPEED,
     ),
@@ -118,14 +118,12 @@ Emulate = Annotated[
 Recompute = Annotated[
     bool,
     _option(
-        "Activation checkpointing: keep only the input of each block, run it again in the backward.",
+        "Activation checkpointing: keep only the input of each block and recompute it in the backward.",
         "--recompute/--no-recompute",
         panel=SPEED,
     ),
 ]
-Accumulate = Annotated[
-    int, _option("Parts that a step's batch is run in: less memory, the same step.", panel=SPEED)
-]
+Accumulate = Annotated[int, _option("Microbatches per step: less memory, the same step.", panel=SPEED)]
 
 Steps = Annotated[int | None, _of_preset("Optimizer steps; the cosine ends there.", SCHEDULE)]
 BatchSize = Annotated[int | None, _of_preset("Sequences per step.", SCHEDULE)]
