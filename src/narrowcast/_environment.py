@@ -39,7 +39,7 @@ def read_flag(name: str, default: bool = False) -> bool:
 
 
 def read_foreign(name: str) -> str | None:
-    """Return the value of a variable that belongs to other tools, such as ``CXX``; None where it is not set."""
+    """Return the value of a variable that belongs to other tools, such as ``CXX``; None if it is not set."""
     return os.environ.get(name)
 
 

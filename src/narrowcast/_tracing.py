@@ -41,7 +41,7 @@ def while_tracing(function: Callable[[Any], None]) -> bool:
 def traced_local(context: Any, name: str) -> Any:
     """Return the object that a local variable of the caller of :func:`while_tracing` stands for.
 
-    Of records made in the graph, an equal one. None where that has parts which are neither constants nor found outside
+    Of records made in the graph, an equal one. None if that has parts which are neither constants nor found outside
     of the graph.
     """
     from .upstream import dynamo

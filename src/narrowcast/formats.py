@@ -235,7 +235,7 @@ class Buffer:
         argument: its name in the storage's constructor.
         direction: the direction that it belongs to; a buffer of "both" exists where either does.
         dtype: name of its torch dtype; "" for that of the tensor.
-        shape: rules of its dims; none where another format decides.
+        shape: rules of its dims; none if another format decides.
     """
 
     attribute: str
@@ -273,7 +273,7 @@ class Buffer:
             first, count: which rows, or with ``of_columns`` which columns.
         Returns:
             (dim, first entry, entries, entries of the part's own buffer, which are more where that is padded); dim -1
-            where all of the buffer belongs to the part; None where the part begins or ends within a block.
+            where all of the buffer belongs to the part; None if the part begins or ends within a block.
         """
         mine = ("K",) if of_columns else ("M", "lead")
         for dim, extent in enumerate(self.shape):

@@ -221,7 +221,7 @@ class _Offload:
         self.synchronised = True
 
     def stream(self, device: torch.device) -> Any:
-        """Return the stream of the copies; None where they need none."""
+        """Return the stream of the copies; None if they need none."""
         if device.type != "cuda":
             return None
         if device not in self.side:

@@ -1,7 +1,7 @@
 """The choice of an attention backend from static facts, so that a compiled graph holds one backend.
 
 No value of a tensor is read, no memory layout inspected. Every backend says what it cannot do; the first one that can
-do everything is used, and where none is left the error lists the reasons of each.
+do everything is used, and if none is left the error lists the reasons of each.
 """
 
 from __future__ import annotations

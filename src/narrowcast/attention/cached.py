@@ -60,7 +60,7 @@ def extended(
 
 
 def in_format(params: InferenceParams, out: Tensor, qkv_format: str, tokens: int) -> Tensor:
-    """Return the output (batch, s, heads * d) in a format, with zeros where there is no token."""
+    """Return the output (batch, s, heads * d) in a format, with zeros if there is no token."""
     if qkv_format == "sbhd":
         return out.transpose(0, 1)
     if qkv_format == "bshd":

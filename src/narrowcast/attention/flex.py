@@ -105,7 +105,7 @@ def _distance(places: Geometry, b: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def _block_mask(q: Tensor, k: Tensor, scores: Scores, places: Geometry | None) -> BlockMask | None:
-    """Return which pairs are seen; None where all are."""
+    """Return which pairs are seen; None if all are."""
     rule, masked_out = scores.rule, scores.masked_out
     if places is None:
         return None

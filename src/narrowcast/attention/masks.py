@@ -84,9 +84,9 @@ class Tokens:
 
     Args:
         position: (b or 1, s) ints, each token's place in its sequence.
-        sequence: (1, s) ints, each token's sequence; None where every row is one.
-        valid: (b or 1, s) bools, whether there is a token; None where there is one everywhere.
-        length: (b) ints, tokens of each sequence; None where they are all ``s``.
+        sequence: (1, s) ints, each token's sequence; None if every row is one.
+        valid: (b or 1, s) bools, whether there is a token; None if there is one everywhere.
+        length: (b) ints, tokens of each sequence; None if they are all ``s``.
         moved: whether the position of a token may be another than its index in the tensor.
     """
 
@@ -165,7 +165,7 @@ def distances(places: Geometry) -> Tensor:
 
 
 def hidden_pairs(places: Geometry, rule: MaskRule, masked_out: Tensor | None) -> Tensor | None:
-    """Return (b or 1, h or 1, s_q, s_kv) bools, True where a query does not see a key; None where all see all.
+    """Return (b or 1, h or 1, s_q, s_kv) bools, True where a query does not see a key; None if all see all.
 
     Args:
         masked_out: of an arbitrary mask, broadcastable to all pairs, True where masked out.

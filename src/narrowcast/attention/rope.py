@@ -305,7 +305,7 @@ def token_positions(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor | None:
-    """Return the position of each token: (b or 1, s), of packed ones (1, tokens); None where they count from zero in
+    """Return the position of each token: (b or 1, s), of packed ones (1, tokens); None if they count from zero in
     each row.
     """
     if tensor_format == "thd":
@@ -328,7 +328,7 @@ def token_positions(
 
 
 def _within(freqs: Tensor, positions: Tensor | None) -> Tensor | None:
-    """Return positions that have angles; where there is none, an error, or on a GPU and in graphs the last one."""
+    """Return positions that have angles; if there is none, an error, or on a GPU and in graphs the last one."""
     if positions is None:
         return None
     last = freqs.shape[0] - 1

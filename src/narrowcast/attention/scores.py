@@ -18,7 +18,7 @@ class Scores:
 
     Args:
         scale: of the products.
-        rule, places: who sees whom; ``places`` is None where the rule needs none.
+        rule, places: who sees whom; ``places`` is None if the rule needs none.
         masked_out: of an arbitrary mask, broadcastable to (b, h, s_q, s_kv), True where masked out.
         bias: broadcastable to (b, h, s_q, s_kv), added after scaling; None for none.
         slopes: of ALiBi, (h) or (b, h) in fp32; None for none.

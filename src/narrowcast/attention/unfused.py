@@ -55,7 +55,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
 
 
 def _largest(scores: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """Return the largest along dims; -inf where there is none, as with no query, for which PyTorch's amax raises."""
+    """Return the largest along dims; -inf if there is none, as with no query, for which PyTorch's amax raises."""
     if scores.numel():
         return scores.amax(dims, keepdim)
     return scores.sum(dims, keepdim).fill_(float("-inf"))

@@ -15,7 +15,7 @@ from .masks import MaskRule, packed
 
 
 class _GradientOfTokens(torch.autograd.Function):
-    """The tensor itself; its gradient is zero where there is no token."""
+    """The tensor itself; its gradient is zero if there is no token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, valid: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(slots=True)
 class DelayedScales:
-    """State of delayed scaling, owned by the layer; None for other recipes, and amax where nothing is collected.
+    """State of delayed scaling, owned by the layer; None for other recipes, and amax if nothing is collected.
 
     The scales are copies where a backward will come, so that it reads what its forward read.
     """
@@ -50,7 +50,7 @@ class LinearFwdArgs:
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
     weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is requested.
     ``transpose_weight``: the workspace is row-wise alone, in a format that quantizes the same in both directions; the
-    backward makes the other direction of it. ``parallel``: how the layer is split over processes; None where it is not.
+    backward makes the other direction of it. ``parallel``: how the layer is split over processes; None if it is not.
     """
 
     plan: LinearPlan

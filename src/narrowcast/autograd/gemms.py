@@ -41,7 +41,7 @@ from .tensor_parallel import TensorParallel
 from .weight_gradient import weight_gradient
 
 Gradients = tuple[Any, Tensor | None, Tensor | None]
-"""(wgrad, dgrad, grad_bias), each None where it is not needed, or goes elsewhere.
+"""(wgrad, dgrad, grad_bias), each None if it is not needed, or goes elsewhere.
 
 Of groups, wgrad is (G, N, K), or a list of what autograd gets in its place where it goes elsewhere.
 """
@@ -165,8 +165,8 @@ def split_operand(
     """Return the input as fprop reads it, what the backward reads of this process's, and how many rows fprop reads.
 
     Args:
-        share: this process's rows, quantized; None where only rows in high precision make up the whole.
-        inp: this process's rows (*lead, K) in high precision; None where nothing reads those.
+        share: this process's rows, quantized; None if only rows in high precision make up the whole.
+        inp: this process's rows (*lead, K) in high precision; None if nothing reads those.
         rows: how many.
     """
     plan, scales = args.plan, args.scales

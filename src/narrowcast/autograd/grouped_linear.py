@@ -44,7 +44,7 @@ def grouped_forward(
 
 
 def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
-    """Return the result, written to the buffer where there is one.
+    """Return the result, written to the buffer if there is one.
 
     Eager code goes on with the buffer. Compiled code goes on with the result: that a graph's output and an operand it
     writes to are one memory would cost the output its gradient.

@@ -89,7 +89,7 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
 
     Args:
-        weight: (N, K), of groups a list; None where there is a workspace and nothing else.
+        weight: (N, K), of groups a list; None if there is a workspace and nothing else.
     """
     plan, scales, workspace = args.plan, args.scales, args.workspace
     if workspace is not None and (weight is None or workspace.rowwise):

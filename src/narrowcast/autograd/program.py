@@ -273,7 +273,7 @@ class Linear:
         grads: list[Tensor | None],
         beside: list[Tensor],
     ) -> None:
-        """Put dgrad into ``flow``, None where it is not needed, and the other gradients into ``grads``."""
+        """Put dgrad into ``flow``, None if it is not needed, and the other gradients into ``grads``."""
         weight, inp = _pop_last(saved, args.saved_weight[0]), _pop_last(saved, args.saved_input[0])
         grad = flow.pop()
         if grad.operand is None:
@@ -478,7 +478,7 @@ class ProgramFunction(torch.autograd.Function):
     """The stages of a program, differentiable in its tensors.
 
     Operands: ``call``, which is not modified: where the backward recomputes, its scales are copies; the tensors of the
-    program in the order of their places, input (*lead, K) first, weights plain or quantized, None where there is none.
+    program in the order of their places, input (*lead, K) first, weights plain or quantized, None if there is none.
     The result is (*lead, N) in the activation dtype, in a tuple with what the stages return beside it.
     """
 

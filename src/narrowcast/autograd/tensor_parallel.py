@@ -163,7 +163,7 @@ def _beside(gathered: Tensor, size: int) -> Tensor:
 
 
 def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: bool) -> TensorParallel:
-    """Return checked; without anything to split where the group has one process.
+    """Return checked; without anything to split if the group has one process.
 
     Raises:
         ValueError: another mode, or ``sequence_parallel`` without one.

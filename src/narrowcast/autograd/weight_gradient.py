@@ -71,7 +71,7 @@ def add_to_main_grad_(deferred: DeferredWgrad, main_grad: Any) -> None:
     """Add the weight gradient to ``main_grad``, or overwrite it if the operands say so.
 
     Args:
-        main_grad: (N, K), fp32 or bf16. Of groups a list: G of these or one (G, N, K), fp32 or bf16; None where no
+        main_grad: (N, K), fp32 or bf16. Of groups a list: G of these or one (G, N, K), fp32 or bf16; None if no
             gradient is wanted.
     Numerics:
         ``RN(main_grad + dy^T x)``, product and sum in fp32.

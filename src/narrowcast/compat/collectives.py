@@ -10,7 +10,7 @@ from torch import Tensor
 from ..functional.collectives import all_gather_single, check_scatters, reduce_scatter_single
 
 Result = tuple[Tensor, Any]
-"""(result, what to ``wait()`` for, None where it is there)."""
+"""(result, what to ``wait()`` for, None if it is there)."""
 
 
 def get_distributed_world_size(group: Any = None) -> int:

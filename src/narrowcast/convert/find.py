@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A module with such weights. ``layer``: what it can become; None where it cannot, for the ``reason``.
+    """A module with such weights. ``layer``: what it can become; None if it cannot, for the ``reason``.
 
     ``note``: what the user should know if the module is converted. ``role``: of :data:`ROLES`, why it stays, or "".
     ``place``: of the block that it is in, or None outside blocks.
@@ -181,7 +181,7 @@ def _share_of_tokens(name: str, modules: dict[str, nn.Module]) -> float:
 
 
 class FoundNorm(NamedTuple):
-    """A norm of torch's. ``layer``: what it can become; None where it cannot, for the ``reason``."""
+    """A norm of torch's. ``layer``: what it can become; None if it cannot, for the ``reason``."""
 
     name: str
     module: nn.Module

@@ -127,7 +127,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
 class _Part(NamedTuple):
     """A weight, the magnitudes and places of this rank's elements, the first of them, and where codes go.
 
-    ``values``: (N, K) in the weight's dtype with zeros outside the shard; None where the rank has none.
+    ``values``: (N, K) in the weight's dtype with zeros outside the shard; None if the rank has none.
     """
 
     weight: QuantizedTensor
@@ -301,7 +301,7 @@ def _with_others(values: Tensor, part: _Part, tile: tuple[int, int], mine: Tenso
 
 
 def _first_of_others(shape: tuple[int, int], shard: range, tile: tuple[int, int], device: Any) -> Tensor:
-    """Return the index of each group's first element outside a shard; the number of elements where there is none.
+    """Return the index of each group's first element outside a shard; the number of elements if there is none.
 
     Args:
         shape: (N, K) of the weight.

@@ -78,7 +78,7 @@ def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> W
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
-    """Return rows for each rank against rows from each rank; they travel as bytes. ``x`` itself where there is one
+    """Return rows for each rank against rows from each rank; they travel as bytes. ``x`` itself if there is one
     rank.
     """
     if wire.ranks == 1:
@@ -165,7 +165,7 @@ def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> t
 
 
 def group_of(group: Any) -> tuple[str, int]:
-    """Return name and size of a process group; of the default one for None, and ("", 1) where nothing is initialized.
+    """Return name and size of a process group; of the default one for None, and ("", 1) if nothing is initialized.
 
     Raises:
         TypeError: no process group.

@@ -97,7 +97,7 @@ class SequenceParallel(style.SequenceParallel):
 
 
 def _rows_dim(layout: Placement, name: str) -> int | None:
-    """Return the dim that ranks share the rows of; None where each has all of them.
+    """Return the dim that ranks share the rows of; None if each has all of them.
 
     Raises:
         ValueError: another layout.

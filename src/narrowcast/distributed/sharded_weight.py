@@ -283,7 +283,7 @@ def _plain(value: Any, found: list[ShardedWeight]) -> Any:
 
 
 def like(sharded: Any, own: Tensor) -> Any:
-    """Return a tensor that is sharded as another, of which this rank holds ``own``; that itself where nothing is
+    """Return a tensor that is sharded as another, of which this rank holds ``own``; that itself if nothing is
     sharded.
     """
     if not is_distributed(sharded):

@@ -63,7 +63,7 @@ class Producer:
     ``inputs``: schemas of the arguments before the quantizer. ``options``: of those after it, with their defaults.
     ``like``: index of the input whose dtype and device the result has.
     ``source(numerics, wanted, *inputs, *options)``: the result as a source of ``numerics``, and the further outputs;
-    None where the first input is the result.
+    None if the first input is the result.
     ``wanted``: "source", or what a pass before the one that quantizes, if there is one, should leave: the result's
     "amax", or the result itself, the "matrix".
     ``shape(*inputs, *options)``: shape of the result. ``further(*inputs, *options)``: empty further outputs.

@@ -89,7 +89,7 @@ observe = define(
 )
 """A copy of ``through``; ``into``, fp32 (7,), gets :data:`OBSERVED`: what quantizing ``x`` row-wise does to it.
 
-An element underflows where it is not 0 and its code is; it saturates where it is larger than the largest code of its
+An element underflows if it is not 0 and its code is; it saturates where it is larger than the largest code of its
 block by more than rounding to that code loses.
 The schema does not declare the write, for the reason given in :mod:`.quantize`; a graph keeps the operator as long as
 something reads the copy instead of ``through``.

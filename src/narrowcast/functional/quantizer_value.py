@@ -1,7 +1,7 @@
 """``QuantizerValue``: the protocol between operators and the quantizers of the room above.
 
 Operators take quantizers as opaque operands. They never test which quantizer they got; they call these methods on
-the real object, inside the operator or its fake, where nothing is traced.
+the real object, inside the operator or its fake, if nothing is traced.
 """
 
 from __future__ import annotations

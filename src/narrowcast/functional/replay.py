@@ -32,7 +32,7 @@ ENABLED = read_flag("REPLAY", True)
 """Whether anything is recorded or replayed: ``NARROWCAST_REPLAY=0`` has every stage run itself."""
 
 ON_CPU = False
-"""Whether stages on a CPU are, where there is no time to gain: for tests."""
+"""Whether stages on a CPU are, if there is no time to gain: for tests."""
 
 LIMIT = 4096
 """So many keys are known at a time; then all are forgotten, for shapes that never come back."""
@@ -66,7 +66,7 @@ def replay_of(
     Args:
         stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
         tensors: what it reads or writes to, the first not None.
-        records: their ``depends()`` are hashable values and more tensors that it depends on, or None where these do not
+        records: their ``depends()`` are hashable values and more tensors that it depends on, or None if these do not
             say it all.
         values: hashable, all else that it depends on.
         of_state: the tensors never have gradients, so that it does not matter whether any are recorded.
@@ -267,7 +267,7 @@ class Recording(OperatorMode):
         return name
 
     def function_of(self, result: Any, lists: Sequence[int]) -> Callable[..., Any] | None:
-        """Return a function of the tensors and what the stage is given, or None where lines are missing.
+        """Return a function of the tensors and what the stage is given, or None if lines are missing.
 
         Tensors go after the last line that reads them. ``lists``: which of the given are lists; they are emptied.
         """

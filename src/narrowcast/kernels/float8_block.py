@@ -269,7 +269,7 @@ def _launch(
     traced: bool,
     hopper: ModuleType | None,
 ) -> tuple[Launch | None, list[Any]]:
-    """Return (the launch, None where there is nothing to do; shape, strides and dtype of each buffer).
+    """Return (the launch, None if there is nothing to do; shape, strides and dtype of each buffer).
 
     ``hopper``: ``gated_hopper``, if that may have a launch.
     """

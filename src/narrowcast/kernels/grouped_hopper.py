@@ -444,7 +444,7 @@ def takes(
         right: (G, N, K) or (N, P).
         columns: of the result.
         alignment: that groups along the contraction start at.
-        blocks: rows of a block of the left and the right scales, or None where a scale is a group's.
+        blocks: rows of a block of the left and the right scales, or None if a scale is a group's.
     """
     if not (left.numel() and right.numel()) or (left.data_ptr() | right.data_ptr()) % 16 or columns % 8:
         return False

@@ -243,7 +243,7 @@ def _statistics_launch(
 ) -> tuple[Launch | None, int, int, bool]:
     """Return the launch, how many rows there are, how many partials it takes, and whether it writes them.
 
-    None where there are no rows. Raises as :func:`statistics`.
+    None if there are no rows. Raises as :func:`statistics`.
     """
     M, K = _sizes(x)
     shape, dtype = x  # type: ignore[misc]

@@ -83,7 +83,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         fuse_wgrad_accumulation: add weight gradients to the parameter's ``main_grad`` instead of its ``grad``.
         delay_wgrad_compute: weight and bias gradients wait for :meth:`backward_dw`.
         parts: names of the parameters that together are a weight or bias, by its name; none for one that is whole.
-        parallel: how it is split over processes; None where it is not.
+        parallel: how it is split over processes; None if it is not.
     """
 
     # quantized weights, kept by convert/stored.py or gathered by distributed/, are row-wise alone
@@ -140,7 +140,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             self.register_parameter(part_name, None if part is None else nn.Parameter(whole))  # type: ignore[arg-type]
 
     def _parts_of(self, name: str) -> list[Tensor]:
-        """Return the parameters that hold a weight or bias: one, several, or none where there is no bias."""
+        """Return the parameters that hold a weight or bias: one, several, or none if there is no bias."""
         parts = [getattr(self, part) for part in self._parts.get(name, [name])]
         return [part for part in parts if part is not None]
 

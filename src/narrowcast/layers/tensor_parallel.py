@@ -80,7 +80,7 @@ def ranks_of(
 ) -> tuple[Any, int, bool]:
     """Return group and number of the ranks among which heads and weights are split, and whether the sequence is, too.
 
-    Those of the group, where it is known; one without ``set_parallel_mode``.
+    Those of the group, if it is known; one without ``set_parallel_mode``.
     """
     flags(set_parallel_mode=set_parallel_mode, sequence_parallel=sequence_parallel)
     if not set_parallel_mode:
@@ -101,7 +101,7 @@ class TensorParallelLayer:
     parallel_mode: str | None = None
     get_rng_state_tracker: Callable[[], Any] | None = None
     rng_tracker_name: str | None = None
-    # prefix of a stage -> how it is split; None where none is
+    # prefix of a stage -> how it is split; None if none is
     _parallel: dict[str, TensorParallel] | None = None
     # the parameters are DTensors of a tensor-parallel mesh, and the layer computes on its part of each
     _placed: bool = False

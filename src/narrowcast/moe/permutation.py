@@ -112,7 +112,7 @@ def moe_permute_and_pad_with_probs(
 
     Returns:
         The rows (R, K), zero in the padding; their weights (R,), zero there; the row map, without the padding;
-        ``pad_offsets`` int32 (E,), what padding adds to the rows of each expert, or None where nothing is padded
+        ``pad_offsets`` int32 (E,), what padding adds to the rows of each expert, or None if nothing is padded
         (known in eager code without ``num_out_tokens``); ``target_tokens`` int64 (E,), the padded
         ``tokens_per_expert``, on the device of ``inp``.
 

@@ -211,7 +211,7 @@ def fused_moe_aux_loss(
 
 
 def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
-    """Return the numbers of the best experts, of the best groups where there are groups."""
+    """Return the numbers of the best experts, of the best groups if there are groups."""
     if num_groups is not None and group_topk is not None:
         groups = scores.unflatten(-1, (num_groups, -1))
         best = groups.topk(topk // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]

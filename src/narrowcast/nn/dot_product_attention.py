@@ -213,7 +213,7 @@ class DotProductAttention(nn.Module):
 
         Args:
             query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
-            attention_mask: bools, True if masked out: (b, 1, 1, s) for padding types, or one for queries and one for
+            attention_mask: bools, True where masked out: (b, 1, 1, s) for padding types, or one for queries and one for
                 keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Other types and thd ignore it with a warning.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: override the module's own.
             cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and instead of a padding mask.

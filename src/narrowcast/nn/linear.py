@@ -188,7 +188,7 @@ class Linear(LinearLayer, nn.Linear):
         self._reset_state()
 
     def _as_torch(self, inp: Tensor) -> Tensor | None:
-        """Return the output where the layer is no more than ``nn.Linear`` now, in its time; None where there is more to
+        """Return the output if the layer is no more than ``nn.Linear`` now, in its time; None if there is more to
         do.
         """
         state = THREAD.state

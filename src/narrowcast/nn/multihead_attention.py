@@ -196,7 +196,7 @@ class MultiheadAttention(OfParts):
     def _add_inputs(
         self, prefix: str, column: dict[str, Any], norm: dict[str, Any], heads: int, groups: int
     ) -> None:
-        """The projections before the attention, the first of them after the norm where there is one."""
+        """The projections before the attention, the first of them after the norm if there is one."""
         size, sizes = self.hidden_size, {"query": heads, "key": groups, "value": groups}
         rows = {kind: count * self.kv_channels for kind, count in sizes.items()}
         first = ("query", "key", "value") if self.attention_type == "self" else ("query",)

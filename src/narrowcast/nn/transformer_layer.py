@@ -31,7 +31,7 @@ class DropPath(nn.Module):
 
     Args:
         rate: the probability.
-        batch_dim: which dim of the input counts the samples; None where samples are packed one after the other, and
+        batch_dim: which dim of the input counts the samples; None if samples are packed one after the other, and
             then all are kept or dropped together.
     """
 

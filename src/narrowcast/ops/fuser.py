@@ -103,7 +103,7 @@ def _forward(ctx: Any, input_: Tensor, call: _Call, num_params: int, *tensors: T
     """Run the operations: the output, or a tuple of it and the extra outputs for the caller.
 
     Args:
-        ctx: of the boundary; None where no operation has a backward, so that there is no boundary.
+        ctx: of the boundary; None if no operation has a backward, so that there is no boundary.
         tensors: parameters of all operations, then the caller's extra inputs.
     """
     forward, wiring = call.fused.forward, call.wiring
@@ -446,7 +446,7 @@ class OperationFuser:
         )
 
     def recipe_in_force(self) -> Recipe | None:
-        """Return the autocast's recipe, else the own one of all operations with quantizers; None where they differ."""
+        """Return the autocast's recipe, else the own one of all operations with quantizers; None if they differ."""
         state = THREAD.state
         if state.depth or not self._quantizing:
             return state.recipe
@@ -505,7 +505,7 @@ class OperationFuser:
             )
 
     def _first_with_backward(self, extra_inputs: Sequence[Tensor], params: Sequence[Sequence[Tensor]]) -> int:
-        """Return the position of the first operation with a backward, where the input has none; after the last one
+        """Return the position of the first operation with a backward, if the input has none; after the last one
         without.
         """
         if not torch.is_grad_enabled():

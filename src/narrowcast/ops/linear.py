@@ -94,7 +94,7 @@ class Linear(CompositeOperation):
 
     @property
     def weight(self) -> Tensor:
-        """Weight of this process, (out_features, in_features) where it is whole; may be assigned."""
+        """Weight of this process, (out_features, in_features) if it is whole; may be assigned."""
         linear: Any = self.basic_ops[0]
         return linear.weight
 
@@ -104,7 +104,7 @@ class Linear(CompositeOperation):
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias of this process; None for a layer without. May be assigned where there is one."""
+        """Bias of this process; None for a layer without. May be assigned if there is one."""
         added: Any = self.basic_ops[1] if len(self.basic_ops) > 1 else None
         return None if added is None else added.bias
 

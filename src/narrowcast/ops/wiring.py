@@ -67,7 +67,7 @@ class Wiring:
         ``run``.
 
         Raises:
-            RuntimeError: a fused operation in front gave None where others read.
+            RuntimeError: a fused operation in front gave None if others read.
         """
         return tuple(
             given[inlet.position] if inlet.position >= 0 else self._from_channel(inlet, channels, run)

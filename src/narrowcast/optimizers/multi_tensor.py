@@ -1,7 +1,7 @@
 """Functions over lists of tensors, under Transformer Engine's names, on PyTorch's ``_foreach`` and fused operators.
 
 All take a chunk size, which has no effect, a flag of one element on the device, and lists of tensors of one device.
-What is not finite sets the flag to 1. An optimizer's step changes nothing where the flag is set; nothing waits for the
+What is not finite sets the flag to 1. An optimizer's step changes nothing if the flag is set; nothing waits for the
 device.
 """
 

@@ -35,7 +35,7 @@ class Operand:
     ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
     ``stochastic``: it needs a fresh seed. ``delayed``: it needs scale and amax from state. ``current``: a pass over the
     tensor finds its scale. ``shared``: the quantizer for rows that are split over processes, which reduce their amax;
-    None where they need not. ``joins``: how the buffers of such rows make up those of the whole, row-wise and
+    None if they need not. ``joins``: how the buffers of such rows make up those of the whole, row-wise and
     column-wise, "" where they do not; ``joined_rows``: only parts of a multiple of so many rows do (see
     :class:`..formats.Layout`).
     """

@@ -63,7 +63,7 @@ class Quantizer(Sealable, QuantizerValue):
     _tensor_class: ClassVar[type[QuantizedTensor]] = None  # type: ignore[assignment]
     _minimum_rank: ClassVar[int] = 1
     _elements: ClassVar[tuple[DType, ...]] = ()
-    """What the field ``dtype`` may be; none where there is no such field."""
+    """What the field ``dtype`` may be; none if there is no such field."""
     _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
     """Fields that a tensor's bytes cannot be read without."""
     _te_compile_value_opaque: ClassVar[bool] = False

@@ -48,11 +48,11 @@ class LinearPlan:
     ``needs_input``, ``needs_weight``: which gradients the backward makes. ``quantized`` False: everything in high
     precision, and the operands do not matter. ``input``, ``weight``, ``grad_output``: how the operands of the three
     GEMMs are quantized, in the directions that will be read. ``dgrad_weight``: column-wise alone, for a backward that
-    quantizes the weight once more, so that nothing but the parameter is saved; None where that would not give the same
+    quantizes the weight once more, so that nothing but the parameter is saved; None if that would not give the same
     codes, or there is no such backward. ``kept_weight``: in both directions, for a weight that serves
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
-    ``backward_state``: the delayed scaling that renews the state of each direction; None where the layer keeps none.
+    ``backward_state``: the delayed scaling that renews the state of each direction; None if the layer keeps none.
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
     instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
     """

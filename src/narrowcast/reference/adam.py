@@ -38,7 +38,7 @@ def step(
         lr: of one element if a tensor.
         count: of steps, this one included, likewise.
         inv_scale: of one element; gradients are multiplied by it.
-        found_inf: of one element; where it is not 0, nothing changes.
+        found_inf: of one element; if it is not 0, nothing changes.
         decoupled: weights decay apart from the gradient (AdamW).
 
     Numerics:

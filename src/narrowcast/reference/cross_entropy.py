@@ -37,7 +37,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
         target: (T,), integers; a column of ``logits``, or anything else for a row whose target is not here.
 
     Returns:
-        fp32 (3, T): log of the sum of exponentials, the logit of the target (0 where it is not here), sum of logits.
+        fp32 (3, T): log of the sum of exponentials, the logit of the target (0 if it is not here), sum of logits.
 
     Raises:
         ValueError: as :func:`check`.

@@ -18,7 +18,7 @@ def as_matrix(x: Tensor) -> Tensor:
         x: shape (*lead, K), rank at least 2.
 
     Raises:
-        ValueError: rank below 2, where there is no dimension to group column-wise scales along.
+        ValueError: rank below 2, if there is no dimension to group column-wise scales along.
 
     Numerics:
         Shape (M, K) with M the product of ``lead``; contiguous, a view where ``x`` is contiguous.
@@ -64,7 +64,7 @@ def pad_matrix(x: Tensor, rows: int, columns: int) -> Tensor:
         columns: multiple for K.
 
     Numerics:
-        Shape (round_up(M, rows), round_up(K, columns)); ``x`` itself where nothing is missing.
+        Shape (round_up(M, rows), round_up(K, columns)); ``x`` itself if nothing is missing.
     """
     missing_rows, missing_columns = -x.shape[0] % rows, -x.shape[1] % columns
     return F.pad(x, (0, missing_columns, 0, missing_rows)) if missing_rows or missing_columns else x

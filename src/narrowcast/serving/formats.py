@@ -45,8 +45,8 @@ class WeightFormat:
         layout: the record of the tensors it is made from.
         pack: (row-wise buffers, (N, K), quantizer) to tensors, by what their names add to the weight's key.
         multiple: what K must be a multiple of.
-        arguments: of compressed-tensors' scheme for weights; none where it has no such scheme.
-        activations: of its scheme for inputs, which are quantized when served; none where they stay as they are.
+        arguments: of compressed-tensors' scheme for weights; none if it has no such scheme.
+        activations: of its scheme for inputs, which are quantized when served; none if they stay as they are.
         name: compressed-tensors' name of the format.
     """
 
@@ -78,7 +78,7 @@ def _one_byte_codes(buffers: list[Tensor], shape: tuple[int, int], quantizer: Qu
 
 
 def _unpadded(scale: Tensor, shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
-    """Return the scales of a weight, without the padding that tensor cores want; (1,) where there is one scale."""
+    """Return the scales of a weight, without the padding that tensor cores want; (1,) if there is one scale."""
     rows, columns = quantizer._format_layout().scale_group
     return scale[: cdiv(shape[0], rows), : cdiv(shape[1], columns)] if rows else scale.reshape(1)
 
@@ -149,7 +149,7 @@ class CheckpointFormat:
     fine_grained: bool = False
 
     def weight_format(self, quantizer: Quantizer) -> WeightFormat | None:
-        """Return how it holds what a quantizer makes row-wise; None where it cannot."""
+        """Return how it holds what a quantizer makes row-wise; None if it cannot."""
         if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in (DType.kFloat8E4M3, DType.kFloat4E2M1):
             return None
         layout = quantizer._format_layout()

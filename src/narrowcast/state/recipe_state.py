@@ -80,7 +80,7 @@ class RecipeState:
                 grad_output, grad_input of one after the other. A role that names another of these kinds wins.
             num_quantizers: how many.
             device: where scales and amax histories live; None is the current CUDA device, or the CPU without one.
-            roles: one per quantizer, as a custom recipe's factory sees them; None where unknown.
+            roles: one per quantizer, as a custom recipe's factory sees them; None if unknown.
         Raises:
             ValueError: another mode, no recipe, fewer than one quantizer, or as many roles as there are not quantizers.
         """
@@ -95,17 +95,17 @@ class RecipeState:
 
     @property
     def scale(self) -> Tensor | None:
-        """Scales of delayed quantizers, fp32 (n,); None where the recipe keeps none."""
+        """Scales of delayed quantizers, fp32 (n,); None if the recipe keeps none."""
         return None if self._slots is None else self._slots.scale
 
     @property
     def amax_history(self) -> Tensor | None:
-        """Amax of past steps of delayed quantizers, fp32 (L, n). None where there is none."""
+        """Amax of past steps of delayed quantizers, fp32 (L, n). None if there is none."""
         return None if self._slots is None else self._slots.amax_history
 
     @property
     def amax(self) -> Tensor | None:
-        """Amax that the current step has collected, fp32 (n,). None where there is none."""
+        """Amax that the current step has collected, fp32 (n,). None if there is none."""
         return None if self._slots is None else self._slots.amax
 
     def make_quantizers(self) -> list[Quantizer]:

@@ -154,7 +154,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     @property
     def rowwise_sub_storage(self) -> QuantizedTensorStorage | None:
-        """The row-wise half in the class of its own format, around the same buffers; None where it was dropped."""
+        """The row-wise half in the class of its own format, around the same buffers; None if it was dropped."""
         return self._sub_storage(False)
 
     @property
@@ -239,7 +239,7 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
         return self._of_halves(lambda half: half._regrouped(shape))
 
     def _of_halves(self, made_of: Callable[[Any], QuantizedTensor | None]) -> QuantizedTensor | None:
-        """Return the hybrid of what a function makes of each half; None where it makes nothing of one."""
+        """Return the hybrid of what a function makes of each half; None if it makes nothing of one."""
         if any(isinstance(buffer, FunctionalTensor) for buffer in self.get_data_tensors()):
             return None  # a graph passes on plain tensors
         made: list[Any] = []

@@ -48,7 +48,7 @@ class ShardedRows:
         keeps.
 
         Args:
-            mesh: the ranks; None where the caller gathers by itself, which then gets all that moves.
+            mesh: the ranks; None if the caller gathers by itself, which then gets all that moves.
             orig_size: shape of the whole.
             module: that has the parameter.
             contiguous_orig_stride, mp_policy: not read.

@@ -231,7 +231,7 @@ class QuantizedTensorStorage(BufferHolder):
         return self._dtype
 
     def _given_shape(self) -> tuple[int, ...] | None:
-        """Return the shape where it is known exactly; packed and padded buffers alone do not tell it."""
+        """Return the shape if it is known exactly; packed and padded buffers alone do not tell it."""
         return self._shape
 
     def _shape_from_buffers(self) -> tuple[int, ...]:

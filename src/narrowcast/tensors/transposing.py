@@ -49,6 +49,6 @@ def transposed(rowwise: list[Tensor], features: int) -> list[Tensor]:
         padding = (0, -features % SCALE_TILE_ROWS, 0, -scale.shape[0] % SCALE_TILE_COLUMNS)
         return [codes, F.pad(scale, padding)]
     rows, columns = (cdiv(size, FLOAT8_BLOCK) for size in matrix.shape)
-    # contiguous before the padding, which keeps the strides where there is nothing to pad
+    # contiguous before the padding, which keeps the strides if there is nothing to pad
     scale = F.pad(scale[:rows, :columns].t().contiguous(), (0, -rows % FLOAT8_BLOCK_SCALE_ALIGNMENT))
     return [transpose_codes(codes), scale]

@@ -104,7 +104,7 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def may_choose_gemms() -> bool:
-    """Return whether Inductor may compute a GEMM with another kernel than the library's; True where that is unknown."""
+    """Return whether Inductor may compute a GEMM with another kernel than the library's; True if that is unknown."""
     tunes = [option.take_or(True) for option in (_MAX_AUTOTUNE, _MAX_AUTOTUNE_GEMM)]
     return any(tunes)
 

@@ -107,7 +107,7 @@ def traced_local(context: Any, name: str, frames_up: int = 0) -> Any:
         name: of the variable.
         frames_up: how many calls of the traced code to go up from that of ``comptime``.
     Returns:
-        The object; of a record made in the graph, an equal one. None where that has parts which are neither constants
+        The object; of a record made in the graph, an equal one. None if that has parts which are neither constants
         nor found outside the graph.
     """
     for needed in (*_NEEDED_OF_VARIABLES, _ListVariable):

@@ -79,7 +79,7 @@ def entry(
 ) -> Entry:
     """Record a use that has no dotted path: a ``node.meta`` key, an operator's name, a closure, a frame's local.
 
-    The caller checks that the name is there and raises :meth:`Entry.error` where it is not.
+    The caller checks that the name is there and raises :meth:`Entry.error` if it is not.
     """
     ENTRIES[name] = Entry(name, follows, without, falls_back, tried)
     return ENTRIES[name]

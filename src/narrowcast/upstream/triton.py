@@ -96,7 +96,7 @@ def _past(run: Any, between: tuple[Any, ...], kernel: Any) -> Start | None:
             return None
     if getattr(run, "gsan_enabled", False):
         return None
-    # grid and stream, then arguments of a kernel: where nothing is done with them, objects without any meaning do
+    # grid and stream, then arguments of a kernel: if nothing is done with them, objects without any meaning do
     given, arguments = [object() for _ in range(4)], [object() for _ in range(3)]
     try:
         handed = _handed_on(run, (*given, *between, *arguments))

@@ -11,7 +11,7 @@ class Model:
 
     With ``experts`` the feed-forward layers after the first ``dense_layers`` are mixtures: ``active_experts`` of width
     ``expert_hidden`` see each token, and ``shared_experts`` see all. ``attention`` is the number of weights of one
-    layer's projections where they are not the four of grouped queries (latent attention).
+    layer's projections if they are not the four of grouped queries (latent attention).
     """
 
     name: str

@@ -32,7 +32,7 @@ class Corpus:
         source: where it was read from, for people.
         files: number of files read.
         digest: SHA-256 of the text and its tokenizer, first 16 hex digits; tells whether they are the same.
-        remark: what was read of `--data` and what was left out, in one line; empty where all of it was read.
+        remark: what was read of `--data` and what was left out, in one line; empty if all of it was read.
         unit: what a token is called.
     """
 

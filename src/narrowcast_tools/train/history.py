@@ -37,7 +37,7 @@ class RunResult:
         pace: of this process; its speed is 0 if unknown.
         seconds: wall time of this process, everything included.
         seed: of the run.
-        variant: layers whose recipe is another one, for people; empty where all have the run's.
+        variant: layers whose recipe is another one, for people; empty if all have the run's.
         mode: eager, compiled or graphs.
     """
 

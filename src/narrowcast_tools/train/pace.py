@@ -14,7 +14,7 @@ class Pace:
     Args:
         tokens_per_second: without evaluation and first step; 0 before anything was timed.
         mfu: model FLOPs utilization: the operations of the model's shape, as a share of the GPU's peak in
-            dense bfloat16 whatever the recipe, so that recipes compare; None where that peak is not known.
+            dense bfloat16 whatever the recipe, so that recipes compare; None if that peak is not known.
         memory: most bytes in use by this process so far: allocated on a GPU, resident on a CPU; 0 if unknown.
     """
 

@@ -32,8 +32,8 @@ class Ranks:
         mode: a name of `MODES`; empty for one process.
         rank: this process.
         count: how many there are.
-        data: mesh of the ranks that split every batch, and the parameters between them; None where none do.
-        tensor: mesh of the ranks that split every block, and run the same rows; None where none do.
+        data: mesh of the ranks that split every batch, and the parameters between them; None if none do.
+        tensor: mesh of the ranks that split every block, and run the same rows; None if none do.
     """
 
     mode: str = ""
@@ -103,7 +103,7 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
     """Check that the processes of this command are those that `--parallel` needs.
 
     Args:
-        mode: what `--parallel` says; None where it is not given.
+        mode: what `--parallel` says; None if it is not given.
         tp_size: what `--tp-size` says.
         command: as it was typed, for the message.
 

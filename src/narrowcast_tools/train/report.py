@@ -30,7 +30,7 @@ class Row:
         spread: lowest and highest last held-out loss.
         losses: per step of `held_out` lowest and highest.
         gaps: per step the gap in percent, its lowest and its highest. Of the baseline: its seeds around their mean.
-        in_baseline: whether the loss is none that lies above all of the baseline's; False where that is one run.
+        in_baseline: whether the loss is none that lies above all of the baseline's; False if that is one run.
     """
 
     recipe: str

@@ -290,7 +290,7 @@ class BasicLinear(LinearLayer, BasicOperation):
     def gradients(
         self, ctx: OperationContext, grad_output: TensorOrQuantized, bias_dtype: torch.dtype | None = None
     ) -> Gradients:
-        """Return gradient of the input, of the weight, and of a bias, each None where it is not needed, or goes
+        """Return gradient of the input, of the weight, and of a bias, each None if it is not needed, or goes
         elsewhere.
 
         Args:

@@ -60,7 +60,7 @@ def functional_forward(
         out: written to and returned.
         beta: factor of what is in it (default 1), with ``accumulate_into_out``.
         tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as for :class:`BasicLinear`. With prototypes the
-            group may be the number of processes, where there is no group.
+            group may be the number of processes, if there is no group.
         with_quantized_compute: quantize the operands that are not, with ``input_quantizer`` and ``weight_quantizer``.
         backward_override: None, "high_precision" or "dequantized", as of a recipe.
         output_quantizer: quantizes y.

@@ -162,7 +162,7 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
 
 
 def _recipe_reason(recipe: Recipe | None) -> str | None:
-    """Return why a recipe does not get the fused operation; None where it does."""
+    """Return why a recipe does not get the fused operation; None if it does."""
     if isinstance(recipe, NVFP4BlockScaling):
         if recipe.disable_rht:
             return "NVFP4BlockScaling has disable_rht=True"

@@ -73,7 +73,7 @@ def follows(ops: Sequence[FusibleOperation], start: int, *kinds: type | tuple[ty
 
 
 def kept_in_high_precision(linear: Any, recipe: Any) -> NearMiss | None:
-    """Return why a linear layer does not quantize the gradient of its output as it comes; None where it does."""
+    """Return why a linear layer does not quantize the gradient of its output as it comes; None if it does."""
     if linear.parallel.gathers_grad_output:
         return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
     if recipe is None:
