@@ -169,3 +169,18 @@ def test_overwriting_is_for_all_main_grads_or_none():
     weights[0].main_grad = torch.zeros(16, 32)
     with pytest.raises(ValueError, match=r"is torch.float32 \(16, 32\); assign .* \(32, 16\)"):
         layer._wgrad("weight", None)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_either_form_loads_the_other(single):
+    layers = [
+        nc.GroupedLinear(3, 16, 32, single_grouped_weight=one, single_grouped_bias=one, device="cpu")
+        for one in (single, not single)
+    ]
+    with torch.no_grad():
+        for parameter in layers[0].parameters():
+            parameter.normal_()
+    layers[1].load_state_dict(layers[0].state_dict())
+    for kind, shape in (("weight", (3, 32, 16)), ("bias", (3, 32))):
+        ours, theirs = (torch.stack(list(layer._parts_of(kind))).view(shape) for layer in layers)
+        assert torch.equal(ours, theirs)

@@ -122,3 +122,15 @@ def test_delayed_scales_are_those_of_the_forward(name: str) -> None:
     eager = walked(layer, None)
     compiled = walked(twin, torch.compile(twin, fullgraph=True, backend="aot_eager"))
     assert all(map(torch.equal, eager, compiled)) and len(eager) == len(compiled)
+
+
+def test_what_is_no_function_of_a_tracker_is_refused() -> None:
+    with pytest.raises(TypeError, match="get_rng_state_tracker"):
+        nc.Linear(16, 16, device="cpu", get_rng_state_tracker="mine")
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+def test_a_norm_s_parameters_are_marked_where_sequences_are_parallel_or_not(given: bool | None) -> None:
+    norm = nc.nn.LayerNorm(16, device="cpu", sequence_parallel=given)
+    for parameter in norm.parameters():
+        assert getattr(parameter, "sequence_parallel", None) is given

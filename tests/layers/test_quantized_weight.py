@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantizers.catalog import ONE_OF_EACH
+from quantizers.catalog import ONE_OF_EACH, VARIANTS, buffers, quantize
 
 import narrowcast as nc
-from narrowcast.nn import quantize_weight
+from narrowcast.nn import quantize_weight, scatter_workspace
 
 W = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
 each = pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -123,3 +123,20 @@ def test_errors() -> None:
         quantize_weight(quantizer=quantizer)
     with pytest.raises(ValueError, match="and quantizer is None"):
         quantize_weight(tensor=W)
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_a_rank_keeps_its_part_of_what_divides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    workspace = quantize(VARIANTS[name].replace(internal=True), torch.randn(64, 96))
+    before = {name: buffer.clone() for name, buffer in buffers(workspace).items()}
+    scatter_workspace(workspace, None)
+    for attribute, whole in before.items():
+        part = getattr(workspace, attribute)
+        if whole.numel() % 4:
+            assert torch.equal(part, whole)
+        else:
+            assert torch.equal(part, whole.flatten().chunk(4)[1])
+            assert part.untyped_storage().nbytes() == part.nbytes
+    assert tuple(workspace.size()) == (64, 96)

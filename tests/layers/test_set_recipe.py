@@ -227,3 +227,20 @@ def test_no_recipe(recipe: Any) -> None:
         nc.set_recipe(Model(), recipe)
     with pytest.raises((TypeError, ValueError), match="recipe"):
         nc.Linear(4, 4, device="cpu", recipe=recipe)
+
+
+def test_a_model_s_forward_renews_the_layers_that_rest() -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nc.Linear(32, 32, device="cpu") for _ in range(2))
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            return self.first(x) + self.second(x) if both else self.first(x)
+
+    model = nc.set_recipe(Choosing(), nc.recipe.DelayedScaling(amax_history_len=4))
+    model(torch.ones(4, 32), True).sum().backward()
+    collected = model.second.amax_fwd.clone()
+    assert collected[0] == 1.0
+    model(torch.ones(4, 32), False).sum().backward()
+    assert not model.second.amax_fwd.any() and torch.equal(model.second.amax_history_fwd[-1], collected)
