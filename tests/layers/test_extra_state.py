@@ -122,9 +122,20 @@ def test_other_modules_have_no_extra_state() -> None:
     assert all(given[key].numel() == 0 for key in given if "_extra" in key)
 
 
+class Storage:
+    """Pickles as the storage of a tensor does, which is a file within the file."""
+
+    def __init__(self, file: bytes) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return torch.storage._load_from_bytes, (self.file,)
+
+
 UNREADABLE = {
     "code in a pickle": as_tensor(pickle.dumps(Bomb())),
     "code in a file": as_tensor(saved({"scale_fwd": Bomb()})),
+    "code in a tensor of a pickle": as_tensor(pickle.dumps({"scale_fwd": Storage(saved({"": Bomb()}))})),
     "damaged": as_tensor(b"PK" + bytes(100)),
     "something else": "text",
 }

@@ -111,6 +111,10 @@ def test_parameters_of_all_groups_are_one_allocation(single):
     for kind, size in (("weight", 512), ("bias", 32)):
         parts = layer._parts_of(kind)
         assert len(parts) == (1 if single else 3)
+        assert [name for name, _ in layer.named_parameters() if name.startswith(kind)] == (
+            [kind] if single else [f"{kind}{group}" for group in range(3)]
+        )
+        assert (getattr(layer, f"{kind}0") is None) is single
         steps = [part.data_ptr() - parts[0].data_ptr() for part in parts]
         assert steps == [4 * size * group for group in range(len(parts))]
     layer.to_empty(device="cpu")

@@ -134,3 +134,13 @@ def test_a_norm_s_parameters_are_marked_where_sequences_are_parallel_or_not(give
     norm = nc.nn.LayerNorm(16, device="cpu", sequence_parallel=given)
     for parameter in norm.parameters():
         assert getattr(parameter, "sequence_parallel", None) is given
+
+
+def test_a_group_of_another_size_is_refused() -> None:
+    layer = nc.Linear(16, 16, device="cpu", parallel_mode="column", tp_size=2)
+    for group in (None, "nobody's"):
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            layer.set_tensor_parallel_group(group)
+    with pytest.raises(ValueError, match="tp_size=2; give that many"):
+        layer.set_tensor_parallel_group(None)
+    nc.Linear(16, 16, device="cpu").set_tensor_parallel_group(None)  # which is not split

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
+from narrowcast.layers.replicas import PENDING
 
 WORLD, SECONDS = 2, 200
 RECIPE = nc.recipe.DelayedScaling(amax_history_len=3)
@@ -143,3 +144,11 @@ def test_every_rank_holds_the_codes_of_the_first(ranks: list[dict[Any, Any]], ca
 
 def test_ranks_that_store_weights_differently_are_told(ranks: list[dict[Any, Any]]) -> None:
     assert all("in different formats or directions: weight; build" in one["differently"] for one in ranks)
+
+
+def test_a_module_that_is_called_module_makes_no_replica() -> None:
+    before = len(PENDING)
+    parent = nn.Module()
+    parent.module = nc.Linear(16, 16, device="cpu", recipe=nc.recipe.DelayedScaling())
+    assert len(PENDING) == before
+    parent.module(torch.ones(2, 16)).sum().backward()
