@@ -57,7 +57,12 @@ ELSEWHERE = {
     "tensors": ("quantizers/test_hybrid.py", "quantizers/test_described.py", "distributed/test_shard.py"),
     "autograd": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_layernorm*.py"),
     "state": ("layers/test_calibrate.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
-    "layers": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_pa*.py"),
+    "layers": (
+        "state/test_delayed_scaling.py",
+        "nn/test_linear*.py",
+        "nn/test_grouped_linear.py",
+        "nn/test_pa*.py",
+    ),
 }
 # Of the tests of a room of which few files are silent, these alone.
 ONLY = {"functional": ("kept_weights", "replay", "routes")}

@@ -144,3 +144,40 @@ def test_a_group_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="tp_size=2; give that many"):
         layer.set_tensor_parallel_group(None)
     nc.Linear(16, 16, device="cpu").set_tensor_parallel_group(None)  # which is not split
+
+
+def test_a_parameter_that_is_replaced_has_no_kept_weight() -> None:
+    layer, x = nc.Linear(32, 32, bias=False, device="cpu", recipe=Float8CurrentScaling()), torch.randn(4, 32)
+    layer(x, is_first_microbatch=True).sum().backward()
+    layer.weight = nn.Parameter(torch.randn(32, 32))
+    other = nc.Linear(32, 32, bias=False, device="cpu", recipe=Float8CurrentScaling())
+    other.weight = nn.Parameter(layer.weight.detach().clone())
+    assert layer._fp8_workspaces["weight"] is None
+    assert torch.equal(layer(x, is_first_microbatch=False), other(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_kept_weights_are_refreshed_in_their_buffers(training: bool) -> None:
+    layer, x = nc.Linear(32, 32, bias=False, device="cpu", recipe=DelayedScaling()), torch.randn(4, 32)
+    layer(x, is_first_microbatch=True).sum().backward()
+    layer.train(training)
+    kept = layer._fp8_workspaces["weight"][1]
+    before = [buffer.data_ptr() for buffer in kept.rowwise]
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    (refreshed,) = layer.refresh_kept_weights()
+    codes, scale_inv = refreshed.rowwise
+    assert [buffer.data_ptr() for buffer in refreshed.rowwise] == before
+    values = codes.view(torch.float8_e4m3fn).float() * scale_inv
+    torch.testing.assert_close(values, layer.weight.detach(), rtol=0.0625, atol=1e-4)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_the_split_dim_of_a_group_s_weight_is_not_the_groups(single: bool) -> None:
+    for mode, dim in (("column", 0), ("row", 1)):
+        layer = nc.GroupedLinear(
+            2, 16, 16, bias=False, device="cpu", parallel_mode=mode, tp_size=2, single_grouped_weight=single
+        )
+        assert {weight.partition_dim for weight in layer._parts_of("weight")} == {dim + single}
+    assert not hasattr(nc.GroupedLinear(2, 16, 16, device="cpu").weight0, "partition_dim")
+    assert not hasattr(nc.Linear(16, 16, device="cpu").weight, "partition_dim")
