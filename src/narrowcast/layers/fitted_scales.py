@@ -19,6 +19,8 @@ from ..state import DelayedSlots, asks_callables, fp8_max
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.fsdp import is_distributed
 
+_ROUNDED = 2**-7
+
 
 class DelayedWeights(Protocol):
     """A layer with weights under delayed scaling."""
@@ -47,7 +49,9 @@ def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots
     """Let first scales follow weights that were written since, unless steps have told others."""
     if slots.recipe.initial_scale == "range" and not slots.scale.is_meta:
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        slots.scale.copy_(torch.where(slots.amax_history.any(), slots.scale, fitted))
+        # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
+        is_alike = (fitted / slots.scale - 1).abs() < _ROUNDED
+        slots.scale.copy_(torch.where(is_alike | slots.amax_history.any(), slots.scale, fitted))
 
 
 def fitted_to_weights(
