@@ -56,7 +56,7 @@ def write_account(
     accounts: Sequence[Account], ceilings: Ceilings, path: Path, machine: dict[str, str]
 ) -> None:
     """Write a row per contender and group, each with the ceilings and the machine."""
-    rates = {f"{name}_per_second": f"{rate:.4g}" for name, rate in ceilings._asdict().items()}
+    rates = {f"{name}_per_second": f"{rate:.4g}" for name, rate in zip(Ceilings.__annotations__, ceilings)}
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*COLUMNS, *rates, *machine])
