@@ -396,8 +396,8 @@ def _gradients_in_high_precision(
             dgrad = parallel.start_grad_input(dgrad)
     grad_bias = None
     if args.needs_bias:
-        sums = dy.sum(dim=0, dtype=torch.float32) if grouped is None else grouped.column_sum(dy)
-        grad_bias = sums.to(args.bias_dtype)
+        grad_bias = dy.sum(dim=0, dtype=torch.float32) if grouped is None else grouped.column_sum(dy)
+        grad_bias = grad_bias.to(args.bias_dtype)
     if plan.needs_weight:
         if grouped is not None:
             x, groups = grouped.decoded(args, inp, dy.shape[0]), grouped.of_wgrad(dy, dy.shape[0])
