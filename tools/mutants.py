@@ -62,6 +62,7 @@ ELSEWHERE = {
         "nn/test_linear*.py",
         "nn/test_grouped_linear.py",
         "nn/test_pa*.py",
+        "nn/test_torch_func.py",
     ),
 }
 # Of the tests of a room of which few files are silent, these alone.

@@ -181,3 +181,11 @@ def test_the_split_dim_of_a_group_s_weight_is_not_the_groups(single: bool) -> No
         assert {weight.partition_dim for weight in layer._parts_of("weight")} == {dim + single}
     assert not hasattr(nc.GroupedLinear(2, 16, 16, device="cpu").weight0, "partition_dim")
     assert not hasattr(nc.Linear(16, 16, device="cpu").weight, "partition_dim")
+
+
+def test_later_microbatches_read_the_kept_weight() -> None:
+    layer, x = nc.Linear(32, 32, bias=False, device="cpu", recipe=Float8CurrentScaling()), torch.randn(4, 32)
+    assert layer(x, is_first_microbatch=True).any()
+    layer._fp8_workspaces["weight"][1].rowwise[0].zero_()
+    assert not layer(x, is_first_microbatch=False).any()
+    assert layer(x, is_first_microbatch=True).any()
