@@ -11,6 +11,7 @@ from modules import LAYERS, run_layer
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.layers import tensor_parallel
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPES: dict[str, Any] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
@@ -189,3 +190,23 @@ def test_later_microbatches_read_the_kept_weight() -> None:
     layer._fp8_workspaces["weight"][1].rowwise[0].zero_()
     assert not layer(x, is_first_microbatch=False).any()
     assert layer(x, is_first_microbatch=True).any()
+
+
+def test_a_layer_that_is_split_needs_its_group_and_another_none() -> None:
+    x = torch.randn(4, 16)
+    assert nc.Linear(16, 16, device="cpu")(x).shape == (4, 16)
+    split = nc.Linear(16, 16, device="cpu", parallel_mode="column", tp_size=2)
+    with pytest.raises(RuntimeError, match="tp_size=2 and no tp_group; call set_tensor_parallel_group"):
+        split(x)
+
+
+@pytest.mark.parametrize("given, size", [(1, 4), (4, 4), (2, None), (3, None)])
+def test_the_size_is_the_group_s(given: int, size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "group_size", lambda group: 4)
+    monkeypatch.setattr(tensor_parallel, "group_name", lambda group: group)
+    if size is None:
+        with pytest.raises(ValueError, match=f"tp_size={given}|tp_size is {given}"):
+            tensor_parallel.checked_size("a group", given)
+    else:
+        assert tensor_parallel.checked_size("a group", given) == size
+    assert tensor_parallel.checked_size(None, given) == given
