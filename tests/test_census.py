@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import narrowcast as nc
+from narrowcast.functional import replay
+
 CENSUS = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "census.py"))
 
 
@@ -22,11 +25,16 @@ def test_operators_quantize_in_few_ways():
     assert "_producers.encode" in ways and len(ways) <= 6
 
 
+@pytest.mark.parametrize("recipe", [nc.recipe.Float8CurrentScaling, nc.recipe.DelayedScaling])
+def test_a_list_of_operations_takes_few_more_calls_than_a_module(recipe, monkeypatch):
+    monkeypatch.setattr(replay, "ON_CPU", True)
+    module, operations = (CENSUS["mlp_calls"](kind, recipe()) for kind in ("nn", "ops"))
+    assert operations <= 1.15 * module
+
+
 def test_counts_the_calls_of_a_step():
     def step():
-        import narrowcast
-
-        return narrowcast.formats.cdiv(3, 2)
+        return nc.formats.cdiv(3, 2)
 
     assert CENSUS["calls"](step) == 1
 

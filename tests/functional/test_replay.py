@@ -105,27 +105,6 @@ def test_steps_are_equal(
     assert known() == ["recording"] * (3 if recipe == "delayed" else 2)
 
 
-def operations(**options: Any) -> nn.Module:
-    recipe, ops = options.pop("recipe"), nc.ops
-    first, second = ops.Linear(64, 96, **options), ops.Linear(48, 64, bias=False, **options)
-    return nc.set_recipe(ops.Sequential(ops.LayerNorm(64, **options), first, ops.SwiGLU(), second), recipe)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("lead", [(32,), (4, 8)])
-@pytest.mark.parametrize("recipe", [name for name in QUANTIZED if name != "custom"])
-def test_linear_layers_in_a_list_read_what_others_quantized(
-    recipe: str, lead: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as off:
-        off.setattr(replay, "ENABLED", False)
-        expected = train(built(operations, QUANTIZED[recipe], device), device, lead)
-    assert_equal(train(built(operations, QUANTIZED[recipe], device), device, lead), expected)
-    of_linear = [key[0].__name__ for key in replay._known if key[0].__name__.startswith("linear_")]
-    assert sorted(of_linear) == ["linear_backward"] * 2 + ["linear_forward"] * 2
-    assert set(known()) == {"recording"}
-
-
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_graph_that_is_kept_runs_twice(kind: str, recipe: str, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd.test_program import Alive
 from modules import assert_same
 from ops_checks import check, check_compiled, make_inputs, step, unfused
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
@@ -116,6 +117,25 @@ def test_the_bits_and_the_memory_of_layernorm_mlp(name: str) -> None:
         for one, other in zip(found.values(), expected.values(), strict=True):
             assert torch.equal(one, other)
     assert saved(ours, x, QUANTIZED[name]) == saved(theirs, x, QUANTIZED[name])
+
+
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_the_gradient_of_a_linear_layer_with_bias_is_freed_as_it_is_read(name: str) -> None:
+    """As the weight gradient's GEMM begins, the codes that the input's has read are gone, as in ``nc.Linear``."""
+    x = torch.randn(256, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for kind in (nc.Linear, ops.Linear):
+        layer = kind(256, 256, device=DEVICE, dtype=torch.bfloat16)
+        module = nc.set_recipe(
+            nn.Sequential(layer) if kind is nc.Linear else ops.Sequential(layer), QUANTIZED[name]
+        )
+        out = module(x)
+        grad = torch.ones_like(out)
+        with Alive(grad) as alive:
+            out.backward(grad)
+        found.append([made for name, made in alive.marks if name.startswith("gemm")][-1])
+    ours, theirs = found[::-1]
+    assert ours <= theirs + 2 * 256 * 4  # sums for the bias
 
 
 @pytest.mark.parametrize("name", kinds(RECIPES))

@@ -234,7 +234,6 @@ def test_the_lists_reach_the_fused_operations() -> None:
         "ForwardLinearBiasActivation",
         "ForwardLinearScaleAdd",
         "BackwardLinearAdd",
-        "BackwardLinearBias",
         "BackwardLinearScale",
         "BackwardActivationBias",
         "BackwardAddRMSNorm",

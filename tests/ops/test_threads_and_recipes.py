@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import DEVICE, QUANTIZED
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
@@ -144,3 +145,56 @@ def test_state_is_there_once_it_is_needed() -> None:
     assert (
         "1.basic_ops.0.scale_fwd" in state and len(state) == 12
     )  # of the two linear operations, nobody else
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that read or renew scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (
+            torch.ops.narrowcast.read_scales.default,
+            torch.ops.narrowcast.renewed_scales.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def one_in_evaluation(block: ops.Sequential) -> None:
+    block[3].eval()
+
+
+def one_twice(block: ops.Sequential) -> None:
+    block[3] = block[1]
+
+
+@pytest.mark.parametrize(
+    "change, count",
+    [(lambda block: None, 1), (one_in_evaluation, 2), (one_twice, 2)],
+    ids=["alike", "evaluated", "twice"],
+)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_scales_of_a_list_are_read_at_once_where_they_are_renewed_alike(
+    recomputes: bool, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(stages: Any) -> None:
+        for layer, plan, scales in stages:
+            layer._scales_of(("",), (plan,), (), [scales])
+
+    def run() -> tuple[list[torch.Tensor], int]:
+        block = nc.set_recipe(make_list(), nc.recipe.DelayedScaling(amax_history_len=2))
+        change(block)
+        results = gradients(
+            block, (lambda x: checkpoint(block, x, use_reentrant=False)) if recomputes else None, 4
+        )
+        with Reads() as reads:
+            block(make_input())
+        return results + [buffer.clone() for buffer in block.buffers()], reads.count
+
+    found, reads = run()
+    monkeypatch.setattr("narrowcast.ops.fuser.read_together", apart)
+    expected, each = run()
+    assert reads == count and each == 2
+    assert same(found, expected)

@@ -262,7 +262,9 @@ def linear_backward(
         if args.parallel.gathers_input:
             lead = torch.Size((-1, *lead[1:]))
     if isinstance(grad_output, QuantizedTensorStorage):  # its producer has summed it for the bias, too
-        gradients = quantized_gradients(args, buffers_of(grad_output), None, inp, weight, rows)
+        quantized = buffers_of(grad_output)
+        del grad_output
+        gradients = quantized_gradients(args, quantized, None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
         dy = grad_output.reshape(rows, grad_output.shape[-1])
         gradients = _gradients_in_high_precision(args, dy, inp, weight, grouped)

@@ -59,7 +59,7 @@ from .quantize import (
     quantize_rounded,
 )
 from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
-from .replay import replay_of
+from .replay import Metadata, replay_of
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .routes import taking_apart
 from .scaled_activation import scaled_act, scaled_act_backward
@@ -71,6 +71,7 @@ __all__ = [
     "BufferTable",
     "GemmCall",
     "GemmOperand",
+    "Metadata",
     "NativeOperand",
     "QuantizerValue",
     "WeightsNote",

@@ -37,6 +37,11 @@ ON_CPU = False
 LIMIT = 4096
 """So many keys are known at a time; then all are forgotten, for shapes that never come back."""
 
+
+class Metadata:
+    """A stage's result besides tensors. Its key determines it, and it holds none: the recording returns it again."""
+
+
 _SEEN: Any = object()
 # What is known of a key: _SEEN, its recording, or the stage itself where there cannot be one.
 _known: dict[tuple[Any, ...], Any] = {}
@@ -51,7 +56,16 @@ _ALLOCATIONS = (
 )
 _OF_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # What a line may hold as it is, beside tensors, None, bools, ints, and sequences of these.
-_CONSTANTS = (str, float, torch.dtype, torch.device, torch.layout, torch.memory_format, QuantizerValue)
+_CONSTANTS = (
+    str,
+    float,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    QuantizerValue,
+    Metadata,
+)
 
 
 def replay_of(
@@ -64,7 +78,8 @@ def replay_of(
     """Return what to call with the stage's arguments: its recording, a recorder, or ``stage`` itself.
 
     Args:
-        stage: returns tensors, in lists, tuples and named tuples. A list among its arguments it may empty.
+        stage: returns tensors, in lists, tuples and named tuples, and :class:`Metadata`. A list among its arguments it
+            may empty.
         tensors: what it reads or writes to, the first not None.
         records: their ``depends()`` are hashable values and more tensors that it depends on, or None if these do not
             say it all.

@@ -1,7 +1,7 @@
 """Base classes that modules and operations share: a recipe, its state, parameters and their gradients."""
 
 from .calibrate import calibrate_delayed_scaling
-from .delayed import DelayedLayer
+from .delayed import DelayedLayer, read_together
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
@@ -29,6 +29,7 @@ __all__ = [
     "parameter_device",
     "quantize_parameter",
     "quantize_weight",
+    "read_together",
     "reduce_delayed_scaling",
     "scatter_workspace",
     "set_recipe",

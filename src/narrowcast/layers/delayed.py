@@ -15,6 +15,7 @@ things follow:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -273,12 +274,28 @@ class DelayedLayer(RecipeOwner):
         """Return the state for one forward of a stage; nothing for a plan that scales nothing with delay."""
         return self._scales_of((prefix,), (plan,))[0]
 
-    def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
-        """Return :meth:`_scales` of consecutive stages, renewed and read at once."""
-        scales = [DelayedScales() for _ in plans]
+    def _scales_of(
+        self,
+        prefixes: tuple[str, ...],
+        plans: tuple[LinearPlan, ...],
+        layers: tuple[DelayedLayer, ...] = (),
+        scales: list[DelayedScales] | None = None,
+    ) -> list[DelayedScales]:
+        """Return :meth:`_scales` of consecutive stages, renewed and read at once.
+
+        Args:
+            layers: the owner of each stage, in eager code, renewed like this one; none: this one.
+            scales: to fill in, and returned.
+        """
+        scales = scales or [DelayedScales() for _ in plans]
         if not [plan for plan in plans if plan.forward_state or plan.backward_state]:
             return scales
-        compiling, recorded = self._keep_states(prefixes, plans), torch.is_grad_enabled()
+        compiling, recorded = False, torch.is_grad_enabled()
+        if layers:
+            for layer, prefix, plan in zip(layers, prefixes, plans):
+                layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+        else:
+            compiling, layers = self._keep_states(prefixes, plans), (self,) * len(plans)
         # a graph without gradients may be the first run of a reentrant checkpoint: what does not count is put back
         collects = self.training and (recorded or compiling)
         # without gradients, too: so runs the first forward of a reentrant checkpoint; renewing early changes no scale
@@ -294,13 +311,13 @@ class DelayedLayer(RecipeOwner):
             if renews and not compiling:
                 renews = not RUNNING.runs(root)
         states: list[_States] = []
-        for prefix, plan, own in zip(prefixes, plans, scales):
+        for layer, prefix, plan, own in zip(layers, prefixes, plans, scales):
             fwd = bwd = None
             if plan.forward_state is not None:
-                fwd = self._slots(prefix, "fwd", "forward", plan.forward_state)
+                fwd = layer._slots(prefix, "fwd", "forward", plan.forward_state)
                 own.scale_fwd, own.amax_fwd = fwd.scale, fwd.amax if collects else None
             if plan.backward_state is not None:
-                bwd = self._slots(prefix, "bwd", "backward", plan.backward_state)
+                bwd = layer._slots(prefix, "bwd", "backward", plan.backward_state)
                 own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
             states.append((fwd, bwd))
         if compiling:
@@ -513,6 +530,24 @@ def _wrong_value(name: str, saved: Tensor) -> float | None:
 
 _States = tuple[DelayedSlots | None, DelayedSlots | None]
 """Of a stage: forward and backward."""
+
+
+def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales]]) -> None:
+    """Fill in the state for one forward, in eager code, of layers of one stage each: at once if renewed alike.
+
+    Not in evaluation, nor as long as first scales may have to be fitted, which is up to each layer.
+    """
+    layers, plans = tuple([stage[0] for stage in stages]), tuple([stage[1] for stage in stages])
+    first, together = layers[0], len(set(layers)) == len(layers)
+    for layer in layers:
+        together &= layer.training and not layer._starts and layer._root == first._root
+        together &= layer._renewed_by_root is first._renewed_by_root
+        layer._put_back()
+    if together:
+        first._scales_of(("",) * len(layers), plans, layers, [stage[2] for stage in stages])
+    else:
+        for layer, plan, scales in stages:
+            layer._scales_of(("",), (plan,), (), [scales])
 
 
 def _copies(states: list[_States], renews: bool | None) -> list[Tensor]:

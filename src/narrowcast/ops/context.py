@@ -59,22 +59,17 @@ class OperationContext:
 
 
 class RestoredContext:
-    """One backward's view of a stored context: its attributes, and its saved tensors for as long as this call runs.
-
-    The stored context is left as it is, so that a second backward over the same graph finds it untouched.
-    """
+    """One backward's view of a stored context, which stays as it is, with the tensors and state of the call."""
 
     def __init__(
         self,
         stored: OperationContext,
         saved: tuple[TensorOrQuantized | None, ...],
-        prev_op_grad_output_quantizer: ScaledOperand | None,
+        wanted: ScaledOperand | None,
         scales: DelayedScales | None,
     ) -> None:
-        self._stored = stored
-        self.saved_tensors = saved
-        self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
-        self.scales = scales
+        self._stored, self.saved_tensors = stored, saved
+        self.prev_op_grad_output_quantizer, self.scales = wanted, scales
 
     def take(self) -> tuple[TensorOrQuantized | None, ...]:
         saved, self.saved_tensors = self.saved_tensors, ()

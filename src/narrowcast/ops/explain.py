@@ -10,8 +10,9 @@ from typing import Any
 
 from ..recipe import Recipe
 from ..state import checked_recipe, get_autocast_state, set_autocast_state
+from .boundary import Fused
 from .fused.pattern import Fusion, NearMiss
-from .fuser import Fused, OperationFuser
+from .fuser import OperationFuser
 from .registry import REGISTRY
 
 

@@ -21,12 +21,14 @@ A class defines one form; what a subclass defines last is what runs.
 What operations hand each other is a tensor, or a ``QuantizedTensorStorage`` where the receiver says by
 :meth:`FusibleOperation.get_input_quantizer` (forward) or :meth:`FusibleOperation.get_grad_output_quantizer` (backward)
 how it wants one and the giver can make it; such a receiver accepts both. Both have their leading dims in ``shape``; the
-buffers of a storage are those of the (M, K) matrix of rows (:class:`~.handover.ScaledOperand`).
+buffers of a storage are those of the (M, K) matrix of rows (:class:`~.handover.ScaledOperand`). A storage belongs to
+its receiver, who may empty it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -83,9 +85,20 @@ class FusibleOperation:
     _prepares_forward: ClassVar[bool] = False
     """Whether a class defines :meth:`pre_fuser_forward`."""
 
-    def __init_subclass__(cls, framework_base: bool = False, **kwargs: Any) -> None:
+    _values: ClassVar[Callable[[Any], Any] | None] = None
+    """Reads off an operation all that its methods follow from besides their arguments, with its class; else None."""
+
+    def __init_subclass__(
+        cls, framework_base: bool = False, values: tuple[str, ...] | None = None, **kwargs: Any
+    ) -> None:
+        """
+        Args:
+            values: hashable attributes. With its parameters and arguments they determine all that an operation does,
+                so that lists of such operations are replayed. A class states them for itself, not for its subclasses.
+        """
         super().__init_subclass__(**kwargs)
         cls._framework_base = framework_base
+        cls._values = None if values is None else attrgetter("__class__", *values)
         if framework_base:
             return
         check_one_form(cls)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._tracing import can_remember
+from .._tracing import can_overwrite, can_remember
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
 from ..functional.quantize import overwrite
@@ -59,6 +59,14 @@ class BufferHolder:
     def get_data_tensors(self) -> tuple[Tensor | None, ...]:
         """Return all buffers in flatten order, absent ones as None."""
         return tuple([getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS])
+
+    def depends(self: Any) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+        """Return all but its quantizer as values and as buffers, each once, for directions may share a scale."""
+        buffers = self.get_data_tensors()
+        unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        places = [*unique]
+        which = [None if buffer is None else places.index(id(buffer)) for buffer in buffers]
+        return (type(self), self._dtype, self.shape, *which), [*unique.values()]
 
     def rowwise_operand(self) -> list[Tensor]:
         """Return buffers of the row-wise GEMM operand.
@@ -319,6 +327,13 @@ class QuantizedTensorStorage(BufferHolder):
         )
         for attribute in attributes:
             setattr(view, attribute, getattr(self, attribute))
+        return view
+
+    def take(self) -> QuantizedTensorStorage:
+        """Return bare storage with the buffers, which this one loses; traced code keeps them, too."""
+        view = self._view_of(tuple([attribute for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]))
+        if can_overwrite():
+            self.clear()
         return view
 
     # -- to and from high precision -------------------------------------------------------------------------------

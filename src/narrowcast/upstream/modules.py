@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -51,9 +52,12 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def own_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[int, Any]]:
-    """Return the module's tables of its own parameters, of its children, and of hooks before its forward."""
-    return module._parameters, module._modules, module._forward_pre_hooks
+def own_tables(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any], dict[int, Any]]]:
+    """Return each module's tables of its own parameters, of its children, and of hooks before its forward."""
+    tables = []
+    for module in modules:
+        tables.append((module._parameters, module._modules, module._forward_pre_hooks))
+    return tables
 
 
 def drop_buffer(module: nn.Module, name: str) -> None:

@@ -8,7 +8,7 @@ from ops_checks import make_inputs
 from recipes import DEVICE, RECIPES
 
 from narrowcast import ops
-from narrowcast.ops.fused.backward_linear_add import BACKWARD_LINEAR_ADD as FUSION
+from narrowcast.ops.fused.backward_linear import BACKWARD_LINEAR_ADD as FUSION
 from narrowcast.ops.fused.pattern import Match, NearMiss
 
 from .linear_lists import LEAD, K, N, check_fused, chosen, compare

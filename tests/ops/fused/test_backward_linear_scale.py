@@ -11,7 +11,7 @@ from recipes import DEVICE, RECIPES
 
 import narrowcast as nc
 from narrowcast import ops
-from narrowcast.ops.fused.backward_linear_scale import BACKWARD_LINEAR_SCALE as FUSION
+from narrowcast.ops.fused.backward_linear import BACKWARD_LINEAR_SCALE as FUSION
 from narrowcast.ops.fused.pattern import Match, NearMiss
 from narrowcast.recipe import Float8CurrentScaling
 from narrowcast.testing import assert_close

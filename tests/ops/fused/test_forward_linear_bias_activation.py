@@ -9,7 +9,7 @@ from recipes import DEVICE, RECIPES
 
 import narrowcast as nc
 from narrowcast import ops
-from narrowcast.ops.fused.forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION as FUSION
+from narrowcast.ops.fused.forward_linear import FORWARD_LINEAR_BIAS_ACTIVATION as FUSION
 from narrowcast.ops.fused.pattern import Match, NearMiss
 
 from ..linear_modules import assert_as_module

@@ -8,7 +8,7 @@ from ops_checks import make_inputs, step
 from recipes import DEVICE, RECIPES
 
 from narrowcast import ops
-from narrowcast.ops.fused.forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD as FUSION
+from narrowcast.ops.fused.forward_linear import FORWARD_LINEAR_SCALE_ADD as FUSION
 from narrowcast.ops.fused.pattern import Match, NearMiss
 
 from .linear_lists import LEAD, K, N, check_fused, compare

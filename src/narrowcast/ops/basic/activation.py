@@ -24,6 +24,8 @@ from ..op import BasicOperation, TensorsToSave
 from .glu_channels import channels_from_halves, channels_to_halves
 from .inputs import plain, plain_input
 
+FOLLOWS_FROM = ("settings", "cache_quantized_input", "glu_interleave_size")
+
 _CACHE = Operand.of(Float8CurrentScalingQuantizer(DType.kFloat8E4M3), True, False)
 
 
@@ -131,61 +133,61 @@ class ActivationOperation(SavesTensors, ActivationBase):
         return channels_to_halves(values, self.glu_interleave_size)
 
 
-class GELU(ActivationOperation):
+class GELU(ActivationOperation, values=FOLLOWS_FROM):
     """The tanh approximation ``y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``."""
 
     _activation = "gelu"
 
 
-class GEGLU(ActivationOperation):
+class GEGLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = gelu(a) * b``, with :class:`GELU` applied to the first half ``a`` of the last dim, ``b`` the second."""
 
     _activation = "geglu"
 
 
-class GLU(ActivationOperation):
+class GLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = sigmoid(a) * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "glu"
 
 
-class QGELU(ActivationOperation):
+class QGELU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = x * sigmoid(1.702 * x)``."""
 
     _activation = "qgelu"
 
 
-class QGEGLU(ActivationOperation):
+class QGEGLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = qgelu(a) * b``, with :class:`QGELU` applied to the first half ``a`` of the last dim, ``b`` the second."""
 
     _activation = "qgeglu"
 
 
-class ReLU(ActivationOperation):
+class ReLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = max(x, 0)``, with the gradient 0 at 0."""
 
     _activation = "relu"
 
 
-class ReGLU(ActivationOperation):
+class ReGLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = max(a, 0) * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "reglu"
 
 
-class SReLU(ActivationOperation):
+class SReLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = max(x, 0)**2``."""
 
     _activation = "srelu"
 
 
-class SReGLU(ActivationOperation):
+class SReGLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = max(a, 0)**2 * b`` for the halves ``a``, ``b`` of the last dim."""
 
     _activation = "sreglu"
 
 
-class SiLU(ActivationOperation):
+class SiLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = x * sigmoid(x)``."""
 
     _activation = "silu"

@@ -15,7 +15,6 @@ from ..._checks import flags, positive, text
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (
-    Gradients,
     SavedOperand,
     linear_backward,
     linear_bwd_args,
@@ -39,7 +38,7 @@ from .inputs import plain
 from .linear_functional import functional_backward, functional_forward
 
 
-class BasicLinear(LinearLayer, BasicOperation):
+class BasicLinear(LinearLayer, BasicOperation, values=()):
     """y = x w^T, quantized under its recipe or the current autocast's; without one in high precision.
 
     Args:
@@ -179,21 +178,25 @@ class BasicLinear(LinearLayer, BasicOperation):
             recipe, self.name, *wanted, module_type=self._module_type, weight_elements=self.weight.numel()
         )
 
-    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
-        recipe = self._recipe_in_force()
-        plan = self._plan_of(recipe, requires_grad, input_requires_grad)
-        calibrating = THREAD.state.calibrating
-        if calibrating is None:
-            if plan.forward_state is None and plan.backward_state is None:
-                return {"plan": plan}
-            return {"plan": plan, "scales": self._scales("", plan)}
-        # in high precision, with the state that collects amax on the way
-        return {
-            "plan": plan,
-            **self._state_arguments(
-                linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
-            ),
-        }
+    def forward_arguments(
+        self, requires_grad: bool, input_requires_grad: bool, reads_scales: bool = True
+    ) -> dict[str, Any]:
+        plan = self._plan_of(self._recipe_in_force(), requires_grad, input_requires_grad)
+        calibrating, scales = THREAD.state.calibrating, None
+        if calibrating is not None:  # in high precision, with the state that collects amax on the way
+            state = linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
+            scales = self._scales("", state)
+        elif plan.forward_state is not None or plan.backward_state is not None:
+            scales = self._scales("", plan) if reads_scales else DelayedScales()
+        return {"args": self._args(plan, scales), "scales": scales}
+
+    def _args(self, plan: LinearPlan, scales: DelayedScales | None) -> LinearFwdArgs:
+        """Return what the stages read besides their operands, for an input in high precision."""
+        weight, kind = self.weight, self.weight.device.type
+        dtype = weight.dtype
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -204,13 +207,12 @@ class BasicLinear(LinearLayer, BasicOperation):
         prev_op_grad_output_quantizer: ScaledOperand | None,
         next_op_input_quantizer: ScaledOperand | None,
         requires_grad: bool,
-        plan: LinearPlan | None = None,
+        args: LinearFwdArgs | None = None,
         scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
-        arguments = (
-            {"plan": plan, "scales": scales} if plan else self.forward_arguments(requires_grad, requires_grad)
+        return self.compute(
+            input_, None, args or self.forward_arguments(requires_grad, requires_grad)["args"]
         )
-        return self.compute(input_, None, **arguments)
 
     def op_forward_save_ctx(
         self,
@@ -219,12 +221,14 @@ class BasicLinear(LinearLayer, BasicOperation):
         tensors_to_save: TensorsToSave,
         *,
         requires_grad: bool,
-        plan: LinearPlan | None = None,
+        args: LinearFwdArgs | None = None,
         scales: DelayedScales | None = None,
         **kwargs: Any,
     ) -> None:
-        plan = plan or self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
-        weight, dtype = self.weight, self.activation_dtype(input_)
+        if args is None:
+            plan = self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
+            args = self._args(plan, scales)
+        args, plan, weight = _of_input(args, input_), args.plan, self.weight
         count = 0
         while count < len(tensors_to_save) and tensors_to_save[count] is not None:
             count += 1
@@ -247,33 +251,26 @@ class BasicLinear(LinearLayer, BasicOperation):
             saved_weight = SavedOperand(rest, weight._quantizer)
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
-        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
         ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
 
     def compute(
-        self,
-        input_: TensorOrQuantized,
-        bias: Tensor | None,
-        plan: LinearPlan,
-        scales: DelayedScales | None = None,
+        self, input_: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
     ) -> tuple[Tensor, TensorsToSave]:
         """Return (x w^T + bias, tensors to save), for this operation and the fused ones it is part of.
 
         Args:
             input_: (*lead, K), plain or quantized as :meth:`get_input_quantizer` says.
             bias: added where the GEMM ends; None with ``tensor_parallel_mode="row"``, whose sums come after that.
-            plan, scales: as :meth:`forward_arguments` gives them.
+            args: as :meth:`forward_arguments` gives them.
         """
-        weight = self.weight
+        weight, plan, amax, args = self.weight, args.plan, args.scales.amax_fwd, _of_input(args, input_)
         if isinstance(input_, Tensor):
             if input_.dtype != weight.dtype and input_.dtype in HIGH_PRECISION:
-                input_ = input_.to(self.activation_dtype(input_))
+                input_ = input_.to(args.dtype)
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
-            if not plan.quantized and scales is not None and scales.amax_fwd is not None:
-                calibrate_([plain(input_)], None, scales.amax_fwd, INPUT_SLOT)
-                calibrate_([plain(weight)], None, scales.amax_fwd, WEIGHT_SLOT)
-        scales, dtype = scales or DelayedScales(), self.activation_dtype(input_)
-        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales)
+            if not plan.quantized and amax is not None:
+                calibrate_([plain(input_)], None, amax, INPUT_SLOT)
+                calibrate_([plain(weight)], None, amax, WEIGHT_SLOT)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
@@ -284,44 +281,23 @@ class BasicLinear(LinearLayer, BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: TensorOrQuantized
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        grad_input, grad_weight, _ = self.gradients(ctx, grad_output)
-        return grad_input, (grad_weight,)
-
-    def gradients(
-        self, ctx: OperationContext, grad_output: TensorOrQuantized, bias_dtype: torch.dtype | None = None
-    ) -> Gradients:
-        """Return gradient of the input, of the weight, and of a bias, each None if it is not needed, or goes
-        elsewhere.
-
-        Args:
-            grad_output: (*lead, N), plain or quantized as :meth:`get_grad_output_quantizer` says.
-            bias_dtype: of a bias after the layer whose gradient is requested; such a layer gets a plain gradient.
-        """
         args: LinearBwdArgs = ctx.backward_args
-        if bias_dtype is not None:
-            args = replace(args, needs_bias=True, bias_dtype=bias_dtype)
         saved: Any = ctx.saved_tensors
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
         scale = None if ctx.scales is None else ctx.scales.scale_bwd
-        backward = _replay_of(linear_backward, grad_output, args.plan.grad_output, [scale, *inp, *rest], args)
-        grad_weight, grad_input, grad_bias = backward(args, grad_output, inp, rest, scale)
+        # codes that were made for this layer are freed once they are read
+        grads: list[Any] = [grad_output if isinstance(grad_output, Tensor) else grad_output.take()]
+        backward = _replay_of(linear_backward, grads[0], args.plan.grad_output, [*inp, *rest, scale], args)
+        grad_weight, grad_input, _ = backward(args, grads.pop(), inp, rest, scale)
         if grad_input is not None:
             grad_input = grad_input.to(ctx.input_dtype)
-        return grad_input, grad_weight, grad_bias
+        return grad_input, (grad_weight,)
 
     def output_shape(self, input_: TensorOrQuantized) -> tuple[int, ...]:
         """Return the shape of what :meth:`compute` makes of this input."""
         size = group_size(self.parallel.group) if self.parallel.sequence_parallel else 1
         return self.parallel.output_shape(tuple(input_.shape), self.weight.shape[0], size)
-
-    def activation_dtype(self, input_: TensorOrQuantized) -> torch.dtype:
-        if isinstance(input_, QuantizedTensorStorage):
-            return input_.dtype
-        kind = input_.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            return torch.get_autocast_dtype(kind)
-        return self.weight.dtype if input_.dtype in HIGH_PRECISION else input_.dtype
 
 
 def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tensor) -> None:
@@ -331,27 +307,15 @@ def initialize(tracker: Callable[[], Any] | None, in_features: int, weight: Tens
         weight.uniform_(-bound, bound)
 
 
-def _replay_of(
-    stage: Any,
-    given: TensorOrQuantized,
-    operand: Operand,
-    others: list[Any],
-    args: LinearFwdArgs | LinearBwdArgs,
-) -> Any:
-    """Return what to call instead of a stage: as ``replay_of``, of one that reads what its neighbor may have
-    quantized.
-
-    Args:
-        given: a tensor, or what reads as ``operand`` says; of anything else the stage runs itself.
-        others: the tensors that the stage reads besides.
-    """
+def _replay_of(stage: Any, given: Any, operand: Operand, tensors: list[Any], args: Any) -> Any:
+    """Return what to call instead of a stage, in a list that is not replayed; ``given`` reads as ``operand``."""
     if isinstance(given, Tensor):
-        return replay_of(stage, [given, *others], (args,)) if args.plan.quantized else stage
-    if torch.compiler.is_compiling() or given._quantizer is not operand.quantizer:
-        return stage
-    buffers = given.get_data_tensors()
-    unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
-    places = [*unique]  # a scale of both directions is one tensor
-    which = [None if buffer is None else places.index(id(buffer)) for buffer in buffers]
-    how = type(given), given._dtype, given.shape, *which
-    return replay_of(stage, [*unique.values(), *others], (args,), *how)
+        return replay_of(stage, [given, *tensors], (args,)) if args.plan.quantized else stage
+    return replay_of(stage, tensors, (args, given)) if given._quantizer is operand.quantizer else stage
+
+
+def _of_input(args: LinearFwdArgs, input_: TensorOrQuantized) -> LinearFwdArgs:
+    """Return the arguments for this input: a quantized one says the dtype of the activations."""
+    if isinstance(input_, QuantizedTensorStorage) and input_.dtype != args.dtype:
+        return replace(args, dtype=input_.dtype)
+    return args

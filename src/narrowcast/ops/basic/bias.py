@@ -16,7 +16,7 @@ from ..handover import matrix_of
 from ..op import BasicOperation
 
 
-class Bias(BasicOperation):
+class Bias(BasicOperation, values=("bias.requires_grad",)):
     """y = x + bias over the last dim.
 
     The gradient of the bias is the sum over all other dims, in fp32. If the previous operation requests the gradient

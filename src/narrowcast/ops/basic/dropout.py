@@ -15,7 +15,7 @@ from ..op import BasicOperation, TensorsToSave
 from .inputs import plain, plain_input
 
 
-class Dropout(BasicOperation):
+class Dropout(BasicOperation, values=("p", "training")):
     """While training, ``y = x * mask / (1 - p)`` with a random mask that is 0 with probability ``p``; else ``y = x``.
 
     Takes (*lead, K), gives the same shape and dtype. The mask is PyTorch's, drawn from its generator and kept for the

@@ -12,7 +12,7 @@ from ..forms import SavesTensors
 from ..op import BasicOperation
 
 
-class Identity(SavesTensors, BasicOperation):
+class Identity(SavesTensors, BasicOperation, values=()):
     """y = x."""
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
@@ -22,7 +22,7 @@ class Identity(SavesTensors, BasicOperation):
         return grad_output, ()
 
 
-class Reshape(SavesTensors, BasicOperation):
+class Reshape(SavesTensors, BasicOperation, values=("shape",)):
     """y = x.reshape(shape).
 
     Args:
@@ -58,7 +58,7 @@ class Reshape(SavesTensors, BasicOperation):
         return grad_output.reshape(shape.shape), ()
 
 
-class ConstantScale(SavesTensors, BasicOperation):
+class ConstantScale(SavesTensors, BasicOperation, values=("scale",)):
     """y = scale * x.
 
     Args:
@@ -104,7 +104,7 @@ class _InPlace(BasicOperation):
         return f"in_place={self.in_place}"
 
 
-class AddExtraInput(_InPlace):
+class AddExtraInput(_InPlace, values=("in_place",)):
     """y = x + extra, the second half of a residual connection; both get the gradient of y.
 
     Args:
@@ -142,7 +142,7 @@ class AddExtraInput(_InPlace):
         return grad_output.to(ours), [()], [(grad_output.to(theirs),)]
 
 
-class MakeExtraOutput(_InPlace):
+class MakeExtraOutput(_InPlace, values=("in_place",)):
     """y = x, and x again as an extra output: the first half of a residual connection. The gradients add.
 
     Args:

@@ -133,7 +133,7 @@ class NormOperation(NormParameters, Normalization):
         return dx, (dweight,) if self.bias is None else (dweight, dbias)
 
 
-class LayerNorm(NormOperation):
+class LayerNorm(NormOperation, values=("settings",)):
     """``y = (x - mean) / sqrt(variance + eps) * gamma + bias`` over the last dim, with fp32 statistics.
 
     Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
@@ -143,7 +143,7 @@ class LayerNorm(NormOperation):
     _normalization = "LayerNorm"
 
 
-class RMSNorm(NormOperation):
+class RMSNorm(NormOperation, values=("settings",)):
     """``y = x / sqrt(mean(x**2) + eps) * gamma`` over the last dim, with fp32 statistics; there is no bias.
 
     Takes (*lead, K), gives the same shape and dtype, or quantizes the result in the same kernel for the operation
@@ -160,7 +160,7 @@ class _OfHeadsToo(type):
         return type.__instancecheck__(cls, instance) or getattr(type(instance), "is_l2_normalization", False)
 
 
-class L2Normalization(Normalization, metaclass=_OfHeadsToo):
+class L2Normalization(Normalization, metaclass=_OfHeadsToo, values=("eps",)):
     """``y = x / sqrt(sum(x**2) + eps)`` over the last dim, with fp32 statistics; there are no parameters.
 
     Takes (*lead, K) and returns the same shape and dtype, or quantizes the result in the same kernel for the next

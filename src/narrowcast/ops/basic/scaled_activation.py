@@ -80,7 +80,7 @@ class ScaledActivationOperation(ActivationBase):
         return dx if wanted is None else wanted.quantize(dx), [()], [(dscale,)]
 
 
-class ScaledSwiGLU(ScaledActivationOperation):
+class ScaledSwiGLU(ScaledActivationOperation, values=("settings", "glu_interleave_size")):
     """``y = silu(a) * b * scale``: :class:`~narrowcast.ops.SwiGLU` times one scale per row.
 
     Args:
@@ -101,7 +101,7 @@ class ScaledSwiGLU(ScaledActivationOperation):
         self.glu_interleave_size = checked_interleave_size(glu_interleave_size)
 
 
-class ScaledClampedQGeGLU(ScaledSwiGLU):
+class ScaledClampedQGeGLU(ScaledSwiGLU, values=("settings", "glu_interleave_size")):
     """:class:`~narrowcast.ops.ClampedSwiGLU` times one scale per row.
 
     Args:
@@ -134,7 +134,7 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
         super().__init__(glu_interleave_size=glu_interleave_size)
 
 
-class ScaledSiTUGLU(ScaledSwiGLU):
+class ScaledSiTUGLU(ScaledSwiGLU, values=("settings", "glu_interleave_size")):
     """:class:`~narrowcast.ops.SiTUGLU` times one scale per row.
 
     Args:
@@ -161,7 +161,7 @@ class ScaledSiTUGLU(ScaledSwiGLU):
         )
 
 
-class ScaledSReLU(ScaledActivationOperation):
+class ScaledSReLU(ScaledActivationOperation, values=("settings", "glu_interleave_size")):
     """``y = max(x, 0)**2 * scale``: :class:`~narrowcast.ops.SReLU` times one scale per row.
 
     Takes (*lead, F), gives the same shape and dtype. Arguments, inputs and errors are those of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..._checks import numbers
-from .activation import ActivationOperation
+from .activation import FOLLOWS_FROM, ActivationOperation
 from .glu_channels import checked_interleave_size
 
 
@@ -22,7 +22,7 @@ def checked_betas(beta1: float, beta2: float) -> tuple[float, float]:
     return float(beta1), float(beta2)
 
 
-class SwiGLU(ActivationOperation):
+class SwiGLU(ActivationOperation, values=FOLLOWS_FROM):
     """``y = silu(a) * b``, ``a`` the gate and ``b`` the linear channels of (*lead, 2F); returns (*lead, F).
 
     Args:
@@ -50,7 +50,7 @@ class SwiGLU(ActivationOperation):
         return ", ".join(part for part in (super().extra_repr(), interleaved) if part)
 
 
-class ClampedSwiGLU(SwiGLU):
+class ClampedSwiGLU(SwiGLU, values=FOLLOWS_FROM):
     """``y = (a' * sigmoid(alpha * a')) * (b' + glu_linear_offset)`` with a' = min(a, limit), b' = clamp(b, ±limit).
 
     Args:
@@ -77,7 +77,7 @@ class ClampedSwiGLU(SwiGLU):
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
 
 
-class SiTUGLU(SwiGLU):
+class SiTUGLU(SwiGLU, values=FOLLOWS_FROM):
     """``y = (beta1 * tanh(a / beta1) * sigmoid(a)) * (beta2 * tanh(b / beta2))``: a SwiGLU within smooth bounds.
 
     Args:

@@ -7,12 +7,20 @@ from ..registry import (
 )
 from .backward_activation_bias import BACKWARD_ACTIVATION_BIAS, BackwardActivationBias
 from .backward_add_rmsnorm import BACKWARD_ADD_RMSNORM, BackwardAddRMSNorm
-from .backward_linear_add import BACKWARD_LINEAR_ADD, BackwardLinearAdd
-from .backward_linear_bias import BACKWARD_LINEAR_BIAS
-from .backward_linear_scale import BACKWARD_LINEAR_SCALE, BackwardLinearScale
-from .forward_linear_bias_activation import FORWARD_LINEAR_BIAS_ACTIVATION, ForwardLinearBiasActivation
-from .forward_linear_bias_add import FORWARD_LINEAR_BIAS_ADD, ForwardLinearBiasAdd
-from .forward_linear_scale_add import FORWARD_LINEAR_SCALE_ADD, ForwardLinearScaleAdd
+from .backward_linear import (
+    BACKWARD_LINEAR_ADD,
+    BACKWARD_LINEAR_SCALE,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+)
+from .forward_linear import (
+    FORWARD_LINEAR_BIAS_ACTIVATION,
+    FORWARD_LINEAR_BIAS_ADD,
+    FORWARD_LINEAR_SCALE_ADD,
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+)
 from .grouped_mlp import GROUPED_MLP
 from .pattern import Fusion, Match, NearMiss, follows
 
@@ -26,7 +34,6 @@ BACKWARD_FUSIONS: tuple[Fusion, ...] = (
     BACKWARD_LINEAR_ADD,
     BACKWARD_LINEAR_SCALE,
     BACKWARD_ACTIVATION_BIAS,
-    BACKWARD_LINEAR_BIAS,
     BACKWARD_ADD_RMSNORM,
 )
 

@@ -13,10 +13,10 @@ from ..basic.bias import Bias
 from ..basic.inputs import plain
 from ..context import OperationContext
 from ..op import FusedOperation, FusibleOperation, Gradients
-from .pattern import Fusion, Match, Matched, NearMiss, follows, kept_in_high_precision
+from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
-class BackwardActivationBias(FusedOperation):
+class BackwardActivationBias(FusedOperation, values=()):
     """Gradient of a bias and the activation after it: one kernel reads what came in and writes codes and sums."""
 
     quantizes_grad_input = True
@@ -44,9 +44,12 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
     layer = front.basic_ops[-1] if front.is_fused_op else front
     if not isinstance(layer, BasicLinear):
         return NearMiss(f"{type(layer).__name__} in front takes its gradient in high precision")
-    plain_gradient = kept_in_high_precision(layer, recipe)
-    if plain_gradient is not None:
-        return plain_gradient
+    if layer.parallel.gathers_grad_output:
+        return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
+    if recipe is None:
+        return NearMiss("no recipe is in force, so nothing is quantized")
+    if recipe.backward_override is not None:  # type: ignore[attr-defined]
+        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")  # type: ignore[attr-defined]
     if activation.glu_interleave_size is not None:  # type: ignore[attr-defined]
         return NearMiss("glu_interleave_size moves the gradient's channels, so the kernel cannot quantize it")
     return Match(2)

@@ -14,7 +14,7 @@ from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
 from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 
-class BackwardAddRMSNorm(FusedOperation):
+class BackwardAddRMSNorm(FusedOperation, values=()):
     """``dx = norm_backward(grad) + grad_extra``, rounded once, quantized on the previous operation's request."""
 
     quantizes_grad_input = True

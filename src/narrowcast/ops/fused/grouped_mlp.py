@@ -24,8 +24,7 @@ from ..basic.scaled_activation import (
 )
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
-from .linear_run import exactly
-from .pattern import Fusion, Match, Matched, NearMiss
+from .pattern import Fusion, Match, Matched, NearMiss, exactly
 
 GATED = (ScaledSwiGLU, ScaledClampedQGeGLU, ScaledSiTUGLU)
 MULTIPLE, INTERLEAVE = 64, 32

@@ -72,12 +72,6 @@ def follows(ops: Sequence[FusibleOperation], start: int, *kinds: type | tuple[ty
     return len(run) == len(kinds) and all(isinstance(op, kind) for op, kind in zip(run, kinds))
 
 
-def kept_in_high_precision(linear: Any, recipe: Any) -> NearMiss | None:
-    """Return why a linear layer does not quantize the gradient of its output as it comes; None if it does."""
-    if linear.parallel.gathers_grad_output:
-        return NearMiss("the layer is sequence-parallel: the gradient is gathered before it is quantized")
-    if recipe is None:
-        return NearMiss("no recipe is in force, so nothing is quantized")
-    if recipe.backward_override is not None:
-        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")
-    return None
+def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
+    """Return whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
+    return tuple([type(op) for op in ops[start : start + len(kinds)]]) == kinds

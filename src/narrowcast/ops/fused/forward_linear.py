@@ -1,20 +1,25 @@
-"""Parts that fused operations starting with a :class:`BasicLinear` share: its GEMM, and saving for the backward."""
+"""Forwards that begin with a :class:`BasicLinear` and finish where its GEMM ends: F2, F3 and F4.
+
+The name of F3 is the upstream project's, which has no activation in it either.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._tracing import can_overwrite
+from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
-from ..basic.moves import check_extra_input
+from ..basic.moves import AddExtraInput, ConstantScale, check_extra_input
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
-from .pattern import Match, NearMiss
+from .pattern import Fusion, Match, Matched, NearMiss, exactly
 
 
 class ForwardLinearRun(FusedOperation):
@@ -37,7 +42,7 @@ class ForwardLinearRun(FusedOperation):
         extra = basic_op_extra_inputs[-1][0] if basic_op_extra_inputs[-1] else None
         if extra is not None:
             check_extra_input(extra, "the output of the linear layer", linear.output_shape(input_))
-        out, to_save = linear.compute(input_, bias, **basic_op_kwargs[0])
+        out, to_save = linear.compute(input_, bias, basic_op_kwargs[0]["args"])
         if extra is not None:
             out = self.finished(out, extra)
         others = len(self._basic_ops) - 1
@@ -74,12 +79,58 @@ class ForwardLinearRun(FusedOperation):
             )
 
 
-def exactly(ops: Sequence[FusibleOperation], start: int, *kinds: type) -> bool:
-    """Return whether the operations from ``start`` on are of these classes; a subclass may compute something else."""
-    return tuple([type(op) for op in ops[start : start + len(kinds)]]) == kinds
+class ForwardLinearBiasAdd(ForwardLinearRun, values=()):
+    """``y = (x w^T + bias) + extra``; the extra input itself is never written to."""
+
+    def finished(self, out: Tensor, extra: Tensor) -> Tensor:
+        return added(out, extra)
 
 
-def may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
+def _match_bias_add(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if exactly(ops, start, BasicLinear, Bias, AddExtraInput):
+        return _may_add(ops, start, 3)
+    return _may_add(ops, start, 2) if exactly(ops, start, BasicLinear, AddExtraInput) else None
+
+
+FORWARD_LINEAR_BIAS_ADD = Fusion("ForwardLinearBiasAdd", "forward", _match_bias_add, ForwardLinearBiasAdd)
+
+
+class ForwardLinearBiasActivation(ForwardLinearRun, values=()):
+    """``y = x w^T + bias``, rounded once where the GEMM can."""
+
+
+def _match_bias_activation(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if not exactly(ops, start, BasicLinear, Bias):
+        return None
+    linear: Any = ops[start]
+    if linear.parallel.mode == "row":
+        return NearMiss("the layer is row-parallel: its bias comes behind the sum over processes")
+    if linear.weight.dtype not in (torch.float16, torch.bfloat16):
+        return NearMiss(f"the weight is {linear.weight.dtype}; the GEMM adds a bias in fp16 and bf16")
+    return Match(2)
+
+
+FORWARD_LINEAR_BIAS_ACTIVATION = Fusion(
+    "ForwardLinearBiasActivation", "forward", _match_bias_activation, ForwardLinearBiasActivation
+)
+
+
+class ForwardLinearScaleAdd(ForwardLinearRun, values=()):
+    """``y = scale * (x w^T) + extra``, product and sum rounded together; the extra input is never written to."""
+
+    def finished(self, out: Tensor, extra: Tensor) -> Tensor:
+        scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
+        return torch.add(extra, out, alpha=scale)
+
+
+def _match_scale_add(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    return _may_add(ops, start, 3) if exactly(ops, start, BasicLinear, ConstantScale, AddExtraInput) else None
+
+
+FORWARD_LINEAR_SCALE_ADD = Fusion("ForwardLinearScaleAdd", "forward", _match_scale_add, ForwardLinearScaleAdd)
+
+
+def _may_add(ops: Sequence[Any], start: int, length: int) -> Match | NearMiss:
     """Return whether the extra input that a run ends with may be added to what the GEMM it begins with makes."""
     if ops[start].parallel.mode == "row":
         return NearMiss("the layer is row-parallel: what follows it comes behind the sum over processes")

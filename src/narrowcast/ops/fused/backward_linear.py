@@ -1,6 +1,7 @@
-"""F7: a constant factor that goes into the scale of the quantized gradient, so that no pass over memory applies it.
+"""Backwards that end with a :class:`BasicLinear`, F6 and F7: a gradient is added in place, or a factor joins its scale.
 
-Current scaling gives ``scale * dy`` the codes of ``dy``, up to the rounding of their product that this leaves out.
+Current scaling gives ``scale * dy`` the codes of ``dy``, up to the rounding of their product that this leaves out. So a
+constant factor goes into the scale of the quantized gradient, and no pass over memory applies it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,48 @@ from ...quantizers import Operand
 from ...recipe import Recipe
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
-from ..basic.moves import ConstantScale
+from ..basic.moves import ConstantScale, MakeExtraOutput
 from ..context import OperationContext
 from ..handover import ScaledOperand
-from ..op import FusedOperation, FusibleOperation, Gradients
-from .linear_run import exactly
-from .pattern import Fusion, Match, Matched, NearMiss
+from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
+from .forward_linear import added
+from .pattern import Fusion, Match, Matched, NearMiss, exactly
 
 
-class BackwardLinearScale(FusedOperation):
+class BackwardLinearAdd(FusedOperation, values=()):
+    """``dx = dy w + grad_extra``; the gradient of the extra output itself is never written to."""
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: TensorOrQuantized,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> Gradients:
+        linear: BasicLinear = self.basic_ops[1]  # type: ignore[assignment]
+        (grad_extra,) = basic_op_grad_extra_outputs[0]
+        grad_input, grads = linear.op_backward(basic_op_ctxs[1], grad_output)
+        if grad_input is not None and grad_extra is not None:
+            grad_input = added(grad_input, grad_extra)
+        return grad_input, [(), grads], [(), ()]
+
+
+def _match_add(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+    if not exactly(ops, start, MakeExtraOutput, BasicLinear):
+        return None
+    first: Any = ops[start]
+    linear: Any = ops[start + 1]
+    if not first.in_place:
+        return NearMiss("MakeExtraOutput has in_place=False")
+    if linear.parallel.mode == "column":
+        return NearMiss("the layer is column-parallel: its gradient is summed over processes first")
+    return Match(2)
+
+
+BACKWARD_LINEAR_ADD = Fusion("BackwardLinearAdd", "backward", _match_add, BackwardLinearAdd)
+
+
+class BackwardLinearScale(FusedOperation, values=()):
     """``dx = (scale * dy) w`` and ``dw = (scale * dy)^T x`` from ``quantize(dy)``, whose one scale takes the factor."""
 
     def get_grad_output_quantizer(self) -> Operand | None:
@@ -35,8 +69,8 @@ class BackwardLinearScale(FusedOperation):
         scale: float = self.basic_ops[1].scale  # type: ignore[assignment]
         grad: Any = _quantized(basic_op_ctxs[0].backward_args.plan.grad_output, grad_output)
         grad._scale_inv = grad._scale_inv * scale
-        grad_input, grad_weight, _ = linear.gradients(basic_op_ctxs[0], grad)
-        return grad_input, [(grad_weight,), ()], [(), ()]
+        grad_input, grads = linear.op_backward(basic_op_ctxs[0], grad)
+        return grad_input, [grads, ()], [(), ()]
 
 
 def _quantized(operand: Operand, grad: TensorOrQuantized) -> QuantizedTensorStorage:
@@ -48,7 +82,7 @@ def _quantized(operand: Operand, grad: TensorOrQuantized) -> QuantizedTensorStor
     return view
 
 
-def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
+def _match_scale(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -> Matched:
     if not exactly(ops, start, BasicLinear, ConstantScale):
         return None
     linear: Any = ops[start]
@@ -66,4 +100,4 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
     return Match(2)
 
 
-BACKWARD_LINEAR_SCALE = Fusion("BackwardLinearScale", "backward", _match, BackwardLinearScale)
+BACKWARD_LINEAR_SCALE = Fusion("BackwardLinearScale", "backward", _match_scale, BackwardLinearScale)
