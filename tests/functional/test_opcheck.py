@@ -360,6 +360,17 @@ def observe_cases(x: Tensor) -> Iterator[Arguments]:
         yield x, rowwise, scale, into, x.flatten()[:3]
 
 
+@family("observe_groups")
+def observe_groups_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.numel() // max(x.shape[-1], 1)
+    splits = torch.tensor([rows // 2, 0, rows - rows // 2], device=x.device)
+    current = VARIANTS["current"].with_usage(rowwise=True, columnwise=False)
+    for rowwise in (current, DelayedFloat8Quantizer(E4M3, 1, rowwise=True, columnwise=False)):
+        scale, into = torch.full((9,), 2.0, device=x.device), torch.zeros(7, device=x.device)
+        functional.observe_groups(x, splits, rowwise, scale, into, x)  # as of observe
+        yield x, splits, rowwise, scale, into, x.flatten()[:3]
+
+
 @family("join_weights")
 def join_weights_cases(x: Tensor) -> Iterator[Arguments]:
     rows = x.flatten(0, -2)

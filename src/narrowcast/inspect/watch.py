@@ -158,8 +158,12 @@ class _Hooks:
     def observer(self, operation: Any) -> _OperationObserver:
         """Return what observes an operation in this call of its list, under the recipe of the call."""
         (stage,), recipe = operation._stages, operation._recipe_in_force()
-        quantizers = [_quantizer(operation, recipe, stage, operand) for operand in ("input", "grad_output")]
-        return _OperationObserver(*quantizers, getattr(operation, _INPUT), getattr(operation, _GRADIENT))
+        return _OperationObserver(
+            _quantizer(operation, recipe, stage, "input"),
+            _quantizer(operation, recipe, stage, "grad_output"),
+            getattr(operation, _INPUT),
+            getattr(operation, _GRADIENT),
+        )
 
     def observe_input(
         self, layer: Any, stage: Stage, x: Tensor, seen: Tensor, splits: Tensor | None = None
@@ -185,8 +189,9 @@ def _splits(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Tenso
     """Return the rows of each group that a grouped layer was called with; None for other layers."""
     if not isinstance(layer, GroupedLinearLayer):
         return None
-    given = inputs[1] if len(inputs) > 1 else named["m_splits"]
-    return layer._checked_splits(given, inputs[0].reshape(-1, layer.in_features))[0]
+    x, *rest = inputs
+    given = rest[0] if rest else named["m_splits"]
+    return layer._checked_splits(given, x.reshape(-1, layer.in_features))[0]
 
 
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
