@@ -210,3 +210,39 @@ def test_the_size_is_the_group_s(given: int, size: int | None, monkeypatch: pyte
     else:
         assert tensor_parallel.checked_size("a group", given) == size
     assert tensor_parallel.checked_size(None, given) == given
+
+
+def test_a_reset_drops_the_state_of_a_recipe_that_is_not_known() -> None:
+    trained = nc.Linear(16, 16, device="cpu", recipe=DelayedScaling())
+    trained(torch.randn(4, 16)).sum().backward()
+    layer = nc.Linear(16, 16, device="cpu")
+    layer.load_state_dict(trained.state_dict())
+    assert layer.scale_fwd is not None and layer.amax_history_bwd is not None
+    layer.reset_delayed_scaling()
+    assert layer.scale_fwd is layer.amax_history_fwd is layer.amax_fwd is layer.scale_bwd is None
+    assert sorted(layer.state_dict()) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("name", ["experts", None])
+def test_a_factory_sees_the_name_of_the_layer(name: str | None) -> None:
+    seen = set()
+
+    def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+        seen.add(role.name)
+        return nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
+
+    recipe = nc.recipe.CustomRecipe(qfactory=factory)
+    nc.GroupedLinear(2, 32, 32, name=name, device="cpu", recipe=recipe)(torch.randn(4, 32), [2, 2])
+    assert seen == {name or ""}
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_under_autocast_inputs_are_cast(kind: str) -> None:
+    x = torch.randn(4, 32)
+    layer: Any = (
+        nc.Linear(32, 32, device="cpu") if kind == "linear" else nc.GroupedLinear(2, 32, 32, device="cpu")
+    )
+    more = () if kind == "linear" else ([2, 2],)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x, *more)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, layer(x.bfloat16(), *more))
