@@ -180,6 +180,9 @@ def test_the_split_dim_of_a_group_s_weight_is_not_the_groups(single: bool) -> No
             2, 16, 16, bias=False, device="cpu", parallel_mode=mode, tp_size=2, single_grouped_weight=single
         )
         assert {weight.partition_dim for weight in layer._parts_of("weight")} == {dim + single}
+    for mode, dims in (("column", (0, 0)), ("row", (1, None))):
+        split = nc.Linear(16, 16, device="cpu", parallel_mode=mode, tp_size=2)
+        assert tuple(getattr(p, "partition_dim", None) for p in (split.weight, split.bias)) == dims
     assert not hasattr(nc.GroupedLinear(2, 16, 16, device="cpu").weight0, "partition_dim")
     assert not hasattr(nc.Linear(16, 16, device="cpu").weight, "partition_dim")
 
@@ -246,3 +249,21 @@ def test_under_autocast_inputs_are_cast(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x, *more)
         assert out.dtype == torch.bfloat16 and torch.equal(out, layer(x.bfloat16(), *more))
+
+
+def test_a_layer_keeps_its_tracker() -> None:
+    tracker = nc.CudaRNGStatesTracker("cpu")
+    tracker.add("mine", 3)
+
+    def own() -> nc.CudaRNGStatesTracker:
+        return tracker
+
+    layer = nc.Linear(16, 16, device="cpu", get_rng_state_tracker=own, rng_tracker_name="mine")
+    assert layer.get_rng_state_tracker is own and layer.rng_tracker_name == "mine"
+    first = layer.weight.detach().clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, first)  # the state goes on
+    tracker.reset()
+    tracker.add("mine", 3)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight, first)

@@ -244,3 +244,10 @@ def test_a_model_s_forward_renews_the_layers_that_rest() -> None:
     assert collected[0] == 1.0
     model(torch.ones(4, 32), False).sum().backward()
     assert not model.second.amax_fwd.any() and torch.equal(model.second.amax_history_fwd[-1], collected)
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:
+    model = Model()
+    with pytest.raises((ValueError, TypeError), match="policy"):
+        nc.set_recipe(model, CURRENT, policy="fastest")
+    assert model.lm_head.recipe is None
