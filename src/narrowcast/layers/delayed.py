@@ -82,7 +82,7 @@ class DelayedLayer(RecipeOwner):
     _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
-    _starts: bool = False  # it has first scales that were not checked for saturation yet
+    _starts: bool = False  # it may have first scales, which were not checked for saturation yet
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -433,6 +433,8 @@ class DelayedLayer(RecipeOwner):
             for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
                 if delayed is not None:
                     self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
+        if saved:  # a state without history is that of a layer before its first step, and so it goes on
+            self.__dict__["_starts"] = True
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
