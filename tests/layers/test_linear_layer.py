@@ -267,3 +267,16 @@ def test_a_layer_keeps_its_tracker() -> None:
     tracker.add("mine", 3)
     layer.reset_parameters()
     assert torch.equal(layer.weight, first)
+
+
+@pytest.mark.parametrize("zeros", [None, False, True])
+def test_what_stands_for_a_gradient_that_was_accumulated(zeros: bool | None) -> None:
+    layer = nc.Linear(16, 16, bias=False, device="cpu", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(16, 16), False
+    if zeros is not None:
+        layer.weight.zero_out_wgrad = zeros
+    out = layer(torch.ones(4, 16))
+    assert out.grad_fn.backward_objects.wgrad.dummy == ("zeros" if zeros else "empty")
+    out.sum().backward()
+    assert torch.equal(layer.weight.main_grad, torch.full((16, 16), 4.0))
+    assert not zeros or not layer.weight.grad.any()
