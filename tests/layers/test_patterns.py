@@ -56,3 +56,13 @@ def test_functions_choose_by_name_and_module() -> None:
     for wrong in (3, ["a", 3]):
         with pytest.raises(TypeError, match=r"3 chooses no modules; use a pattern of names such as"):
             selected_names(wrong, modules, model, "layer")  # type: ignore[arg-type]
+
+
+def test_names_may_come_from_a_generator() -> None:
+    assert matching_names("**.up_proj", iter(NAMES), nn.Module(), "layer") == NAMES[:-1:3]
+    told = []
+    for names in (NAMES, iter(NAMES)):
+        with pytest.raises(ValueError, match="matches no layer") as error:
+            matching_names("lm_hed", names, nn.Module(), "layer")
+        told.append(str(error.value))
+    assert told[0] == told[1]
