@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.autograd import arguments
-from narrowcast.autograd.tensor_parallel import TensorParallel
 from narrowcast.recipe import linear_plan
 
 RECORDS = [
@@ -107,18 +106,15 @@ def test_what_a_forward_follows_from() -> None:
     kept = plan.kept_weight.quantize(torch.randn(48, 32))
     assert kept.rowwise[1] is kept.columnwise[1], "one scale for both"
 
-    def of(workspace: Any, parallel: Any = None) -> Any:
+    def of(workspace: Any) -> Any:
         wgrad = arguments.LinearWgrad()
-        return arguments.LinearFwdArgs(
-            plan, torch.bfloat16, scales, workspace, wgrad, True, parallel=parallel
-        ).depends()
+        return arguments.LinearFwdArgs(plan, torch.bfloat16, scales, workspace, wgrad, True).depends()
 
-    assert of(None) == ((plan, torch.bfloat16), [None, None])
+    assert of(None) == ((plan, torch.bfloat16, None), [None, None])
     values, tensors = of(kept)
-    assert values == (plan, torch.bfloat16, 2, False, True)
+    assert values == (plan, torch.bfloat16, None, 2, False, True)
     assert list(map(id, tensors)) == list(map(id, [None, None, *kept.rowwise, kept.columnwise[0]]))
     assert of(kept._replace(quantizer=made_plan(nc.recipe.MXFP8BlockScaling()).kept_weight.quantizer)) is None
-    assert of(None, TensorParallel("row")) is None
 
 
 def test_what_a_backward_follows_from() -> None:
@@ -143,4 +139,3 @@ def test_what_a_backward_follows_from() -> None:
     same = plan.weight.quantizer is plan.kept_weight.quantizer
     assert len(set(values)) == (8 if same else 12)
     assert of(foreign, None) is None and of(None, foreign) is None
-    assert of(None, None, parallel=TensorParallel("row")) is None
