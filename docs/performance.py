@@ -225,6 +225,26 @@ SECTIONS = (
         "peak_gib",
     ),
     Section(
+        "head",
+        "How fast is a head in FP8?",
+        "The head with its loss, 4096 wide, 128256 classes, 8192 tokens, forward and backward, compiled.",
+        "python benchmarks/bench_linear_cross_entropy.py --save",
+        "one H100",
+        (
+            "The first row stores the logits; the others make and drop a chunk of them at a time.",
+            "`nc.linear_cross_entropy(recipe=)` quantizes the head. [Losses](losses.md) says when to use it.",
+        ),
+        "linear_cross_entropy.csv",
+        {
+            "bf16 logits, compiled": "bf16, whole logits",
+            "bf16 in chunks, compiled": "bf16, in chunks",
+            "current in chunks, compiled": "current",
+            "block in chunks, compiled": "128-block",
+        },
+        {"commit": "727d2a8", "classes": "128256"},
+        "p50_ms",
+    ),
+    Section(
         "optimizer",
         "How fast is FusedAdam?",
         "A step of AdamW on the parameters of four 8B blocks, embedding and head.",
@@ -254,6 +274,7 @@ SHORT = {
     "small-linear": "Linear 4096→4096 alone, compiled",
     "huggingface": "Training step, 1B Llama of Transformers, converted",
     "lora": "LoRA step on the same Llama, weights stored in FP8",
+    "head": "Head with its loss, 128256 classes",
     "optimizer": "AdamW step",
 }
 RECIPES = {"delayed": "delayed scaling", "current": "current scaling", "128-block": "128-block scaling"}

@@ -98,7 +98,8 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
         )
         x = OperandBuffers(codes[: ctx.rowwise], codes[ctx.rowwise :], plan.input.quantizer)
         grad = token_gradient(grad_loss, target, smoothing)
-        dhidden, dweight, dbias = None, [], []
+        dhidden, dbias = None, []
+        dweight = torch.empty_like(weight) if wants_weight else None
         for start, rows, part_of_bias in _chunks(weight, bias, ctx.chunk):
             w = (plan.kept_weight if wants_hidden else plan.weight).quantize(rows)
             logits = _logits(plan, x, w, part_of_bias, hidden, rows)
@@ -120,11 +121,12 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
             if wants_hidden:
                 part = _dgrad(plan, dy, w, hidden)
                 dhidden = part if dhidden is None else dhidden + part
-            if wants_weight:
-                dweight.append(_wgrad(plan, dy, x, rows))
+            if dweight is not None:
+                dweight[start : start + ctx.chunk] = _wgrad(plan, dy, x, rows)
+            del w, logits, buffers, dy  # before the next chunk's
         return (
             None if dhidden is None else dhidden.to(hidden.dtype),
-            torch.cat(dweight) if wants_weight else None,
+            dweight,
             torch.cat(dbias).to(bias.dtype) if wants_bias else None,
             None,
             None,
