@@ -77,12 +77,13 @@ PLACE: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     [
         (lambda: nc.Linear(64, 64, **PLACE), 7, 45),
         (lambda: nc.LayerNormMLP(64, 64, **PLACE), 8, 95),
-        (lambda: nc.ops.Sequential(nc.ops.Linear(64, 64, **PLACE)), 10, 65),
+        # a list that is not replayed, as on a CPU, and in the first two steps on a GPU
+        (lambda: nc.ops.Sequential(nc.ops.Linear(64, 64, **PLACE)), 11, 85),
     ],
     ids=["linear", "layernorm_mlp", "sequential"],
 )
 def test_short_ways(make: Any, hops: int, count: int) -> None:
-    """The last hop, the kernel's launch, is not seen here: with it they are 8, 9 and 11."""
+    """The last hop, the kernel's launch, is not seen here: with it they are 8, 9 and 12."""
     forward, backward = step(make())
     assert 1 <= forward.hops <= hops and forward.count <= count
     assert 1 <= backward.hops <= hops and backward.count <= count

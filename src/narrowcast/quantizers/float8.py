@@ -27,6 +27,7 @@ class _Float8Base(Quantizer):
     _storage_class = Float8TensorStorage
     _tensor_class = Float8Tensor
     _elements = FP8_ELEMENTS
+    _has_one_scale = True
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True

@@ -66,6 +66,7 @@ class Quantizer(Sealable, QuantizerValue):
     """What the field ``dtype`` may be; none if there is no such field."""
     _layout_fields: ClassVar[tuple[str, ...]] = ("dtype",)
     """Fields that a tensor's bytes cannot be read without."""
+    _has_one_scale = False  # for the whole tensor
     _te_compile_value_opaque: ClassVar[bool] = False
     _registered_fields: ClassVar[tuple[str, ...] | None] = None
     _registered_enums: ClassVar[dict[str, type[enum.Enum]]] = {}
@@ -299,14 +300,13 @@ class Quantizer(Sealable, QuantizerValue):
     def _gemm_operand(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
     ) -> GemmOperand:
-        if self._format_layout().scale_group == (0, 0):  # one scale: it waits for the fp32 result
+        if self._has_one_scale:  # it waits for the fp32 result
             data, scale_inv = buffers
             codes = codes_as_matrix(data, ELEMENT_FORMATS[self.dtype], columnwise)  # type: ignore[attr-defined]
             return GemmOperand(codes.to(dtype), scale_inv)
         # A code times a power of two is exact in bf16: it has at most four significant bits.
-        decoded = self._decode(
-            numerics, buffers, columnwise, dtype if self._scales_are_powers() else torch.float32
-        )
+        exact = dtype if self._scales_are_powers() else torch.float32
+        decoded = self._decode(numerics, buffers, columnwise, exact)
         matrix = decoded.reshape(-1, decoded.shape[-1])
         return GemmOperand(matrix.t() if columnwise else matrix, None)
 
