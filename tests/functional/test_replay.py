@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import pytest
@@ -205,6 +206,8 @@ def test_groups_whose_splits_stay_on_the_device_are_replayed(
         kernels = pytest.importorskip("narrowcast.kernels")
         if not AVAILABLE:
             pytest.skip("Triton is missing")
+        if metadata.version("triton").startswith("3.6."):
+            pytest.skip("needs an NVIDIA GPU: the interpreter of Triton 3.6 cannot loop as this kernel does")
         for room in ("quantize", "grouped_quantize", "numerics"):
             monkeypatch.setattr(
                 sys.modules[f"narrowcast.functional.{room}"], "numerics_for", lambda x: kernels
