@@ -324,7 +324,10 @@ def test_what_reads_a_tensor_of_an_unregistered_quantizer_runs_between_graphs(ba
 
 
 def test_an_unregistered_quantizer_that_is_called_runs_between_graphs_or_is_named() -> None:
-    """PyTorch 2.15 lets no graph end at the call of an object whose class a registered one is the base of."""
+    """PyTorch 2.15 lets no graph end at the call of an object whose class a registered one is the base of.
+
+    PyTorch 2.12 to 2.14 fail at an assertion of their own (seen on 2.13).
+    """
     torch._dynamo.reset()
     quantizer, x = Plain(E4M3), normal((32, 32), BF16)
     message = ""
@@ -334,7 +337,8 @@ def test_an_unregistered_quantizer_that_is_called_runs_between_graphs_or_is_name
         message = str(error)
     else:
         assert torch.equal(found, quantizer(x * 2).float() + 1)
-    assert not message or "register_value_opaque_quantizer(Plain)" in message
+    fails_by_itself = TorchVersion(torch.__version__) < "2.15" and "cls_source must not be None" in message
+    assert not message or fails_by_itself or "register_value_opaque_quantizer(Plain)" in message
 
 
 def unregistered(kind: str) -> Any:
