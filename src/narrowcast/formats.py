@@ -338,7 +338,9 @@ class Layout:
     def joined_rows(self) -> int:
         """Return the number of rows in whose multiples parts make up the whole: blocks and their padding end there."""
         extents = [extent for buffer in self.buffers for extent in buffer.shape if extent.size == "M"]
-        return max((extent.group * extent.multiple for extent in extents), default=1)
+        return max(
+            [1, *[extent.group * extent.multiple for extent in extents]]
+        )  # PyTorch 2.13 traces no default=
 
     def describe(
         self, shape: tuple[int, ...], rowwise: bool, columnwise: bool
