@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy, linear
 import narrowcast as nc
 from narrowcast.testing import assert_close
 
+from .largest import Largest
+
 OPTIONS = {
     "plain": {},
     "smooth": {"label_smoothing": 0.2},
@@ -87,16 +89,6 @@ def test_equals_torch(name: str, with_bias: bool, dtype: torch.dtype, device: to
 
 def test_the_logits_are_never_whole() -> None:
     """No tensor that forward or backward makes has as many numbers as the logits."""
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return out
 
     from narrowcast.functional import cross_entropy as operators
 

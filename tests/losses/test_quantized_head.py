@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import narrowcast as nc
 from narrowcast.testing import assert_close
 
+from .largest import Largest
+
 WIDTH, CLASSES = 48, 300
 STATELESS = [name for name in QUANTIZED if name != "delayed"]
 NEAREST = [name for name in STATELESS if name != "nvfp4"]  # nvfp4 rounds gradients stochastically
@@ -144,16 +146,6 @@ def test_the_backward_runs_again_and_no_gradient_saves_nothing() -> None:
 
 
 def test_the_logits_are_never_whole() -> None:
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self.numbers = max(self.numbers, tensor.numel())
-            return out
-
     hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(4096, 8, requires_grad=True)
     with Largest() as seen:
         nc.linear_cross_entropy(
