@@ -15,6 +15,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 from narrowcast.state import delayed_scaling
+from narrowcast.state.autocast import THREAD
 
 WORLD, STEPS, SECONDS = 2, 5, 120
 REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
@@ -223,6 +224,7 @@ def two() -> Any:
 
 def steps(group: Any, recipe: DelayedScaling = REDUCED, reduce: bool = False) -> list[str]:
     """Warnings of three steps under an autocast with a group."""
+    THREAD.state.delayed.clear()  # a model of before may be there until it is collected
     model = nn.Sequential(nc.Linear(16, 16, device="cpu"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -242,6 +244,17 @@ def test_a_group_that_nothing_is_reduced_over_is_said_once(two: Any, monkeypatch
     assert not steps(two)
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
     assert not steps(two, reduce=True)
+
+
+def test_a_model_of_before_that_ran_under_no_group_warns_of_nothing(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delayed_scaling, "_SAID", set())
+    before = nn.Sequential(nc.Linear(16, 16, device="cpu"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for group in (None, two):
+            with nc.autocast(recipe=REDUCED, amax_reduction_group=group):
+                before(torch.ones(4, 16)).sum().backward()
+    assert not [one for one in caught if "amax_reduction_group" in str(one.message)]
 
 
 def test_what_a_rank_does_not_keep_counts_as_nothing_collected(ranks: list[dict[str, Any]]) -> None:

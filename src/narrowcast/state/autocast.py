@@ -41,7 +41,7 @@ class AutocastState:
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside any. ``entered``:
     contexts that eager code has entered and not left, in order; ``init_entered``: those of
     :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this
-    thread. ``thread``: which one; text, so that a graph may be guarded on it. ``recomputes``: whether the function that
+    thread, with the group of the last one. ``thread``: which one; text, so that a graph may be guarded on it. ``recomputes``: whether the function that
     :func:`checkpoint` runs is run again; None outside any.
     """
 
@@ -54,7 +54,7 @@ class AutocastState:
         self.traced: bool | None = None
         self.init_entered: list[quantized_model_init] = []
         self.entered: list[autocast] = []
-        self.delayed: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.delayed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.recomputes: bool | None = None
         self.roots: tuple[
             str, ...
@@ -221,7 +221,9 @@ class autocast:
                 owners = [owner for owner in state.delayed if getattr(owner, "training", grads)]
                 warn_of_saturation(owners)
                 renew(owners)
-                if self.group is not None and getattr(self.recipe, "reduce_amax", False):
+                # models of before that ran under no group have nothing to reduce
+                ran = self.group is not None and any(state.delayed[owner] == self.group for owner in owners)
+                if ran and getattr(self.recipe, "reduce_amax", False):
                     warn_unless_reduced(self.group)
         self.previous = state.get()
         if outermost:
@@ -300,7 +302,7 @@ def _end_writes(context: Any) -> None:
 
 def register_delayed(owner: DelayedState) -> None:
     """Renew the state of a layer under an autocast of this thread when the next one is entered."""
-    THREAD.state.delayed.setdefault(owner, None)
+    THREAD.state.delayed[owner] = THREAD.state.group
 
 
 class fp8_autocast(autocast):
