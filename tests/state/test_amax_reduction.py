@@ -246,7 +246,9 @@ def test_a_group_that_nothing_is_reduced_over_is_said_once(two: Any, monkeypatch
     assert not steps(two, reduce=True)
 
 
-def test_a_model_of_before_that_ran_under_no_group_warns_of_nothing(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_before_that_ran_under_no_group_warns_of_nothing(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
     before = nn.Sequential(nc.Linear(16, 16, device="cpu"))
     with warnings.catch_warnings(record=True) as caught:

@@ -51,6 +51,7 @@ class LinearFwdArgs:
     weight where it is quantized already. ``wgrad``: owned by the parameter. ``needs_bias``: its gradient is requested.
     ``transpose_weight``: the workspace is row-wise alone, in a format that quantizes the same in both directions; the
     backward makes the other direction of it. ``parallel``: how the layer is split over processes; None if it is not.
+    ``stored``: the weight in a format of fewer bits, row-wise; each pass decodes and then quantizes it. None otherwise.
     """
 
     plan: LinearPlan
@@ -61,9 +62,12 @@ class LinearFwdArgs:
     needs_bias: bool
     transpose_weight: bool = False
     parallel: TensorParallel | None = None
+    stored: OperandBuffers | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """Return the values and tensors that determine the forward; None if more does."""
+        if self.stored is not None:
+            return None
         kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
         split = None if self.parallel is None else self.parallel.depends()
         if kept is None:
@@ -83,6 +87,7 @@ class LinearBwdArgs:
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
     None for a tensor in high precision, with what it takes to quantize it again. ``shape``: (N, K) of the weight.
     ``transpose_weight``, ``parallel``: as of the forward; an input that was gathered is saved as the share that came.
+    ``stored``: the quantizer that decodes a weight of fewer bits, if its codes are what was saved.
     """
 
     plan: LinearPlan
@@ -97,11 +102,12 @@ class LinearBwdArgs:
     saved_weight: tuple[int, Quantizer | None]
     transpose_weight: bool = False
     parallel: TensorParallel | None = None
+    stored: Quantizer | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """Return the values and tensors that determine the backward; None if more does."""
         plan, (inputs, inp), (_, weight), wgrad = self.plan, self.saved_input, self.saved_weight, self.wgrad
-        if wgrad.store is not None:
+        if wgrad.store is not None or self.stored is not None:
             return None
         known_weight = (
             weight is None or weight is plan.weight.quantizer or weight is plan.kept_weight.quantizer

@@ -227,6 +227,7 @@ def linear_bwd_args(
         (len(saved_weight.tensors), saved_weight.quantizer),
         args.transpose_weight,
         args.parallel,
+        None if args.stored is None else args.stored.quantizer,
     )
 
 
@@ -340,7 +341,7 @@ def quantized_gradients(
         seen = (grad.rowwise or grad.columnwise)[0]
         inp = parallel.start_joining([after(seen, buffer) for buffer in inp], joins)  # type: ignore[union-attr]
     if plan.needs_input:
-        columns, quantizer = weight_of_dgrad(args, weight, grouped)
+        columns, quantizer = weight_of_dgrad(args, weight, grouped, (grad.rowwise or grad.columnwise)[0])
         operands = grad.rowwise, grad.quantizer, columns, quantizer
         if grouped is None:
             how = plan.fast_dgrad, plan.emulate

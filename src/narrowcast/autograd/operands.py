@@ -95,7 +95,10 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     if workspace is not None and (weight is None or workspace.rowwise):
         return workspace, saved_operand(workspace, weight, plan.needs_input, plan.backward_override)
     operand, repeated, grouped = plan.weight, plan.dgrad_weight, isinstance(weight, list)
-    saved = [*weight] if grouped else [weight]
+    saved, original = [*weight] if grouped else [weight], weight
+    if args.stored is not None:
+        saved = args.stored.rowwise
+        weight = dequantize(saved, args.stored.quantizer, False, weight.dtype, list(weight.shape))
     if repeated is not None and repeated.current:
         if grouped:
             *buffers, amax = grouped_quantize_keeping_amax(weight, operand.quantizer)
@@ -111,16 +114,18 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     if w.columnwise:  # made only where dgrad reads it
         return w, SavedOperand(w.columnwise, w.quantizer)
     if repeated is None:
-        return w, saved_operand(w, weight, plan.needs_input, plan.backward_override)
-    if repeated.delayed:
-        saved.append(scales.scale_fwd)
-    return w, SavedOperand(saved, None)
+        return w, saved_operand(w, original, plan.needs_input, plan.backward_override)
+    return w, SavedOperand([*saved, scales.scale_fwd] if repeated.delayed else saved, None)
 
 
 def weight_of_dgrad(
-    args: LinearBwdArgs, saved: list[Tensor], grouped: GroupedRows | None = None
+    args: LinearBwdArgs, saved: list[Tensor], grouped: GroupedRows | None = None, grad: Tensor | None = None
 ) -> tuple[list[Tensor], Quantizer]:
-    """Return the column-wise weight and what reads it, from what :func:`weight_operand` saved."""
+    """Return the column-wise weight and what reads it, from what :func:`weight_operand` saved.
+
+    Args:
+        grad: a buffer of the gradient; a graph decodes stored codes only once it is there.
+    """
     quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
     if quantizer is None and repeated is not None:
         scale = amax = None
@@ -130,7 +135,14 @@ def weight_of_dgrad(
             *saved, amax = saved
         if grouped is not None:
             return quantize_weights(saved, repeated, scale, amax).columnwise, repeated.quantizer
-        return quantize(saved[0], repeated.quantizer, None, scale, amax), repeated.quantizer
+        weight = saved[0]
+        if args.stored is not None:
+            *codes, last = (
+                saved  # the smallest buffer: the compiler must not save what the forward has decoded
+            )
+            codes.append(last if grad is None else after(grad, last))
+            weight = dequantize(codes, args.stored, False, args.weight_dtype, list(args.shape))
+        return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
     if grouped is not None:
         return grouped.columnwise_weights(args, saved), quantizer  # type: ignore[return-value]
     columnwise = transposed(saved, args.shape[1]) if args.transpose_weight else saved

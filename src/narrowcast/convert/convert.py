@@ -17,7 +17,7 @@ from ..recipe import Recipe
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import restore, store, uses_of_parameters, why_not_stored
+from .stored import FOUR_BITS, restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
@@ -30,7 +30,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -47,7 +47,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -63,7 +63,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -89,7 +89,9 @@ def convert(
         skip: the modules to keep, selected like ``only``.
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
             quantized copy: about half the bytes of bf16. The state dict has the copy's values. For recipes that
-            quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles.
+            quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and "mxfp4" keep the
+            copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it and quantizes
+            the values under the recipe.
         norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
             eager and compiled, and on every device.
         routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
@@ -134,8 +136,8 @@ def convert(
     if policy is not None:
         choose = policy_named(policy, rows)
         decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
-    if weights == "stored":
-        decisions = _with_stored_weights(model, decisions)
+    if weights != "plain":
+        decisions = _with_stored_weights(model, decisions, weights)
     chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
     # resolves every recipe, so that what cannot be resolved fails here
     receipt = receipt_of(model, decisions, chosen_norms, dry_run)
@@ -188,8 +190,8 @@ def _check_arguments(model: Any, recipe: Any, weights: str, unknown: dict[str, A
         raise TypeError(
             "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
         )
-    if weights not in ("plain", "stored"):
-        raise ValueError(f"weights is {weights!r}; use 'plain' or 'stored'")
+    if weights not in ("plain", "stored", *FOUR_BITS):
+        raise ValueError(f"weights is {weights!r}; use 'plain', 'stored', 'nvfp4' or 'mxfp4'")
 
 
 def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
@@ -201,7 +203,7 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
             elif one.recipe != one.found.module.recipe:
                 change_recipe(one.found.module, one.role_name, one.recipe)
             if one.stored:
-                store(one.found.module)
+                store(one.found.module, one.stored)
         if one.decision != "narrowcast":
             record_reason(one.found.module, one.reason)
     for norm in norms:
@@ -278,7 +280,7 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
     """
     if recipe is None or recipe == before.recipe:
         return before
-    if before.stored:
+    if before.stored == "stored":  # a copy in four bits serves every recipe
         raise ValueError(
             f"the weight of {before.found.name or 'the model'!r} is stored quantized for {before.recipe}; call "
             "narrowcast.revert(model) before converting with another recipe"
@@ -304,8 +306,12 @@ def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNo
     return one
 
 
-def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[Decision]:
-    """Return the decisions, with weights stored where they can be, and a reason where they cannot."""
+def _with_stored_weights(model: nn.Module, decisions: list[Decision], weights: str) -> list[Decision]:
+    """Return the decisions, with weights stored where they can be, and a reason where they cannot.
+
+    Raises:
+        ValueError: no weight can be, or one is stored in another way already.
+    """
     uses = uses_of_parameters(model)
     found = []
     for one in decisions:
@@ -313,10 +319,17 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision]) -> list[De
             weight = one.found.weights[0].tensor
             known = one.found.layer is Linear or isinstance(one.found.module, Linear)
             reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"
-            one = replace(one, stored=not reason, reason="; ".join(filter(None, (one.reason, reason))))
+            if one.stored and one.stored != weights:
+                raise ValueError(
+                    f"the weight of {one.found.name or 'the model'!r} is stored as {one.stored!r}, not {weights!r}; "
+                    "call narrowcast.revert(model) first, which keeps the values of the copy"
+                )
+            stored = "" if reason else weights
+            one = replace(one, stored=stored, reason="; ".join(filter(None, (one.reason, reason))))
         found.append(one)
     if not any(one.stored for one in found):
         raise ValueError(
-            "weights='stored' finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) first"
+            f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
+            "first"
         )
     return found

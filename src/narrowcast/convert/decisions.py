@@ -11,6 +11,7 @@ from ..layers import RecipeOwner
 from ..nn import LayerNorm, RMSNorm
 from ..recipe import Recipe
 from .find import Found, FoundNorm, gemm_modules, norm_modules
+from .stored import stored_as
 from .swap import is_converted
 
 # Reasons are plain attributes of the module: they are copied and pickled with it, and are in no state dict. A norm has
@@ -22,14 +23,15 @@ _REASON, _NORM_REASON = "_conversion_reason", "_norm_conversion_reason"
 class Decision:
     """The decision about a found module: "converted", "kept", or "narrowcast" if it already is one.
 
-    ``stored``: its weight is kept as one quantized copy.
+    ``stored``: how its weight is kept as one quantized copy, in the words of :func:`narrowcast.convert`; "" if it is
+    not.
     """
 
     found: Found
     decision: str
     reason: str
     recipe: Recipe | None
-    stored: bool = False
+    stored: str = ""
 
     @property
     def role_name(self) -> str:
@@ -63,7 +65,7 @@ def decision_so_far(found: Found) -> Decision:
     """Return the earlier decision about a module."""
     module = found.module
     if is_converted(module):
-        stored = bool(getattr(module, "_stored_rowwise", False))
+        stored = stored_as(module)
         return Decision(found, "converted", module.__dict__[_REASON], module.recipe, stored)  # type: ignore[arg-type]
     if isinstance(module, RecipeOwner):
         return Decision(found, "narrowcast", found.reason, module.recipe)

@@ -18,9 +18,9 @@ from torch import nn
 from ..recipe import Recipe, linear_plan
 from .decisions import Decision, decisions_so_far, norms_so_far
 from .find import Found, FoundNorm, Weight, gemm_modules
-from .recording import NamedWeight, RanGemms, Recorder
+from .recording import NamedWeight, RanGemms, Recorder, codes_of
 from .show import as_html, as_rich, as_text
-from .stored import stored_bytes
+from .stored import FOUR_BITS, stored_bytes
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 """What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
@@ -41,6 +41,7 @@ class GemmRecord:
         flops_share: share of the FLOPs per token of all these weights.
         padding: multiplications added by padding, as a share.
         stored: the weight is kept as one quantized copy.
+        stored_as: "nvfp4" or "mxfp4" if that copy has four bits; "" if it has the recipe's format.
     """
 
     name: str
@@ -53,6 +54,7 @@ class GemmRecord:
     flops_share: float
     padding: float
     stored: bool
+    stored_as: str = ""
 
     @property
     def covered(self) -> bool:
@@ -285,7 +287,7 @@ def receipt_of(
     ]
     saved_by_storing = sum(
         weight.tensor.numel() * weight.tensor.element_size()
-        - stored_bytes(one.recipe, one.role_name, weight.tensor)  # type: ignore[arg-type]
+        - stored_bytes(one.recipe, one.role_name, weight.tensor, one.stored)  # type: ignore[arg-type]
         for one in decisions
         for weight in (one.found.weights if one.stored else ())
     )
@@ -324,7 +326,8 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         0 if lazy else weight.tensor.numel(),
         share,
         0.0 if one.recipe is None else _padding(one.recipe, one, weight),
-        one.stored,
+        bool(one.stored),
+        one.stored if one.stored in FOUR_BITS else "",
     )
 
 
@@ -374,7 +377,7 @@ def _bytes(operand: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise:
 def _weights_of(model: nn.Module) -> list[NamedWeight]:
     """Return where the weights of a model are found, with the names that receipts have for them."""
     return [
-        NamedWeight(weight_name(found, weight), found.module, weight.name, weight.tensor.numel())
+        NamedWeight(weight_name(found, weight), found.module, weight.name, codes_of(weight.tensor).numel())
         for found in gemm_modules(model)
         for weight in found.weights
         if not isinstance(weight.tensor, nn.parameter.UninitializedParameter)

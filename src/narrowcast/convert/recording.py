@@ -113,7 +113,9 @@ class _Call:
 
 
 class NamedWeight(NamedTuple):
-    """The place of a weight: a parameter of a module, by name; its name in the receipt, and its elements."""
+    """The place of a weight: a parameter of a module, by name; its name in the receipt, and how many elements or
+    packed codes it has.
+    """
 
     name: str
     module: nn.Module
@@ -123,9 +125,15 @@ class NamedWeight(NamedTuple):
     def address(self) -> int | None:
         """Return where the weight lies now: sharding puts another tensor there for the forward of the module."""
         weight: Any = own_parameters(self.module).get(self.parameter)
-        if isinstance(weight, QuantizedTensor):  # its codes are what is read
-            weight = next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+        weight = codes_of(weight)
         return None if weight is None or hasattr(weight, "to_local") else weight.data_ptr()
+
+
+def codes_of(weight: Any) -> Any:
+    """Return the tensor that operators read: the codes of a quantized weight, else the weight."""
+    if isinstance(weight, QuantizedTensor):
+        return next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+    return weight
 
 
 class Recorder(OperatorMode):
@@ -168,7 +176,9 @@ class Recorder(OperatorMode):
     def _follow(self, args: tuple[Any, ...], out: Any) -> None:
         buffers = _Buffers()
         for tensor in _tensors(args):
-            buffers.made_from += self._names_of(tensor)
+            decoded = self._seen.get(_place(tensor))  # a weight that is stored in four bits
+            names = self._names_of(tensor) or ([] if decoded is None else decoded.made_from)
+            buffers.made_from += [name for name in names if name not in buffers.made_from]
         for tensor in _tensors(out):
             self._seen[_place(tensor)] = buffers
 

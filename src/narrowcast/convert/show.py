@@ -51,7 +51,9 @@ def _row(one: GemmRecord) -> tuple[str, ...]:
 def _recipe_or_reason(one: GemmRecord) -> str:
     if one.decision != "converted":
         return one.reason
-    recipe = f"{one.recipe}, stored" if one.stored else one.recipe
+    recipe = one.recipe
+    if one.stored:
+        recipe += f", stored as {one.stored_as}" if one.stored_as else ", stored"
     return "; ".join(filter(None, (recipe, one.reason)))
 
 

@@ -1,7 +1,12 @@
-"""Frozen weights that are kept as one quantized copy: a byte per element, and nothing to quantize in a step.
+"""Frozen weights that are kept as one quantized copy, row-wise: in the recipe's format, or in four bits.
 
-The copy is row-wise, as fprop reads it. dgrad reads the other direction, which the backward makes by transposing: those
-are the same numbers in formats that quantize a matrix and its transpose alike.
+In the recipe's format, "stored", a step quantizes no weight: fprop reads the copy as it is, and dgrad reads its
+transpose, which holds the same numbers in formats that quantize a matrix and its transpose alike.
+
+In four bits, "nvfp4" or "mxfp4", each pass decodes the copy to the model's dtype and quantizes the result under the
+recipe. So outputs and gradients are those of the same recipe on a plain weight with the decoded values, bit for bit,
+under every recipe and on every device. Nothing but the copy, and the scale or the maxima that quantize its values once
+more, is kept from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -13,32 +18,42 @@ import torch
 from torch import nn
 
 from ..layers.parameters import weight_quantizer
-from ..quantizers import Operand, Quantizer
+from ..quantizers import MXFP4Quantizer, NVFP4Quantizer, Operand, Quantizer
 from ..recipe import Recipe
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 
 _SYMMETRIC = ("tensor", "128x128")
 
+FOUR_BITS: dict[str, Quantizer] = {
+    "nvfp4": NVFP4Quantizer(columnwise=False),
+    "mxfp4": MXFP4Quantizer(columnwise=False),
+}
+"""Quantizers of weights that are stored in four bits, by name."""
 
-def stored_quantizer(recipe: Recipe, name: str) -> Quantizer:
+
+def stored_quantizer(recipe: Recipe, name: str, weights: str = "stored") -> Quantizer:
     """Return the quantizer of a weight to be stored.
 
+    Args:
+        weights: "stored" for the recipe's format, or a name of :data:`FOUR_BITS`.
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.
     """
+    if weights in FOUR_BITS:
+        return FOUR_BITS[weights]
     quantizer = weight_quantizer(recipe, name, "linear")  # only nn.Linear stores weights
     if quantizer._format_layout().native not in _SYMMETRIC:
         raise ValueError(
             f"weights='stored' keeps one copy for both directions, and {type(recipe).__name__} quantizes them "
-            "differently; use Float8CurrentScaling, DelayedScaling or Float8BlockScaling"
+            "differently; use Float8CurrentScaling, DelayedScaling or Float8BlockScaling, or weights='nvfp4' or 'mxfp4'"
         )
     return quantizer.with_usage(rowwise=True, columnwise=False)
 
 
-def stored_bytes(recipe: Recipe, name: str, weight: torch.Tensor) -> int:
-    """Return bytes of the copy."""
-    operand = Operand.of(stored_quantizer(recipe, name), True, False)
+def stored_bytes(recipe: Recipe, name: str, weight: torch.Tensor, weights: str) -> int:
+    """Return bytes of the copy; ``weights`` as in :func:`stored_quantizer`."""
+    operand = Operand.of(stored_quantizer(recipe, name, weights), True, False)
     buffers = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in buffers.values())
 
@@ -63,17 +78,25 @@ def uses_of_parameters(model: nn.Module) -> Counter[int]:
     )
 
 
-def store(layer: Any) -> None:
+def stored_as(module: nn.Module) -> str:
+    """Return how the weight of a converted module is stored, as :func:`stored_quantizer` takes it; "" if it is not."""
+    return getattr(module, "_decodes", "") or ("stored" if getattr(module, "_stored_rowwise", False) else "")
+
+
+def store(layer: Any, weights: str) -> None:
     """Store a converted linear layer's weight quantized; a weight that already is stays."""
     if not isinstance(layer.weight, QuantizedTensor):
-        quantized = stored_quantizer(layer.recipe, layer.name).quantize(layer.weight.detach())
+        quantized = stored_quantizer(layer.recipe, layer.name, weights).quantize(layer.weight.detach())
         layer.weight = nn.Parameter(quantized, requires_grad=False)
     layer._stored_rowwise = True
+    if weights in FOUR_BITS:
+        layer._decodes = weights
 
 
 def restore(layer: Any) -> None:
     """Store the values of the quantized weight in high precision, in its former dtype."""
-    if getattr(layer, "_stored_rowwise", False):
+    if stored_as(layer):
         value = layer.weight.detach().dequantize()
         layer.weight = nn.Parameter(value, requires_grad=layer.weight.requires_grad)
         del layer._stored_rowwise
+        vars(layer).pop("_decodes", None)

@@ -88,6 +88,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     # quantized weights, kept by convert/stored.py or gathered by distributed/, are row-wise alone
     _stored_rowwise: bool = False
+    # the name of the four-bit format that convert/stored.py keeps the weight in, and each pass decodes; "" without
+    _decodes: str = ""
     return_bias: bool = False
 
     def __init__(
@@ -162,7 +164,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _weight_amax(self, prefix: str) -> Tensor:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         parts = [part.detach() for part in self._parts_of(stage.weight)]
-        if isinstance(parts[0], (GroupedTensor, QuantizedTensor)):
+        if self._decodes:
+            parts = [plain(part) for part in parts]
+        elif isinstance(parts[0], (GroupedTensor, QuantizedTensor)):
             return torch.zeros(self._groups, device=parts[0].device)
         largest = [largest_magnitude(part, part.dim() == 3) for part in parts]
         return torch.cat(largest) if self._groups > 1 else torch.stack(largest).amax(0)
@@ -170,7 +174,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         parts = [self._part(stage.weight)] if self._placed else self._parts_of(stage.weight)
-        return [(0, part) for part in parts]
+        return [(0, plain(part) if self._decodes else part) for part in parts]
 
     @torch.no_grad()
     def _reset_linear(self, stage: Stage) -> None:
@@ -280,7 +284,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             save_original_input,
             hands_over,
             module_type=self._module_type,
-            weight_elements=weight.numel(),
+            weight_elements=None if self._decodes else weight.numel(),  # codes of eight bits are never kept
         )
 
     def _fwd_args(
@@ -306,7 +310,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         scales = scales or self._scales(stage.prefix, plan)
         made, workspace, lacks_columns = workspace, None, False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
-        if plan.quantized and (is_first_microbatch is not None or stored):
+        decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
+        if decoded is None and plan.quantized and (is_first_microbatch is not None or stored):
             workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
             reads_columns = plan.needs_input and plan.backward_override is None
             lacks_columns = reads_columns and not workspace.columnwise
@@ -323,7 +328,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
         parallel = None if self._parallel is None else self._split_over(stage.prefix)
-        return LinearFwdArgs(plan, dtype, scales, workspace, wgrad, needs_bias, lacks_columns, parallel)
+        return LinearFwdArgs(
+            plan, dtype, scales, workspace, wgrad, needs_bias, lacks_columns, parallel, decoded
+        )
 
     def _workspace(
         self,
