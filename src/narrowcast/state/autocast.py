@@ -41,8 +41,8 @@ class AutocastState:
     only. ``traced``: whether the outermost enabled context was entered in a graph; None outside any. ``entered``:
     contexts that eager code has entered and not left, in order; ``init_entered``: those of
     :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this
-    thread, with the group of the last one. ``thread``: which one; text, so that a graph may be guarded on it. ``recomputes``: whether the function that
-    :func:`checkpoint` runs is run again; None outside any.
+    thread, with the group of the last one. ``thread``: which one; text, so that a graph may be guarded on it.
+    ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside any.
     """
 
     def __init__(self) -> None:
