@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
+from narrowcast.distributed import moe_exchange
 from narrowcast.distributed.moe_exchange import by_expert
-from narrowcast.testing import assert_close
+from narrowcast.testing import assert_close, relative_error
 
 WORLD, SECONDS = 2, 240
 EXPERTS, TOPK, WIDTH = 4, 2, 128
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.dis
 
 MX = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3)
 BLOCK = nc.Float8BlockQuantizer(nc.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
+# the experts round E4M3 with scales of powers of two to themselves
+COARSE = nc.MXFP8Quantizer(nc.DType.kFloat8E5M2)
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {"quantizer": None},
     "exact mxfp8": {"quantizer": MX, "align_size": 16},
@@ -37,6 +40,14 @@ PARTED: dict[str, dict[str, Any]] = {
     "dropped": {"capacity": 10},
 }
 EVERYWHERE = {"quantizer": MX, "combine_quantizer": MX, "grad_quantizer": MX}
+PLAIN = dict.fromkeys(EVERYWHERE)
+# one wire at a time, and which of the results it changes
+WIRES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "dispatch": ({"quantizer": COARSE}, {"y", "dlogits", "dweights"}),
+    "combine": ({"combine_quantizer": COARSE}, {"y", "dlogits"}),
+    "dispatch_grad": ({"grad_quantizer": COARSE, "combine_grad_quantizer": None}, {"dx"}),
+    "combine_grad": ({"combine_grad_quantizer": COARSE}, {"dx", "dweights"}),
+}
 # tokens of each rank, and the experts that nobody goes to
 LOADS: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
     "even": ((12, 12), ()),
@@ -86,10 +97,10 @@ def results_of(y: Tensor, x: Tensor, logits: Tensor, experts: nc.GroupedLinear, 
     return {"y": y.detach(), "dx": dx, "dlogits": dlogits, "dweights": torch.stack(dweights)}
 
 
-def share(rank: int, load: str, forward: Any) -> Results:
+def share(rank: int, load: str, forward: Any, dtype: torch.dtype = torch.float32) -> Results:
     x, logits, grad = (parts[rank] for parts in draw(load))
-    x, logits = x.requires_grad_(True), logits.requires_grad_(True)
-    experts = experts_of(rank * EXPERTS // WORLD, EXPERTS // WORLD)
+    x, logits, grad = x.to(dtype).requires_grad_(True), logits.requires_grad_(True), grad.to(dtype)
+    experts = experts_of(rank * EXPERTS // WORLD, EXPERTS // WORLD).to(dtype)
     probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
     y = forward(x, probs, routing, len(x) * TOPK, experts)
     return results_of(y, x, logits, experts, grad)
@@ -116,6 +127,28 @@ def in_parts(layer: nc.distributed.MoEDispatch) -> Any:
     return forward
 
 
+def bytes_sent(rank: int, options: dict[str, Any]) -> list[int]:
+    """Bytes of rows that leave this rank: to the experts, back, and their gradients in the order of the backward."""
+    sent: list[int] = []
+    send = moe_exchange.all_to_all_op
+
+    def count(x: Tensor, *arguments: Any) -> Tensor:
+        sent.append(x.numel())
+        return send(x, *arguments)
+
+    def exchange(*arguments: Any) -> Tensor:
+        sent.append(-1)  # where a wire begins
+        return travel(*arguments)
+
+    travel = moe_exchange.travel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_exchange, "all_to_all_op", count)
+        patch.setattr(moe_exchange, "travel", exchange)
+        share(rank, "even", nc.distributed.MoEDispatch(EXPERTS, **options), torch.bfloat16)
+    begins = [place for place, size in enumerate(sent) if size < 0]
+    return [sum(sent[begin + 1 : end]) for begin, end in zip(begins, [*begins[1:], len(sent)], strict=True)]
+
+
 def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
     """Several routings through one graph, and how many graphs there were."""
     torch._dynamo.reset()
@@ -138,6 +171,16 @@ def work(rank: int) -> Any:
         results["compiled", name] = (eager, *compiled(rank, OPTIONS[name]))
     layer = nc.distributed.MoEDispatch(EXPERTS, group=dist.new_group([0, 1]), **EVERYWHERE)
     results["everywhere"] = share(rank, "even", layer)
+    results["plain"] = share(rank, "even", nc.distributed.MoEDispatch(EXPERTS, **PLAIN))
+    for name, (options, _) in WIRES.items():
+        results["wire", name] = share(
+            rank, "even", nc.distributed.MoEDispatch(EXPERTS, **{**PLAIN, **options})
+        )
+    results["bytes"] = [
+        bytes_sent(rank, {**one, "capacity": capacity})
+        for capacity in (None, 24)
+        for one in (PLAIN, EVERYWHERE, dict.fromkeys(PLAIN, BLOCK))
+    ]
     layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, capacity=10)
     results["dropped"] = share(rank, "even", layer)
     for name, options in PARTED.items():
@@ -182,6 +225,53 @@ def test_quantized_in_every_direction(ranks: list[Any]) -> None:
     assert not torch.equal(ours["y"], theirs["y"]) and not torch.equal(ours["dx"], theirs["dx"])
     for key in theirs:
         assert_close(ours[key], theirs[key], "fp8_layer")
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_one_wire_is_quantized(ranks: list[Any], name: str) -> None:
+    """It changes what depends on it, by what E5M2 loses, and nothing else."""
+    for rank in ranks:
+        for key, plain in rank["plain"].items():
+            ours = rank["wire", name][key]
+            assert torch.equal(ours, plain) != (key in WIRES[name][1]), key
+            assert relative_error(ours, plain) < 0.2, key  # gradients of logits are differences
+
+
+def test_every_wire_carries_half_the_bytes(ranks: list[Any]) -> None:
+    for rank in ranks:
+        exact, fixed = rank["bytes"][:3], rank["bytes"][3:]
+        for plain, *quantized in (exact, fixed):
+            assert len(plain) == 4 and all(plain)
+            for sent in quantized:
+                assert all(ours <= 0.53 * theirs for ours, theirs in zip(sent, plain, strict=True))
+
+
+@pytest.mark.parametrize("quantizer", [MX, BLOCK], ids=["mxfp8", "block"])
+def test_results_are_summed_after_decoding(quantizer: Any) -> None:
+    """bf16 holds what is decoded, exactly; the sum over a token's experts is in fp32, rounded once."""
+    layer = nc.distributed.MoEDispatch(EXPERTS, quantizer=None, combine_quantizer=quantizer)
+    x, logits, _ = (parts[0] for parts in draw("even"))
+    x = x.bfloat16()
+    probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
+    rows, row_map = nc.moe_permute(x, routing, len(x) * TOPK)
+    decoded = quantizer.quantize(rows).dequantize(dtype=torch.float32)
+    ours = layer(x, probs, routing, len(x) * TOPK, lambda rows, splits: rows)
+    assert_bitwise(ours, nc.moe_unpermute(decoded, row_map, probs).bfloat16())
+
+
+def test_receipt() -> None:
+    rows = torch.randn(37, 2 * WIDTH, generator=torch.Generator().manual_seed(3)).bfloat16()
+    layer = nc.distributed.MoEDispatch(EXPERTS, combine_quantizer=BLOCK, combine_grad_quantizer=MX)
+    dispatch, combine, dispatch_grad, combine_grad = layer.receipt(rows).wires
+    decoded = MX.quantize(rows).dequantize()
+    expected = (decoded.float() - rows.float()).norm() / rows.float().norm()
+    assert dispatch.error == combine_grad.error == pytest.approx(float(expected))
+    assert (dispatch.bytes_per_row, combine.bytes_per_row) == (264, 264) and dispatch.plain_bytes == 512
+    assert dispatch.share <= 0.53 and combine.share <= 0.53 and 0.02 < combine.error < 0.04
+    assert (dispatch_grad.bytes_per_row, dispatch_grad.error, dispatch_grad.format) == (512, 0.0, "bfloat16")
+    assert str(layer.receipt(rows)).splitlines()[2].split()[1:4] == ["MXFP8Quantizer", "264", "0.516"]
+    with pytest.raises(ValueError, match="at least one row"):
+        layer.receipt(rows[:0])
 
 
 def test_rows_that_do_not_fit_are_dropped(ranks: list[Any]) -> None:

@@ -13,6 +13,7 @@ from .master_weights import (
 from .moe_dispatch import MoEDispatch
 from .shard import shard
 from .shard_receipt import ShardedParameter, ShardReceipt
+from .wire_receipt import WireCost, WireReceipt
 
 if TYPE_CHECKING:
     from .micro_pipeline import async_tensor_parallel
@@ -28,6 +29,8 @@ __all__ = [
     "SequenceParallel",
     "ShardReceipt",
     "ShardedParameter",
+    "WireCost",
+    "WireReceipt",
     "async_tensor_parallel",
     "cast_master_weights_to_fp8",
     "load_checkpoint",

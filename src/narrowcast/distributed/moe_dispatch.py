@@ -15,9 +15,11 @@ from ..functional import moe_positions
 from ..moe import moe_unpermute
 from ..moe.permutation import checked_row_map
 from ..quantizers import MXFP8Quantizer, Quantizer
-from .moe_exchange import Exchange, Route, by_expert, exact_counts, group_of, wire_of
+from .moe_exchange import Exchange, Route, Wires, by_expert, exact_counts, group_of, wire_of
+from .wire_receipt import WireReceipt, wire_cost
 
 DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+AS_GRAD = "as grad_quantizer"
 
 
 class MoEDispatch(nn.Module):
@@ -33,7 +35,9 @@ class MoEDispatch(nn.Module):
         quantizer: quantizer of the rows to the experts, with scales per block of a row; default MXFP8 E4M3. None sends
             high precision.
         combine_quantizer: quantizer of the results; default None.
-        grad_quantizer: quantizer of the gradients, both ways; default None.
+        grad_quantizer: quantizer of the rows' gradients on their way back from the experts; default None.
+        combine_grad_quantizer: quantizer of the results' gradients on their way to the experts; default that of
+            ``grad_quantizer``.
         align_size: the receiver pads the rows of each expert to a multiple of it.
         capacity: None: exact; the counts are read from the device once per forward. A number: every rank sends every
             rank so many rows, padded with zeros, and nothing is read from the device, which a CUDA graph needs. Rows
@@ -53,6 +57,7 @@ class MoEDispatch(nn.Module):
         quantizer: Quantizer | None = DEFAULT,
         combine_quantizer: Quantizer | None = None,
         grad_quantizer: Quantizer | None = None,
+        combine_grad_quantizer: Quantizer | str | None = AS_GRAD,
         align_size: int = 1,
         capacity: int | None = None,
     ) -> None:
@@ -65,13 +70,33 @@ class MoEDispatch(nn.Module):
             positive(capacity=capacity)
         self.num_experts, self.align_size, self.capacity = num_experts, align_size, capacity
         self.num_local_experts = num_experts // ranks
-        self.there = wire_of(name, ranks, quantizer, "quantizer")
-        self.home = wire_of(name, ranks, combine_quantizer, "combine_quantizer")
-        self.back = wire_of(name, ranks, grad_quantizer, "grad_quantizer")
+        quantizers: dict[str, Any] = {
+            "quantizer": quantizer,
+            "combine_quantizer": combine_quantizer,
+            "grad_quantizer": grad_quantizer,
+            "combine_grad_quantizer": combine_grad_quantizer,
+        }
+        if combine_grad_quantizer == AS_GRAD:
+            quantizers["combine_grad_quantizer"] = grad_quantizer
+        self.wires = Wires(*(wire_of(name, ranks, one, label) for label, one in quantizers.items()))
 
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""
-        return f"num_experts={self.num_experts}, ranks={self.there.ranks}, capacity={self.capacity}"
+        return f"num_experts={self.num_experts}, ranks={self.wires.dispatch.ranks}, capacity={self.capacity}"
+
+    def receipt(self, rows: Tensor) -> WireReceipt:
+        """Return what every wire carries of ``rows``, and what it loses; nothing is sent.
+
+        Args:
+            rows: (R, K), bf16, fp16 or fp32, finite and typical of what is sent.
+
+        Raises:
+            ValueError: ``rows`` is not a matrix, or is empty.
+        """
+        rows = rows.detach()
+        if rows.dim() != 2 or not rows.numel():
+            raise ValueError(f"rows has shape {tuple(rows.shape)}; pass (R, K), with at least one row")
+        return WireReceipt(tuple(wire_cost(name, wire, rows) for name, wire in self.wires._asdict().items()))
 
     def dispatch(self, rows: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Send rows to their experts.
@@ -99,7 +124,7 @@ class MoEDispatch(nn.Module):
                 f"integers ({self.num_experts},)"
             )
         route, splits = self._plan(tokens_per_expert, rows.shape[0])
-        return Exchange.apply(rows, route, self.there, self.back), splits, route
+        return Exchange.apply(rows, route, self.wires.dispatch, self.wires.dispatch_grad), splits, route
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """Return the experts' results to their ranks.
@@ -111,7 +136,7 @@ class MoEDispatch(nn.Module):
         Returns:
             (R, N), in the order of :meth:`dispatch`'s input; zero for dropped rows.
         """
-        return Exchange.apply(rows, route.reversed(), self.home, self.back)
+        return Exchange.apply(rows, route.reversed(), self.wires.combine, self.wires.combine_grad)
 
     def forward(
         self,
@@ -139,24 +164,23 @@ class MoEDispatch(nn.Module):
         # Tokens are quantized once, whatever the number of their experts, and copied to where they leave from; what
         # comes back is added up where it arrives.
         there = route._replace(before=moe_positions(row_map, sum(route.sent)), before_back=row_map)
-        arrived = Exchange.apply(x, there, self.there, self.back)
+        arrived = Exchange.apply(x, there, self.wires.dispatch, self.wires.dispatch_grad)
         home = route._replace(before=None, before_back=None).reversed()
-        return moe_unpermute(
-            Exchange.apply(experts(arrived, splits), home, self.home, self.back), row_map, probs
-        )
+        results = Exchange.apply(experts(arrived, splits), home, self.wires.combine, self.wires.combine_grad)
+        return moe_unpermute(results, row_map, probs)
 
     def _plan(self, tokens_per_expert: Tensor, rows: int) -> tuple[Route, Tensor]:
-        counts = tokens_per_expert.to(torch.int64).view(self.there.ranks, self.num_local_experts)
+        counts = tokens_per_expert.to(torch.int64).view(self.wires.dispatch.ranks, self.num_local_experts)
         return (self._exact if self.capacity is None else self._fixed)(counts, rows)
 
     def _exact(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
         """Return rows as many as there are; the one place that reads from the device."""
-        came = exact_counts(counts, self.there)
+        came = exact_counts(counts, self.wires.dispatch)
         sizes = (came.sum(0) + (self.align_size - 1)) // self.align_size * self.align_size
         known = torch.cat([counts.sum(1), came.sum(1), sizes.sum().view(1)]).tolist()
         for size in known:
             torch._check(size >= 0)
-        ranks = self.there.ranks
+        ranks = self.wires.dispatch.ranks
         sent, received = known[:ranks], known[ranks : 2 * ranks]
         if can_check() and sum(sent) != rows:
             raise ValueError(f"tokens_per_expert counts {sum(sent)} rows; there are {rows}")
@@ -167,7 +191,7 @@ class MoEDispatch(nn.Module):
     def _fixed(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
         """Send equally many rows to every rank, for any counts; nothing is read from the device."""
         assert self.capacity is not None
-        ranks, capacity = self.there.ranks, self.capacity
+        ranks, capacity = self.wires.dispatch.ranks, self.capacity
         begins = counts.sum(1).cumsum(0) - counts.sum(1)
         fitting = counts.cumsum(1).clamp(max=capacity)
         slot = torch.arange(capacity, device=counts.device)
@@ -175,7 +199,7 @@ class MoEDispatch(nn.Module):
             torch.where(slot < fitting[:, -1:], begins.unsqueeze(1) + slot, -1).reshape(-1).to(torch.int32)
         )
         counts = torch.diff(fitting, prepend=fitting.new_zeros(ranks, 1))
-        came = exact_counts(counts, self.there)
+        came = exact_counts(counts, self.wires.dispatch)
         starts = came.cumsum(1) - came + capacity * torch.arange(ranks, device=came.device).unsqueeze(1)
         most = ranks * capacity + self.num_local_experts * (self.align_size - 1)
         source, splits = by_expert(came, starts, most, self.align_size)

@@ -35,6 +35,15 @@ class Wire:
     transposed: bool = False
 
 
+class Wires(NamedTuple):
+    """The wires of a mixture: rows to the experts, their results, and the gradients of both on their way back."""
+
+    dispatch: Wire
+    combine: Wire
+    dispatch_grad: Wire
+    combine_grad: Wire
+
+
 class Route(NamedTuple):
     """The row orders before and after the exchange, and back; None to keep the order, else int32, -1 for zeros.
 
@@ -88,18 +97,33 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wi
 
 
 def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
-    """Return the rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so."""
+    """Return the rows (R, K) at the other end, in the dtype of ``x``; quantized on the way where the wire says so.
+
+    Rows that become one are decoded first and summed in fp32. With scales that are powers of two, bf16 holds a decoded
+    row exactly.
+    """
+    parts = [_moved(part, route, wire) for part in encode(x, wire)]
+    return _added(decode(parts, wire, x.shape[1], x.dtype), route)
+
+
+def encode(x: Tensor, wire: Wire) -> list[Tensor]:
+    """Return what the wire carries of rows (R, K): the rows, or codes (R, ...) and scales (R, ...)."""
     if wire.quantizer is None:
-        return _added(_moved(x, route, wire), route)
+        return [x]
     data, scales = quantize(x, wire.quantizer)
-    scales = scales[:, : x.shape[0]].t().contiguous() if wire.transposed else scales[: x.shape[0]]
-    data, scales = _moved(data, route, wire), _moved(scales, route, wire)
+    return [data, scales[:, : x.shape[0]].t().contiguous() if wire.transposed else scales[: x.shape[0]]]
+
+
+def decode(parts: list[Tensor], wire: Wire, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return rows (R, ``columns``) of ``dtype`` from what a wire carried."""
+    if wire.quantizer is None:
+        return parts[0]
+    data, scales = parts
     if wire.transposed:
         scales = F.pad(scales.t(), (0, -data.shape[0] % 4)).contiguous()
     else:
         scales = F.pad(scales, (0, 0, 0, -data.shape[0] % 128))
-    shape = [data.shape[0], x.shape[1]]
-    return _added(dequantize([data, scales], wire.quantizer, False, x.dtype, shape), route)
+    return dequantize([data, scales], wire.quantizer, False, dtype, [data.shape[0], columns])
 
 
 def _moved(x: Tensor, route: Route, wire: Wire) -> Tensor:
