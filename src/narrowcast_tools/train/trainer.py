@@ -48,8 +48,7 @@ class Trainer:
         self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
         set_recipes(self.model, recipes)
         self.orders = ranks.shard(self.model)
-        delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
-        self._reduces_amax = delayed and ranks.count > 1
+        self._delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
         self.optimizer = _make_optimizer(self.model, config)
         if config.graphs:
             for parameter in self.model.parameters():
@@ -80,25 +79,30 @@ class Trainer:
             self.corpus, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=index
         )
         parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
-        losses = []
-        for number, part in enumerate(parts):
-            self.ranks.sums_gradients(self.model, number == len(parts) - 1)
-            if config.graphs:
-                torch.compiler.cudagraph_mark_step_begin()
-            # the parts are equal: their mean is the batch's
-            loss = self._forward(*part) / (config.accumulate * self.ranks.parts)
-            # in this thread: waking the one that autograd keeps for a GPU costs a step of small kernels 3 to 7%
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()
-            losses.append(loss.detach())
-            if self._reduces_amax:  # each part renews the scales
-                nc.reduce_delayed_scaling(self.model)
+        if self._delayed and index == 0:  # a run that goes on has its scales from the checkpoint
+            nc.calibrate_delayed_scaling(self.model, lambda: self._backward(parts[0], sums_gradients=True))
+        losses = [
+            self._backward(part, sums_gradients=number == len(parts)) for number, part in enumerate(parts, 1)
+        ]
         clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
         clip(self.model.parameters(), config.clip)
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
         self.optimizer.zero_grad(set_to_none=not config.graphs)
         return self.ranks.add(torch.stack(losses).sum())
+
+    def _backward(self, part: tuple[Tensor, Tensor], *, sums_gradients: bool) -> Tensor:
+        """Run forward and backward of one of a batch's equal parts, and return its share of the mean loss."""
+        self.ranks.sums_gradients(self.model, sums_gradients)
+        if self.config.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = self._forward(*part) / (self.config.accumulate * self.ranks.parts)
+        # in this thread: waking the one that autograd keeps for a GPU costs a step of small kernels 3 to 7%
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        if self._delayed and self.ranks.count > 1:  # each part renews the scales
+            nc.reduce_delayed_scaling(self.model)
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self) -> float:

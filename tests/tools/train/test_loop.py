@@ -130,6 +130,18 @@ def test_backward_runs_in_the_calling_thread_and_leaves_autograd_as_it_was(
     assert seen == [False] and torch._C._is_multithreading_enabled()
 
 
+def test_the_first_step_under_delayed_scaling_has_scales_of_its_batch(
+    config: TrainConfig, corpus: Corpus
+) -> None:
+    config = replace(config, recipe="delayed", accumulate=2)
+    trainer = Trainer(config, corpus)
+    loss = trainer.step(0)
+    layers = [one for one in trainer.model.modules() if getattr(one, "scale_bwd", None) is not None]
+    assert layers and all(one.scale_fwd[0] != 16.0 and one.scale_bwd[0] != 65536.0 for one in layers)
+    current = Trainer(replace(config, recipe="current"), corpus)
+    assert torch.allclose(loss, current.step(0), rtol=1e-3)
+
+
 def test_layers_have_the_recipes_of_their_patterns(config: TrainConfig, corpus: Corpus) -> None:
     table = nc.recipe.recipes_to_json(
         {"blocks.1": nc.recipe.MXFP8BlockScaling(), "head": nc.recipe.Float8CurrentScaling()}
