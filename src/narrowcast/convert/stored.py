@@ -58,15 +58,18 @@ def stored_bytes(recipe: Recipe, name: str, weight: torch.Tensor, weights: str) 
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in buffers.values())
 
 
-def why_not_stored(weight: torch.Tensor, uses: Counter[int]) -> str:
-    """Return what stands in the way of storing a weight, "" for nothing; ``uses``: modules by the id of their
-    parameters.
+def why_not_stored(weight: torch.Tensor, uses: Counter[int], meta: bool = False) -> str:
+    """Return what stands in the way of storing a weight, "" for nothing.
+
+    Args:
+        uses: how many modules have each parameter, by its id.
+        meta: the weight may be on the meta device, since its values are yet to come.
     """
     if weight.requires_grad:
         return "its weight trains, and is not stored quantized"
     if uses[id(weight)] > 1:
         return "its weight is tied, and is not stored quantized"
-    if weight.is_meta:
+    if weight.is_meta and not meta:
         return "its weight is on the meta device, and is not stored quantized"
     return ""
 

@@ -1,11 +1,11 @@
-"""``load_quantized``: FP8 checkpoints of others into a model whose frozen weights stay as they were stored."""
+"""``load_quantized``: a checkpoint into a model whose frozen weights are stored quantized."""
 
 from __future__ import annotations
 
 import json
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,33 +14,46 @@ from .. import _checks
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.find import gemm_modules
-from ..convert.stored import stored_quantizer, uses_of_parameters
-from ..dynamo import TensorProto
-from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_2D, FLOAT8_BLOCK_SCALE_ALIGNMENT, cdiv, round_up
+from ..convert.stored import FOUR_BITS, stored_quantizer, uses_of_parameters, why_not_stored
+from ..layers.patterns import Selectors
 from ..layers.set_recipe import Model
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..state import checked_recipe
 from ..upstream.modules import own_buffers, own_parameters
+from .read_formats import read_format
 
-INDEX = "model.safetensors.index.json"
+INDEX, MODELOPT = "model.safetensors.index.json", "hf_quant_config.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
 _HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
-def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None = None) -> Model:
-    """Load a checkpoint of FP8 weights, and convert their layers: its codes and scales become the weights.
+def load_quantized(
+    model: Model,
+    path: str | Path,
+    recipe: Recipe | str | None = None,
+    *,
+    weights: Literal["stored", "nvfp4", "mxfp4"] | None = None,
+    skip: Selectors = None,
+) -> Model:
+    """Load a checkpoint into a model whose frozen weights are stored quantized, and convert their layers.
 
-    No weight is decoded and rounded again. Each is the one quantized copy that the GEMMs read, frozen, as in
-    ``convert(weights="stored")``. All other tensors load unchanged. Values are copied out of the files. Parameters may
-    be on the meta device, and so may buffers that the checkpoint has.
+    The codes and scales of a quantized checkpoint become the weights: none is decoded and rounded again. The weights of
+    a checkpoint in high precision are quantized one after the other, as their files are read: the model in high
+    precision is never in memory. Each is frozen, as in ``convert(weights=...)``. All other tensors load unchanged.
+    Values are copied out of the files. Parameters may be on the meta device, and so may buffers that the checkpoint
+    has.
 
     Args:
         model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
-        path: a folder with ``config.json``, whose ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128)
-            or compressed-tensors' (FP8, per tensor or in such tiles), and safetensors files: those that
-            ``model.safetensors.index.json`` names if present, else all.
-        recipe: for the layers; default Float8BlockScaling for tiles, Float8CurrentScaling for weights with one scale.
+        path: a folder with ``config.json``, and safetensors files: those that ``model.safetensors.index.json`` names if
+            present, else all. The ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128),
+            compressed-tensors' (FP8, per tensor or in such tiles, NVFP4 or MXFP4) or ModelOpt's (FP8 per tensor, NVFP4
+            or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high precision.
+        recipe: for the layers; default Float8BlockScaling for tiles and MXFP4, else Float8CurrentScaling.
+        weights: for a checkpoint in high precision alone: how :func:`narrowcast.convert` stores the weights that it
+            would convert.
+        skip: for a checkpoint in high precision alone: as in :func:`narrowcast.convert`.
     Returns:
         ``model``; :func:`narrowcast.receipt` lists the converted layers.
 
@@ -48,38 +61,112 @@ def load_quantized(model: Model, path: str | Path, recipe: Recipe | str | None =
 
     Raises:
         FileNotFoundError: there is no config.json or safetensors file.
-        ValueError: a file is damaged, too large or not the expected JSON; the checkpoint has another format or no FP8
-            weights; the recipe scales weights differently; a weight has another shape, or no finite, positive scales; a
-            tensor has another kind of dtype.
+        ValueError: a file is damaged, too large or not the expected JSON; the checkpoint has another format or no
+            quantized weights; the recipe scales weights differently; a weight has another shape, or no finite, positive
+            scales; a tensor has another kind of dtype; ``weights`` is missing, or given for a quantized checkpoint.
         RuntimeError: keys are missing on either side, or a buffer on the meta device is not in the checkpoint.
     """
     _checks.module("model", model)
     _checks.path("path", path)
     path = Path(path)
-    config = _json_object(path / "config.json", LARGEST_CONFIG)
-    suffix, tiles = _scaling(config.get("quantization_config"))
-    default = Float8BlockScaling() if tiles else Float8CurrentScaling()
-    recipe = checked_recipe(recipe, "load_quantized") or default
-    tensors = _tensors(path)
-    codes = [key for key, value in tensors.items() if value.dtype == torch.float8_e4m3fn]
-    if not codes:
-        raise ValueError(f"{path} has no weight in FP8 (E4M3), though its quantization_config says so")
-    linears = _linears(model)
-    weights: dict[str, Any] = {}
-    for key in codes:
-        if key + suffix not in tensors:
-            raise ValueError(f"the checkpoint has {key!r} in FP8 without {key + suffix!r}")
-        module = _linear_of(linears, key, tensors[key])
-        weights[key] = _assembled(
-            recipe, key, tensors.pop(key), tensors.pop(key + suffix), tiles, module.weight.dtype
+    config, recipe = _quantization_config(path), checked_recipe(recipe, "load_quantized")
+    _check_weights(weights, skip, config)
+    if weights is None:
+        made, recipe, weights = _read_codes(model, path, config, recipe)
+    else:
+        recipe = recipe or (Float8BlockScaling() if weights == "mxfp4" else Float8CurrentScaling())
+        made = _quantize_while_reading(model, path, recipe, weights, skip)
+    names = [key.removesuffix(".weight") for key in made]
+    return convert(model, recipe, only=names, weights=weights)  # type: ignore[arg-type]
+
+
+def _check_weights(weights: Any, skip: Any, config: Any) -> None:
+    if weights is not None and weights not in ("stored", *FOUR_BITS):
+        raise ValueError(f"weights is {weights!r}; use 'stored', 'nvfp4' or 'mxfp4'")
+    if config is not None and (weights, skip) != (None, None):
+        raise ValueError(
+            f"weights={weights!r} and skip={skip!r} are for checkpoints in high precision, and this one has a "
+            "quantization_config; leave them out"
         )
-    _check_tensors(model, tensors, weights)
-    for key, weight in weights.items():
+    if config is None and weights is None:
+        raise ValueError(
+            "the checkpoint's quantization_config is None: it is in high precision; pass weights='nvfp4', 'mxfp4' or "
+            "'stored' to quantize its weights while they are read"
+        )
+
+
+def _quantization_config(path: Path) -> Any:
+    """Return what the checkpoint says about its quantization, None if nothing; ModelOpt has a file for it."""
+    config = _json_object(path / "config.json", LARGEST_CONFIG).get("quantization_config")
+    if config is None and (path / MODELOPT).exists():
+        config = _json_object(path / MODELOPT, LARGEST_CONFIG).get("quantization")
+        return {**config, "quant_method": "modelopt"} if isinstance(config, dict) else repr(config)
+    return config
+
+
+def _read_codes(
+    model: nn.Module, path: Path, config: Any, recipe: Recipe | None
+) -> tuple[list[str], Recipe, str]:
+    """Load a quantized checkpoint; return names of its weights, the recipe, and how the weights are stored."""
+    fmt = read_format(config)
+    recipe = recipe or fmt.recipe()
+    tensors = _tensors(path)
+    keys = fmt.keys(tensors)
+    if not keys:
+        elements = " (E4M3)" if fmt.weights == "stored" else ""
+        raise ValueError(
+            f"{path} has no weight in {fmt.name}{elements}, though its quantization_config says so"
+        )
+    linears = _linears(model)
+    made: dict[str, Any] = {}
+    for key in keys:
+        found = fmt.take(key, tensors)
+        per_element = 2 if fmt.weights in FOUR_BITS else 1
+        rows, columns = [*found[fmt.codes].shape, 0, 0][:2]
+        module = _linear_of(linears, key, (rows, columns * per_element), fmt.name)
+        shape = (module.weight.shape[0], module.weight.shape[1])
+        made[key] = fmt.assemble(key, found, shape, module.weight.dtype, recipe)
+    _check_tensors(model, tensors, [*made])
+    for key, weight in made.items():
         _put(model, key, nn.Parameter(weight, requires_grad=False))
     for key, value in tensors.items():
         _put(model, key, value)
-    names = [key.removesuffix(".weight") for key in weights]
-    return convert(model, recipe, only=names, weights="stored")
+    return [*made], recipe, fmt.weights
+
+
+def _quantize_while_reading(
+    model: nn.Module, path: Path, recipe: Recipe, weights: str, skip: Selectors
+) -> list[str]:
+    """Load a checkpoint in high precision, the weights that ``convert`` would store quantized one by one; return names
+    of these.
+    """
+    uses = uses_of_parameters(model)
+    linears = {name: module for name, (module, reason) in _linears(model).items() if not reason}
+    receipt = convert(model, recipe, skip=skip, dry_run=True)
+    chosen = {
+        f"{one.name}.weight".lstrip("."): linears[one.name]
+        for one in receipt.gemms
+        if one.decision == "converted" and type(linears.get(one.name)) is nn.Linear
+    }
+    chosen = {key: one for key, one in chosen.items() if not why_not_stored(one.weight, uses, meta=True)}
+    if not chosen:
+        raise ValueError(
+            f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
+            "first"
+        )
+    quantizers = {key: stored_quantizer(recipe, key.removesuffix(".weight"), weights) for key in chosen}
+    tensors = _tensors(path)
+    _check_tensors(model, tensors, [])
+    for key in list(tensors):
+        value = tensors.pop(key)
+        if key not in chosen:
+            _put(model, key, value)
+            continue
+        weight: Any = chosen[key].weight
+        device = torch.get_default_device() if weight.is_meta else weight.device
+        quantized = quantizers[key].quantize(value.to(device, weight.dtype))
+        _put(model, key, nn.Parameter(quantized, requires_grad=False))
+    return [*chosen]
 
 
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:
@@ -103,35 +190,6 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is a JSON {type(content).__name__}; it must be an object")
     return content
-
-
-def _scaling(config: Any) -> tuple[str, bool]:
-    """Return the suffix of a weight's key for its scales, and whether they are tiles'.
-
-    Raises:
-        ValueError: a quantization that no recipe has for weights that are stored once.
-    """
-    found = config if isinstance(config, dict) else {}
-    method, tile = found.get("quant_method"), [FLOAT8_BLOCK, FLOAT8_BLOCK]
-    if method == "fp8" and found.get("weight_block_size") == tile:
-        return "_scale_inv", True
-    if method == "compressed-tensors" and found.get("format") in ("float-quantized", "naive-quantized"):
-        groups = found.get("config_groups")
-        groups = list(groups.values()) if isinstance(groups, dict) else []
-        schemes = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-        read = [one if isinstance(one, dict) else {} for one in schemes]
-        if read and all(one.get("num_bits") == 8 and one.get("strategy") == "tensor" for one in read):
-            return "_scale", False
-        if read and all(
-            one.get("strategy") == "block" and one.get("block_structure") == tile for one in read
-        ):
-            return "_scale", True
-    shown = repr(config)
-    raise ValueError(
-        f"the checkpoint's quantization_config is {shown if len(shown) < 2000 else shown[:2000] + '...'}; "
-        "load_quantized reads FP8 with 128 x 128 tiles (quant_method 'fp8', or compressed-tensors' strategy 'block') "
-        "and with one scale per tensor (compressed-tensors' strategy 'tensor')"
-    )
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -203,8 +261,10 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return found
 
 
-def _linear_of(linears: dict[str, tuple[nn.Module, str]], key: str, codes: Tensor) -> nn.Linear:
-    """Return the layer that a quantized weight belongs to.
+def _linear_of(
+    linears: dict[str, tuple[nn.Module, str]], key: str, shape: tuple[int, int], format: str
+) -> nn.Linear:
+    """Return the layer that a quantized weight of this shape belongs to.
 
     Raises:
         ValueError: it is no ``nn.Linear`` that can be converted, or has a weight of another shape.
@@ -213,50 +273,16 @@ def _linear_of(linears: dict[str, tuple[nn.Module, str]], key: str, codes: Tenso
     module, reason = linears.get(name, (None, ""))
     if type(module) is not nn.Linear or not key.endswith("weight"):
         raise ValueError(
-            f"{key!r} is in FP8, and {name!r} of the model is {type(module).__name__}, not nn.Linear"
+            f"{key!r} is in {format}, and {name!r} of the model is {type(module).__name__}, not nn.Linear"
         )
     if reason:
-        raise ValueError(f"{key!r} is in FP8, and {name!r} of the model cannot be converted: {reason}")
-    if module.weight.shape != codes.shape:
-        raise ValueError(
-            f"{key!r} is {tuple(codes.shape)} in the checkpoint, {tuple(module.weight.shape)} in the model"
-        )
+        raise ValueError(f"{key!r} is in {format}, and {name!r} of the model cannot be converted: {reason}")
+    if module.weight.shape != shape:
+        raise ValueError(f"{key!r} is {shape} in the checkpoint, {tuple(module.weight.shape)} in the model")
     return module
 
 
-def _assembled(
-    recipe: Recipe, key: str, codes: Tensor, scale: Tensor, tiles: bool, dtype: torch.dtype
-) -> Any:
-    """Return the quantized weight that codes (N, K) and their scales are, with memory of its own."""
-    quantizer = stored_quantizer(recipe, key.removesuffix(".weight"))
-    if (quantizer._format_layout() is FLOAT8_BLOCK_2D) != tiles:
-        wanted = "Float8BlockScaling" if tiles else "Float8CurrentScaling or DelayedScaling"
-        raise ValueError(f"recipe is {recipe!r}, and the checkpoint's weights are those of {wanted}")
-    if not scale.is_floating_point():
-        raise ValueError(f"the scales of {key!r} are {scale.dtype}; floating point is read")
-    if tiles:
-        expected = [cdiv(size, FLOAT8_BLOCK) for size in codes.shape]
-        if list(scale.shape) != expected:
-            raise ValueError(
-                f"the scales of {key!r} are {tuple(scale.shape)}, of its tiles there are {expected}"
-            )
-    elif scale.numel() != 1:
-        raise ValueError(f"the scales of {key!r} are {tuple(scale.shape)}; one scale per tensor is read")
-    scale = scale.to(torch.float32, copy=True)
-    wrong = ~(scale.isfinite() & (scale > 0))
-    if wrong.any():
-        raise ValueError(
-            f"the scales of {key!r} hold {scale[wrong][0].item()}; they must be finite and positive, so the file is "
-            "damaged or of another format"
-        )
-    if tiles:
-        padding = round_up(scale.shape[1], FLOAT8_BLOCK_SCALE_ALIGNMENT) - scale.shape[1]
-        scale = torch.nn.functional.pad(scale, (0, padding))
-    buffers = [codes.view(torch.uint8).clone(), scale if tiles else scale.reshape(1)]
-    return TensorProto(tuple(codes.shape), dtype, quantizer).assemble(buffers)
-
-
-def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: dict[str, Any]) -> None:
+def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[str]) -> None:
     """Raises:
     RuntimeError: the model or the checkpoint has what the other has not; names of a tied parameter count as one. Or
     the checkpoint cannot have what is on the meta device.
@@ -288,7 +314,7 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: dict[s
         if not fits:
             raise ValueError(
                 f"{key!r} is {value.dtype} in the checkpoint, {wanted} in the model; "
-                "load_quantized reads weights in E4M3 with scales, and tensors in high precision"
+                "load_quantized reads quantized weights with their scales, and tensors in high precision"
             )
 
 

@@ -1,0 +1,207 @@
+"""Checkpoints in four bits, kept as they are; checkpoints in bf16, quantized one weight after the other."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from recipes import DEVICE, QUANTIZED
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.convert.stored import FOUR_BITS
+
+from .test_export import decoded, stack, trained
+from .test_load import unchanged
+
+SIZES = (160, 224, 96)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "compressed-nvfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+    },
+    "compressed-mxfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}},
+    },
+    "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "modelopt-mxfp4": {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
+}
+
+
+def written(
+    kind: str, folder: Path, config_file: str = "config.json"
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Write a checkpoint as another library does; return its tensors and the values of its weights."""
+    modelopt, name = kind.startswith("modelopt"), kind[-5:]
+    state, values = stack(*SIZES).cpu().state_dict(), {}
+    for key in [key for key in state if key.endswith("weight")]:
+        copy: Any = FOUR_BITS[name].quantize(state.pop(key))
+        rows, columns = copy.shape
+        block = 16 if name == "nvfp4" else 32
+        scale = copy._rowwise_scale_inv[:rows, : columns // block].contiguous()
+        state[key + ("" if modelopt else "_packed")] = copy._rowwise_data
+        state[key + "_scale"] = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale
+        if name == "nvfp4":
+            second = copy._amax_rowwise / 2688
+            state[key + ("_scale_2" if modelopt else "_global_scale")] = (
+                second.reshape(()) if modelopt else 1 / second
+            )
+        of_input = key.replace("weight", "input_scale" if modelopt else "input_global_scale")
+        state[of_input] = torch.ones(1)
+        values[key] = copy.dequantize()
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_file(state, folder / "model.safetensors")
+    config: Any = {"quantization_config": CONFIGS[kind]}
+    if config_file != "config.json":  # as ModelOpt writes it
+        (folder / "config.json").write_text("{}")
+        config = {
+            "producer": {"name": "modelopt"},
+            "quantization": {"quant_algo": CONFIGS[kind]["quant_algo"]},
+        }
+    (folder / config_file).write_text(json.dumps(config))
+    return state, values
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_codes_and_scales_of_others_become_the_weights(kind: str, tmp_path: Path) -> None:
+    modelopt, name = kind.startswith("modelopt"), kind[-5:]
+    file = "hf_quant_config.json" if kind == "modelopt-nvfp4" else "config.json"
+    state, values = written(kind, tmp_path, file)
+    model = stack(*SIZES).to("meta")
+    receipt = nc.receipt(nc.load_quantized(model, tmp_path))
+    assert {one.stored_as for one in receipt.gemms} == {name}
+    assert {one.recipe for one in receipt.gemms} == {
+        "Float8CurrentScaling" if name == "nvfp4" else "Float8BlockScaling"
+    }
+    for key, value in values.items():
+        weight: Any = model.get_parameter(key)
+        assert torch.equal(weight._rowwise_data, state[key + ("" if modelopt else "_packed")])
+        assert not weight.requires_grad
+        if name == "nvfp4":  # the second scale came as a quotient
+            torch.testing.assert_close(weight.dequantize(), value, rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(weight.dequantize(), value)
+    model.to(DEVICE)
+    x = torch.randn(4, SIZES[0], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_what_this_library_wrote_is_read_as_it_is(tmp_path: Path) -> None:
+    model = trained(QUANTIZED["nvfp4"], *SIZES)
+    path = nc.export(model, tmp_path / "out", format="nvfp4").path
+    again = nc.load_quantized(stack(*SIZES), path, "block")
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    for key in ("0.weight", "1.weight"):
+        weight: Any = again.get_parameter(key)
+        assert torch.equal(weight._rowwise_data.cpu(), tensors[f"{key}_packed"])
+        torch.testing.assert_close(
+            weight.dequantize().float().cpu(), decoded(tensors, key), rtol=2**-8, atol=0
+        )
+    assert nc.receipt(again).gemms[0].recipe == "Float8BlockScaling"
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (("0.weight_scale", lambda x: x.fill_(float("nan"))), "hold nan; they must be finite"),
+        (("0.weight_scale", lambda x: x[:, 1:]), r"the scales of '0.weight' are \(224, 9\)"),
+        (("0.weight_scale", lambda x: x.float()), "are torch.float32; NVFP4 has float8_e4m3fn"),
+        (("0.weight_packed", lambda x: x[1:]), r"\(223, 160\) in the checkpoint, \(224, 160\) in the model"),
+        (("0.weight_global_scale", lambda x: -x), "must be finite and positive"),
+        (("0.weight_global_scale", lambda x: x.repeat(2)), r"of \(2,\); one floating-point scale"),
+        (("0.weight_global_scale", lambda x: None), "in NVFP4 without '0.weight_global_scale'"),
+        (("1.weight_packed", lambda x: None), "lacks"),
+    ],
+)
+def test_damaged_files_change_nothing(change: Any, match: str, tmp_path: Path) -> None:
+    state, _ = written("compressed-nvfp4", tmp_path)
+    key, changed = change[0], change[1](state[change[0]].clone())
+    state = {name: value for name, value in state.items() if name != key}
+    state.update({} if changed is None else {key: changed.contiguous()})
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    error = RuntimeError if match == "lacks" else ValueError
+    unchanged(stack(*SIZES), tmp_path, match, error)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Notes the most bytes of tensors that were alive at once; not memory mapped from files, nor inside operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (list, tuple)) else [out]:
+            if type(tensor) is not Tensor or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            place, size = storage._cdata, storage.nbytes()
+            inputs = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor) and not x.is_meta}
+            if place in self._known or place in inputs:
+                continue
+            self._known.add(place)
+            self.live += size
+            self.most = max(self.most, self.live)
+            weakref.finalize(storage, self._freed, place, size)
+        return out
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self.live -= size
+
+
+@pytest.mark.parametrize("weights", FOUR_BITS)
+def test_a_bf16_checkpoint_is_quantized_without_the_bf16_model_in_memory(
+    weights: Any, tmp_path: Path
+) -> None:
+    layers, size = 24, 128
+    plain = stack(*[size] * (layers + 1)).cpu().requires_grad_(False)
+    state, named = plain.state_dict(), {}
+    for index, key in enumerate(state):
+        named[key] = f"model-{index % 3}.safetensors"
+    for file in set(named.values()):
+        part = {key: value for key, value in state.items() if named[key] == file}
+        safetensors.torch.save_file(part, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    (tmp_path / "config.json").write_text("{}")
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(size, size, dtype=torch.bfloat16) for _ in range(layers)])
+    model.requires_grad_(False)
+    with LiveBytes() as memory:
+        nc.load_quantized(model, tmp_path, weights=weights, skip="3")
+    one, bf16 = size * size * 2, layers * size * size * 2
+    assert memory.most < 0.3 * bf16 + 2 * one < 0.4 * bf16
+    nc.convert(plain, model[0].recipe, weights=weights, skip="3")
+    for ours, theirs in zip(model, plain):
+        assert torch.equal(ours.weight.dequantize(), theirs.weight.dequantize())
+        assert torch.equal(ours.bias, theirs.bias)
+    assert [one.stored_as for one in nc.receipt(model).gemms].count(weights) == layers - 1
+
+
+def test_what_cannot_be_asked_for_changes_nothing(tmp_path: Path) -> None:
+    written("compressed-mxfp4", tmp_path / "codes")
+    model = stack(*SIZES)
+    with pytest.raises(ValueError, match="are for checkpoints in high precision"):
+        nc.load_quantized(model, tmp_path / "codes", weights="mxfp4")
+    plain = nc.export(trained(QUANTIZED["current"], *SIZES), tmp_path / "plain", format="bf16").path
+    with pytest.raises(ValueError, match="it is in high precision; pass weights="):
+        nc.load_quantized(model, plain)
+    with pytest.raises(ValueError, match="weights is 'nf4'; use 'stored', 'nvfp4' or 'mxfp4'"):
+        nc.load_quantized(model, plain, weights="nf4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="finds no frozen weight"):
+        nc.load_quantized(model, plain, weights="nvfp4")
+    with pytest.raises(ValueError, match="quantizes them differently"):
+        nc.load_quantized(model.requires_grad_(False), plain, QUANTIZED["mxfp8"], weights="stored")
+    assert all(type(layer) is nn.Linear for layer in model)
