@@ -11,6 +11,7 @@ import torch
 from recipes import QUANTIZED
 
 import narrowcast as nc
+from serving.test_export import decoded
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'narrowcast[hf]'")
 
@@ -102,3 +103,55 @@ def test_tied_embeddings_are_written_as_transformers_writes_them(dtype: Any, tmp
         again = transformers.AutoModelForCausalLM.from_pretrained(path)
         assert again.lm_head.weight is again.model.embed_tokens.weight
         assert torch.equal(again.lm_head.weight, model.model.embed_tokens.weight.to(dtype))
+
+
+def mixture(kind: str, recipe: Any, inner: int) -> Any:
+    """A mixture of experts of odd sizes, converted."""
+    torch.manual_seed(0)
+    sizes = CONFIG | {"num_hidden_layers": 1, "hidden_size": 128, "num_experts_per_tok": 2}
+    if kind == "Mixtral":
+        config = transformers.MixtralConfig(**sizes | {"intermediate_size": inner}, num_local_experts=3)
+    else:
+        config = transformers.Qwen3MoeConfig(**sizes, num_experts=3, moe_intermediate_size=inner, head_dim=32)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    nc.convert(model, recipe)
+    return model.eval()
+
+
+NAMES = {
+    "Mixtral": ("model.layers.0.block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
+    "Qwen3Moe": ("model.layers.0.mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "name", "inner"),
+    [
+        ("Mixtral", "hf-fp8-block128", "block", 256),
+        ("Qwen3Moe", "compressed-tensors", "current", 72),
+    ],
+)
+def test_experts_load_under_the_names_of_their_architecture(
+    kind: str, format: str, name: str, inner: int, tmp_path: Path
+) -> None:
+    model = mixture(kind, QUANTIZED[name], inner)
+    path = nc.export(model, tmp_path / "out", format=format).path
+    files = safetensors.torch.load_file(path / "model.safetensors")
+    plain = {key for key, _ in nc.serving.weights(model, "bf16")}
+    model.save_pretrained(tmp_path / "theirs")
+    assert plain == set(safetensors.torch.load_file(tmp_path / "theirs/model.safetensors"))
+    method: Any = transformers.FineGrainedFP8Config(dequantize=True)
+    if format != "hf-fp8-block128":
+        pytest.importorskip(
+            "compressed_tensors", reason="needs compressed-tensors: pip install compressed-tensors"
+        )
+        method = transformers.CompressedTensorsConfig(run_compressed=False)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=method
+    )
+    prefix, parts = NAMES[kind]
+    experts = again.model.layers[0].mlp.experts
+    for i in range(3):
+        gate, up, down = (decoded(files, f"{prefix.format(i)}{part}.weight").bfloat16() for part in parts)
+        assert torch.equal(experts.gate_up_proj[i], torch.cat([gate, up]))
+        assert torch.equal(experts.down_proj[i], down)

@@ -1,7 +1,9 @@
-"""Checkpoints of quantized weights for servers, and exported programs without this library's operators."""
+"""Tensors and checkpoints of quantized weights for servers, and exported programs without this library's operators."""
 
 from .decompose import decompose
-from .export import Exported, ExportedWeight, export
+from .export import Exported, export
 from .load import load_quantized
+from .served import ExportedWeight
+from .weights import weights
 
-__all__ = ["Exported", "ExportedWeight", "decompose", "export", "load_quantized"]
+__all__ = ["Exported", "ExportedWeight", "decompose", "export", "load_quantized", "weights"]

@@ -1,0 +1,64 @@
+"""``weights``: a model's tensors as a server loads them, made one at a time from the weights that training reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .. import _checks
+from ..recipe import Recipe
+from ..state import checked_recipe
+from .formats import CHECKPOINT_FORMATS
+from .served import Served
+
+
+def weights(
+    model: nn.Module,
+    format: str,
+    *,
+    recipe: Recipe | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over a model's tensors in a served format, for a server's ``load_weights``.
+
+    Each quantized weight has the codes and scales that the training GEMMs read. Each pair is made when it is asked for:
+    besides the model there are the tensors of one weight, and those that the caller keeps. :func:`narrowcast.export`
+    writes the same pairs to files.
+
+    Names and order are those of the model's checkpoint: of a model of Transformers the names that it was loaded from,
+    such as ``model.layers.0.mlp.experts.7.gate_proj.weight`` for an expert; else those of the state dict. A tied tensor
+    comes once, under its first name. Tied weights, transposed weights, and layers without a recipe come in high
+    precision.
+
+    Args:
+        model: converted, or made of this library's layers; may be used while the iterator runs, but not trained.
+        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8 or NVFP4, by the
+            recipe), "mxfp8" or "nvfp4" (compressed-tensors of this format), or "bf16" (no quantization).
+        recipe: a recipe or its name; overrides the recipes of layers that have one.
+        dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
+
+    Returns:
+        pairs of a name and a tensor on the model's device. It may share the model's memory: copy it, do not write.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: as for :func:`narrowcast.export`.
+    """
+    return iter(checked(model, format, recipe, dtype))
+
+
+def checked(model: nn.Module, format: str, recipe: Recipe | str | None, dtype: torch.dtype | None) -> Served:
+    """Return the served tensors of a model.
+
+    Raises:
+        TypeError, ValueError: as for :func:`weights`.
+    """
+    _checks.module("model", model)
+    if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
+        raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values to export")
+    return Served(model, format, checked_recipe(recipe, "export"), dtype)
