@@ -278,6 +278,15 @@ def _mixtures() -> Calls:
     )
     loss = {"probs": torch.rand(8, 4), "tokens_per_expert": torch.tensor([4, 4, 4, 4]), "total_num_tokens": 8}
     yield "fused_moe_aux_loss", moe.fused_moe_aux_loss, {**loss, "num_experts": 4, "topk": 2, "coeff": 0.1}
+    yield "MoERouter", *_every_option(nc.MoERouter, hidden_size=64, num_experts=4, topk=2)
+    yield "moe_router_logits", *_every_option(nc.moe_router_logits, x=X, weight=torch.randn(4, 64))
+    yield "moe_z_loss", nc.moe_z_loss, {"logits": router["logits"], "coeff": 0.1}
+    share = {"tokens": 32, "topk": 2, "num_experts": 4, "capacity_factor": 1.0}
+    yield "moe_capacity", *_every_option(nc.moe_capacity, **share)
+    dropped = {"probs": probs, "routing_map": mask, "capacity": 4}
+    yield "moe_drop_tokens", *_every_option(nc.moe_drop_tokens, **dropped)
+    moved = {"expert_bias": torch.zeros(4), "tokens_per_expert": torch.ones(4), "rate": 0.1}
+    yield "moe_update_expert_bias_", nc.moe_update_expert_bias_, moved
 
 
 def _multi_tensor() -> Calls:

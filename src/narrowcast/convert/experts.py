@@ -98,6 +98,9 @@ class ExpertsLayer(StackedExpertsLayer):
     ``_apply_gate`` or ``act_fn`` between the two; ``post_expert_norm`` where ``has_post_expert_norm``.
     """
 
+    _routed = True
+    """It sees the choice of the router."""
+
     @staticmethod
     def is_kind_of(module: Any) -> bool:
         """Return whether it says of itself what the experts of Transformers 5 say."""
@@ -135,6 +138,8 @@ class ExpertsLayer(StackedExpertsLayer):
         order = experts.argsort(stable=True)
         rows_of_each = experts.new_zeros(self._groups + 1).scatter_add(0, experts, torch.ones_like(experts))
         splits = rows_of_each[: self._groups]
+        if self._watcher is not None:
+            self._watcher.observe_load(self, splits)
         x = hidden_states.reshape(tokens, hidden_states.shape[-1])[order // chosen]
         x = self._grouped(self._stages[0], x, splits)
         x = self._apply_gate(x) if self.has_gate else self.act_fn(x)  # type: ignore[operator]

@@ -124,6 +124,8 @@ class MoEDispatch(nn.Module):
                 f"integers ({self.num_experts},)"
             )
         route, splits = self._plan(tokens_per_expert, rows.shape[0])
+        if self.capacity is None and can_check() and sum(route.sent) != rows.shape[0]:
+            raise ValueError(f"tokens_per_expert counts {sum(route.sent)} rows; there are {rows.shape[0]}")
         return Exchange.apply(rows, route, self.wires.dispatch, self.wires.dispatch_grad), splits, route
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
@@ -151,7 +153,7 @@ class MoEDispatch(nn.Module):
         Args:
             x: (T, K).
             probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
-            num_out_tokens: copies of tokens, ``T * topk``.
+            num_out_tokens: copies of tokens, ``T * topk``, or more than there are.
             experts: called with rows and the number of rows of each local expert; returns (rows, N).
 
         Returns:
@@ -182,8 +184,10 @@ class MoEDispatch(nn.Module):
             torch._check(size >= 0)
         ranks = self.wires.dispatch.ranks
         sent, received = known[:ranks], known[ranks : 2 * ranks]
-        if can_check() and sum(sent) != rows:
-            raise ValueError(f"tokens_per_expert counts {sum(sent)} rows; there are {rows}")
+        if can_check() and sum(sent) > rows:
+            raise ValueError(
+                f"routing_map has {sum(sent)} copies; num_out_tokens is {rows}, pass at least as many"
+            )
         starts = (came.reshape(-1).cumsum(0) - came.reshape(-1)).view(came.shape)
         source, splits = by_expert(came, starts, known[-1], self.align_size)
         return Route(None, None, source, moe_positions(source, sum(received)), sent, received), splits

@@ -23,15 +23,18 @@ from ..autograd import DelayedScales
 from ..functional import OBSERVED, observe, observe_groups
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.patterns import Selectors, selected_names
+from ..moe import HEALTH, router_health
+from ..nn import MoERouter
 from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
+from .router_record import RouterRecord, table_of
 
 # buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
-_INPUT, _GRADIENT = "_watched_input", "_watched_gradient"
+_INPUT, _GRADIENT, _HEALTH = "_watched_input", "_watched_gradient", "_watched_health"
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,11 @@ class _Hooks:
         out = self.observe_gradient(layer, layer._stages[0], out, _splits(layer, inputs, named))
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
+    def observe_load(self, layer: Any, tokens_per_expert: Tensor) -> None:
+        """Observe how many rows each of a layer's experts has."""
+        if self.sampling:
+            getattr(layer, _HEALTH).copy_(router_health(tokens_per_expert))
+
     def observer(self, operation: Any) -> _OperationObserver:
         """Return what observes an operation in this call of its list, under the recipe of the call."""
         (stage,), recipe = operation._stages, operation._recipe_in_force()
@@ -210,10 +218,16 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
 class Watch:
     """The records of a watched model; see :func:`watch`. Leaving it as a context manager closes it."""
 
-    def __init__(self, layers: dict[str, Any], every: int, skipped: tuple[str, ...]) -> None:
+    def __init__(
+        self, layers: dict[str, Any], routers: dict[str, MoERouter], every: int, skipped: tuple[str, ...]
+    ) -> None:
         self.every, self.skipped = every, skipped
         self.records: list[Record] = []
+        self.routers: list[RouterRecord] = []
         self._layers, self._step, self._hooks = layers, 0, _Hooks()
+        self._routers: dict[str, Any] = routers | {
+            name: layer for name, layer in layers.items() if hasattr(layer, "_routed")
+        }
         self._handles: list[Any] = []
         for layer in layers.values():
             device = next(layer.parameters()).device
@@ -226,6 +240,11 @@ class Watch:
                 continue
             self._handles.append(layer.register_forward_pre_hook(self._hooks.before, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(self._hooks.after, with_kwargs=True))
+        for router in self._routers.values():
+            device = next(router.parameters()).device
+            unseen = torch.full((len(HEALTH),), math.nan, device=device)
+            router.register_buffer(_HEALTH, unseen, persistent=False)
+            router._watcher = self._hooks
         self._hooks.sampling = True
         torch.compiler.reset()  # graphs are not guarded on hooks: those of before would go on without them
 
@@ -252,9 +271,21 @@ class Watch:
                     "between watch and step()"
                 )
             self.records += new
+            self.routers += self._health()
         self._step += 1
         self._hooks.sampling = self._step % self.every == 0
         return new
+
+    def _health(self) -> list[RouterRecord]:
+        """Return the health of the routers that ran, and forget it."""
+        rows = [getattr(router, _HEALTH) for router in self._routers.values()]
+        if not rows:
+            return []
+        table = torch.stack([row.to(rows[0].device) for row in rows]).tolist()
+        for row in rows:
+            row.fill_(math.nan)
+        named = zip(self._routers, table, strict=True)
+        return [RouterRecord(self._step, name, *row) for name, row in named if row[0] == row[0]]
 
     def _rows_of(self, name: str, layer: Any) -> list[tuple[str, str, Tensor]]:
         """Return layer, operand and statistics of the hooks' records and of the current weights."""
@@ -306,11 +337,11 @@ class Watch:
         for one in self.latest():
             shares = (f"{one.amax:.4g}", f"{one.underflow:.3%}", f"{one.saturation:.3%}", f"{one.sqnr:.1f}")
             rows.append((str(one.step), one.layer, one.operand, *shares))
-        return (
-            "\n".join(aligned(rows, frozenset((0, 3, 4, 5, 6))))
-            if self.records
-            else "nothing was sampled yet"
-        )
+        if not self.records:
+            return "nothing was sampled yet"
+        lines = aligned(rows, frozenset((0, 3, 4, 5, 6)))
+        routers = [one for one in self.routers if one.step == self.records[-1].step]
+        return "\n".join([*lines, *(["", *table_of(routers)] if routers else [])])
 
     def to_csv(self, path: str | Path) -> None:
         """Write all records, one a line under the names of :class:`Record`."""
@@ -320,7 +351,7 @@ class Watch:
             writer.writerows(tuple(vars(one).values()) for one in self.records)
 
     def to_tensorboard(self, writer: Any) -> None:
-        """Add all records as scalars, ``quantization/<statistic>/<layer>.<operand>``.
+        """Add all records as scalars: ``quantization/<statistic>/<layer>.<operand>``, ``router/<statistic>/<router>``.
 
         Args:
             writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
@@ -329,6 +360,11 @@ class Watch:
             for statistic in ("amax", "underflow", "saturation", "sqnr"):
                 tag = f"quantization/{statistic}/{one.layer}.{one.operand}"
                 writer.add_scalar(tag, getattr(one, statistic), one.step)
+        for router in self.routers:
+            for statistic in HEALTH:
+                value = getattr(router, statistic)
+                if value == value:
+                    writer.add_scalar(f"router/{statistic}/{router.router}", value, router.step)
 
     def plot(self, path: str | Path) -> None:
         """Draw SQNR and underflow over the steps, a line per layer and operand, and write the picture.
@@ -357,7 +393,10 @@ class Watch:
             vars(layer).pop("_watcher", None)
             for name in (_INPUT, _GRADIENT):
                 drop_buffer(layer, name)
-        self._layers, self._handles = {}, []
+        for router in self._routers.values():
+            vars(router).pop("_watcher", None)
+            drop_buffer(router, _HEALTH)
+        self._layers, self._routers, self._handles = {}, {}, []
 
 
 def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watch:
@@ -366,8 +405,9 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     The first step is sampled, then one of every ``every``. Call ``step()`` once per step. Sampled are the input of a
     layer's first GEMM, every weight, and the gradient of its output, but not the tensors between the two GEMMs of a
     ``LayerNormMLP`` or of converted experts. A grouped layer has one record per operand, of all groups together, each
-    with its own scale. Grouped operations of ``ops`` are skipped. Numbers do not change. A sampled step takes a
-    few fp32 copies of its largest operand. Code that ``torch.compile`` has compiled is compiled again.
+    with its own scale. Grouped operations of ``ops`` are skipped. The load of every ``MoERouter`` and of converted
+    experts is sampled into ``routers``. Numbers do not change. A sampled step takes a few fp32 copies of its largest
+    operand. Code that ``torch.compile`` has compiled is compiled again.
 
     Args:
         every: steps from one sample to the next.
@@ -394,4 +434,5 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
             raise ValueError(
                 f"{name!r} is watched already; close() the other watch, or use it in `with nc.watch(...) as watch:`"
             )
-    return Watch(layers, every, skipped)
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, MoERouter)}
+    return Watch(layers, routers, every, skipped)

@@ -6,6 +6,7 @@ from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .linear import Linear
+from .moe_router import MoERouter, Routing
 from .multihead_attention import MultiheadAttention
 from .norm import LayerNorm, RMSNorm
 from .padding import Fp8Padding, Fp8Unpadding
@@ -20,8 +21,10 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MoERouter",
     "MultiheadAttention",
     "RMSNorm",
+    "Routing",
     "TransformerLayer",
     "quantize_weight",
     "scatter_workspace",
