@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -65,17 +67,44 @@ def test_tests_that_execute_the_line_come_first_a_case_of_each_function_at_a_tim
     one = tool["Mutant"]("state/b.py", 3, "", "", (0, 0, ""))
     tool["choose"].__globals__["tests_for"] = lambda file: ["t"]
     rows = {
-        "t::test_x[1]": (0.1, {"state/b.py": hex(0b1000)}),
-        "t::test_x[2]": (0.2, {"state/b.py": hex(0b1010)}),
-        "t::test_y": (5.0, {"state/b.py": hex(0b1000)}),
-        "t::test_other_line": (0.1, {"state/b.py": hex(0b0110)}),
-        "t::test_other_file": (0.1, {"state/a.py": hex(0b1000)}),
+        "t::test_x[1]": (0.1, {"state/b.py": hex(0b1000)}, 0.0, False),
+        "t::test_x[2]": (0.2, {"state/b.py": hex(0b1010)}, 0.0, False),
+        "t::test_y": (5.0, {"state/b.py": hex(0b1000)}, 0.0, False),
+        "t::test_other_line": (0.1, {"state/b.py": hex(0b0110)}, 0.0, False),
+        "t::test_other_file": (0.1, {"state/a.py": hex(0b1000)}, 0.0, False),
     }
     chosen = tool["choose"](one, rows, 20.0)[0]
     assert chosen == ["t::test_x[1]", "t::test_y", "t::test_x[2]"]
     assert tool["choose"](one, rows, 1.0)[0] == ["t::test_x[1]", "t::test_x[2]"]
     of_file = tool["choose"](one._replace(line=9), rows, 20.0)[0]  # what runs on import only
     assert set(of_file) == {"t::test_x[1]", "t::test_x[2]", "t::test_y", "t::test_other_line"}
+
+
+def test_a_fixture_that_tests_share_costs_once(tool):
+    one = tool["Mutant"]("state/b.py", 3, "", "", (0, 0, ""))
+    tool["choose"].__globals__["tests_for"] = lambda file: ["t", "u"]
+    lines = {"state/b.py": hex(0b1000)}
+    rows = {f"t::test_{name}": (0.5, lines, 30.0, True) for name in "abc"}
+    assert tool["choose"](one, rows, 8.0) == ([*rows], 31.5)  # nothing else executes the line
+    rows["u::test_alone"] = (0.5, lines, 0.0, False)
+    assert tool["choose"](one, rows, 8.0) == (["u::test_alone"], 0.5)
+    assert tool["choose"](one, rows, 31.5) == (["u::test_alone", "t::test_a", "t::test_b"], 31.5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads what Linux tells of processes")
+def test_processes_that_wait_for_one_another_are_idle_and_those_that_compute_are_not(tool, monkeypatch):
+    processes = sys.modules["mutant_processes"]
+    monkeypatch.setattr(processes, "IDLE", 0.2)
+    for code, end in (("import time; time.sleep(60)", float("inf")), ("while True: pass", 0.0)):
+        with subprocess.Popen([sys.executable, "-Sc", code]) as process:
+            try:
+                clock = processes._idle_clock([process])
+                deadline = time.monotonic() + (1.0 if end == 0.0 else 30.0)
+                while clock() < 1.0 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                assert clock() == end
+            finally:
+                process.kill()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")

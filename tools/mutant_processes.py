@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+IDLE = 20
 Work = Callable[[Path], Any]  # of the folder that has its copy of the package; returns what JSON can hold
 
 
@@ -39,7 +40,8 @@ def run_all(
 ) -> Iterator[tuple[Any, Any, float, Path]]:
     """Call each task's work in a child; yield the task's name, the result (None: it hung), seconds and its folder.
 
-    The number in a task limits its CPU seconds, and four times that its seconds. After ``end`` none begins.
+    The number in a task limits its CPU seconds, and four times that its seconds; more where other work has the cores.
+    After ``end`` none begins.
     """
     running: dict[int, tuple[Any, float, float, Path]] = {}
     free, waiting = [folder / str(number) for number in range(jobs)], iter(tasks)
@@ -57,7 +59,7 @@ def run_all(
         for pid, (name, begin, limit, slot) in list(running.items()):
             taken = time.monotonic() - begin
             if not os.waitpid(pid, os.WNOHANG)[0]:
-                if taken < limit:
+                if taken < limit * load():
                     continue
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -69,11 +71,16 @@ def run_all(
             yield name, json.loads(result.read_text()) if result.exists() else None, taken, slot
 
 
+def load() -> float:
+    """Return how many processes want a core, at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def _be_child(slot: Path, seconds: float, work: Work) -> None:
     leave = os._exit
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when its parent does
+        _end_with_parent()
         if seconds < float("inf"):
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
         resource.setrlimit(resource.RLIMIT_DATA, (12 << 30, 12 << 30))
@@ -93,17 +100,69 @@ def _be_child(slot: Path, seconds: float, work: Work) -> None:
         leave(0)
 
 
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns in a fork of this process; None if that is killed."""
+    read, write = os.pipe()
+    leave = os._exit
+    if not (pid := os.fork()):
+        try:
+            _end_with_parent()
+            os.write(write, json.dumps(work()).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            leave(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        os.waitpid(pid, 0)
+        os.set_blocking(pipe.fileno(), False)  # ranks that it left behind hold the other end
+        result = pipe.read()
+    return json.loads(result) if result else None
+
+
 def _fork_ranks() -> None:
-    """Ranks run the mutant, need not import PyTorch again, and do not wait long for one another."""
+    """Ranks run the mutant, need not import PyTorch again, and end when all of them wait for one another."""
     ranks = importlib.import_module("ranks")
     if ranks.start_method is not _fork:
         run = ranks.run_ranks
         ranks.start_method = _fork
+        ranks.start_clock = _idle_clock
 
         def run_ranks(work: Any, folder: Path, world: int, seconds: int, *backend: str) -> Any:
-            return run(work, folder, world, min(seconds, 60), *backend)
+            return run(work, folder, world, 10 * seconds, *backend)  # how long that is hangs on other work
 
         ranks.run_ranks = run_ranks
+
+
+def _idle_clock(processes: Any) -> Callable[[], float]:
+    """Return a clock that is at infinity when no process has run for ``IDLE`` seconds, else at 0."""
+    used, since = -1, time.monotonic()
+
+    def clock() -> float:
+        nonlocal used, since
+        stats = [_stat(process.pid) for process in processes]
+        now = sum(ticks for _, ticks in stats)
+        if now != used or any(runs for runs, _ in stats):
+            used, since = now, time.monotonic()
+        return float("inf") if time.monotonic() - since > IDLE else 0.0
+
+    return clock
+
+
+def _stat(pid: int) -> tuple[bool, int]:
+    """Return whether a thread of the process runs or waits for a core or a disk, and the CPU time of the process."""
+    states, ticks = [], 0
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            states.append((thread / "stat").read_text().rpartition(") ")[2][0])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+    return any(state in "RD" for state in states), ticks
 
 
 def _fork() -> str:

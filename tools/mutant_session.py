@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mutant_processes import in_child, load
 
 Items = dict[str, Any]  # pytest's items, by name
 Key = tuple[str, int]  # of code in a file: its qualified name and first line
@@ -43,6 +44,8 @@ class Session:
         self.functions: Functions = defaultdict(list)
         self.slot: Path | None = None  # while lines are recorded
         self.lines_of_fixtures: dict[Any, set[tuple[str, int]]] = {}
+        self.seconds_of_fixtures: dict[Any, float] = {}
+        self.fixtures_of_ranks: set[Any] = set()  # those that start processes
 
     def run(self, files: list[str], options: list[str], work: Callable[[Session], None]) -> int:
         """Collect the tests of the files and call ``work`` in place of running them."""
@@ -85,7 +88,8 @@ class Session:
         """Run the tests, one case of every function first, until ``limit_of_file`` seconds are over.
 
         Returns:
-            seconds and executed lines, as the bits of a number, of each that ran; None where it did not pass in time.
+            seconds, executed lines, as the bits of a number, seconds of fixtures that other tests use, too, and whether
+            processes are started, of each that ran; None where it did not pass in time.
         """
         _begin(slot)
         self.slot = slot
@@ -107,20 +111,25 @@ class Session:
                 break
             self.seen.clear()
             sys.monitoring.restart_events()
-            begin = _cpu_seconds()
+            begin, before = _cpu_seconds(), sum(self.seconds_of_fixtures.values())
+            of_children = _seconds_of_children()
             signal.setitimer(signal.ITIMER_PROF, limit)
-            signal.setitimer(signal.ITIMER_REAL, 10 * limit)
+            signal.setitimer(signal.ITIMER_REAL, 10 * limit * load())
             reports = self._run_test(name, after)
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._read_ranks()
-            shared = [self.lines_of_fixtures.get(one, set()) for one in _fixtures_of(self.items[name])]
+            fixtures = _fixtures_of(self.items[name])
+            shared = [self.lines_of_fixtures.get(one, set()) for one in fixtures]
             masks: Counter[str] = Counter()
             for file, number in self.seen.union(*shared):
                 masks[file] += 1 << number
-            taken = round(_cpu_seconds() - begin, 3)
+            once = round(sum(self.seconds_of_fixtures.get(one, 0.0) for one in fixtures), 3)
+            own = _cpu_seconds() - begin - sum(self.seconds_of_fixtures.values()) + before
             lines = {file: hex(mask) for file, mask in masks.items()}
-            tests[name] = (taken, lines) if all(report.passed for report in reports) else None
+            starts = _seconds_of_children() > of_children or not self.fixtures_of_ranks.isdisjoint(fixtures)
+            passed = all(report.passed for report in reports)
+            tests[name] = (round(own, 3), lines, once, starts) if passed else None
         os._exit = leave
         return tests
 
@@ -131,10 +140,10 @@ class Session:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Any:
-        """Lines that run for several tests count for each of them, not for the first alone."""
+        """Lines and seconds of what runs for several tests count for each of them, not for the first alone."""
         if self.slot is None or fixturedef.scope == "function":
             return (yield)
-        outside = self.seen
+        outside, begin, of_children = self.seen, _cpu_seconds(), _seconds_of_children()
         self.seen = set()
         sys.monitoring.restart_events()
         try:
@@ -142,15 +151,22 @@ class Session:
         finally:
             self._read_ranks()
             self.lines_of_fixtures[fixturedef] = self.seen
+            self.seconds_of_fixtures[fixturedef] = _cpu_seconds() - begin
+            if _seconds_of_children() > of_children:
+                self.fixtures_of_ranks.add(fixturedef)
             self.seen = outside | self.seen
             sys.monitoring.restart_events()
 
     def run_mutant(
-        self, tests: list[tuple[str, float]], file: str, replaced: tuple[int, int, str], slot: Path
+        self, tests: list[tuple[str, float, bool]], file: str, replaced: tuple[int, int, str], slot: Path
     ) -> Any:
-        """Return 1 and the first test that fails with this change, or 0; None if only a new import can show it.
+        """Return 1 and the first test that fails with this change, 0, or -1 and the test that hangs.
 
-        A test that takes much more than its seconds ends the process: the mutant hangs.
+        None if only a new import can show it. Tests that start processes run in a process where no other test has left
+        a thread: ranks that are forked beside one may wait for each other forever.
+
+        Args:
+            tests: names, seconds, and whether they start processes.
         """
         path = Path(self.prefix) / file
         if not patch(path, replaced, self.functions):
@@ -158,14 +174,25 @@ class Session:
         _begin(slot)
         data, (start, end, new) = path.read_bytes(), replaced  # for processes that tests start
         (slot / "src" / "narrowcast" / file).write_bytes(data[:start] + new.encode() + data[end:])
+        groups: dict[str, list[tuple[str, float]]] = {}
+        for name, seconds, starts in sorted(tests, key=lambda test: test[2]):
+            groups.setdefault(name.split("::")[0] if starts else "", []).append((name, seconds))
+        for group in groups.values():
+            code, name = in_child(lambda group=group: self._run_tests(group)) or (-1, group[0][0])
+            if code:
+                return [code, name]
+        return [0, ""]
+
+    def _run_tests(self, tests: list[tuple[str, float]]) -> tuple[int, str]:
+        """Run tests until one fails. One that takes much more than its seconds ends the process: the mutant hangs."""
         for (name, seconds), (after, _) in zip(tests, [*tests[1:], ("", 0.0)]):
             used = time.process_time()
             hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
             resource.setrlimit(resource.RLIMIT_CPU, (min(int(used + 8 + 10 * seconds), hard), hard))
-            signal.setitimer(signal.ITIMER_REAL, 80 + 40 * seconds)
+            signal.setitimer(signal.ITIMER_REAL, (80 + 40 * seconds) * load())
             if any(report.failed for report in self._run_test(name, after)):
-                return [1, name]
-        return [0, ""]
+                return 1, name
+        return 0, ""
 
     def _run_test(self, name: str, after: str) -> list[Any]:
         runner = importlib.import_module("_pytest.runner")
@@ -208,6 +235,10 @@ def _fixtures_of(item: Any) -> list[Any]:
 def _cpu_seconds() -> float:
     """Of this process and of the ranks that it waited for: other work on the machine counts for nothing."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def _seconds_of_children() -> float:
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _give_up(*_: Any) -> None:

@@ -4,9 +4,10 @@
 ``src/narrowcast/A/b.py`` is killed when a test of ``tests/A`` or a ``tests/*/test_b.py`` fails or hangs. A first run
 records which lines each test executes; a mutant then runs the tests of its line alone, one case of every test function
 first, up to the first failure. A process per directory collects the tests and forks for each mutant, which replaces the
-code of a function; a change that runs on import is imported by a new process. ``--out`` is added to: a run with the
-same seed goes on where another stopped, and ``--retry`` tries its survivors again. Mutants that change nothing are
-named in ``tools/equivalent_mutants.csv``, with the reason, and are not run.
+code of a function; a change that runs on import is imported by a new process. Ranks that tests start are forked from
+the mutant, too. ``--out`` is added to: a run with the same seed goes on where another stopped, and ``--retry`` tries
+its survivors again. Mutants that change nothing are named in ``tools/equivalent_mutants.csv``, with the reason, and are
+not run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,12 @@ OPERATORS = {
 ELSEWHERE = {
     "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
     "tensors": ("quantizers/test_hybrid.py", "quantizers/test_described.py", "distributed/test_shard.py"),
-    "autograd": ("nn/test_linear*.py", "nn/test_grouped_linear.py", "nn/test_layernorm*.py"),
+    "autograd": (
+        "nn/test_linear*.py",
+        "nn/test_grouped_linear.py",
+        "nn/test_layernorm*.py",
+        "nn/test_tensor_parallel.py",
+    ),
     "state": ("layers/test_calibrate.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
     "layers": (
         "state/test_delayed_scaling.py",
@@ -63,6 +69,9 @@ ELSEWHERE = {
         "nn/test_grouped_linear.py",
         "nn/test_pa*.py",
         "nn/test_torch_func.py",
+        "nn/test_tensor_parallel.py",
+        "state/test_replicas.py",
+        "distributed/test_parallel_styles.py",
     ),
 }
 # Of the tests of a room of which few files are silent, these alone.
@@ -206,7 +215,7 @@ class Room:
                 self.note(one, "no test")
             if not chosen:
                 continue
-            timed = [(name, tests[name][0]) for name in chosen]
+            timed = [(name, tests[name][0] + tests[name][2], tests[name][3]) for name in chosen]
             tasks.append((one, 20 + 5 * seconds, partial(session.run_mutant, timed, one.file, one.replaced)))
         for one, result, taken, slot in run_all(tasks, self.folder, self.given.jobs, self.end):
             self.restore(one, slot)
@@ -271,27 +280,35 @@ class Room:
 
 
 def choose(one: Mutant, tests: dict[str, Any], budget: float) -> tuple[list[str], float]:
-    """Tests that execute its line, else its file (it is traced, or runs on import), else all; the seconds they take."""
+    """Tests that execute its line, else its file (it is traced, or runs on import), else all; the seconds they take.
+
+    Fixtures of a file that several of its tests use cost once.
+    """
     files = tests_for(one.file)
     every = [
-        (seconds, test, int(lines.get(one.file, "0"), 16))
-        for test, (seconds, lines) in tests.items()
+        (seconds, test, int(lines.get(one.file, "0"), 16), once)
+        for test, (seconds, lines, once, _) in tests.items()
         if test.split("::")[0] in files
     ]
     of_file = [row for row in every if row[2]] or every
     of_line = [row for row in of_file if row[2] >> one.line & 1]
     mirrored = f"/test_{Path(one.file).stem.lstrip('_')}"
     turns: Counter[str] = Counter()
-    order: list[tuple[int, bool, float, str]] = []
-    for seconds, test, _ in sorted(of_line or of_file):
+    order: list[tuple[int, bool, float, str, float]] = []
+    for seconds, test, _, once in sorted(of_line or of_file):
         function = test.split("[")[0]
-        order.append((turns[function], mirrored not in test, seconds, test))
+        order.append((turns[function], mirrored not in test, seconds + once, test, once))
         turns[function] += 1  # one case of every function first
-    chosen, total = [], 0.0
-    for _, _, seconds, test in sorted(order):
+    chosen, total, made = [], 0.0, set()
+    for _, _, seconds, test, once in sorted(order):
+        fixtures = test.split("::")[0], once
+        seconds -= once if fixtures in made else 0.0
         if total + seconds <= budget or not chosen:
             chosen.append(test)
             total += seconds
+            made.add(fixtures)
+            if len(chosen) == 1 and once:  # whatever it costs: others that use it are not left out for that
+                budget += once
     files = list(dict.fromkeys(test.split("::")[0] for test in chosen))  # fixtures of a file are made once
     return sorted(chosen, key=lambda test: files.index(test.split("::")[0])), total
 
