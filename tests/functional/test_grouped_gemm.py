@@ -11,8 +11,9 @@ from recipes import DEVICE
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast import functional
+from narrowcast import functional, reference
 from narrowcast.tensors import grouped_layout
+from narrowcast.testing import assert_close
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 K, N = 48, 144
@@ -204,3 +205,66 @@ def test_formats_without_a_native_gemm(name: str) -> None:
     with pytest.raises(RuntimeError, match="emulate=True"):
         case.multiply("fprop")
     assert case.multiply("fprop", emulate=True).abs().sum() > 0
+
+
+def refuse_reads(patch: pytest.MonkeyPatch) -> None:
+    """Let reading a tensor on the host raise: a GPU would have to be waited for."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the host read a tensor")
+
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "numpy"):
+        patch.setattr(Tensor, name, refuse)
+    patch.setattr(reference.grouped_quantize, "extents", refuse)
+
+
+grouped = importlib.import_module("narrowcast.functional.grouped_gemm")
+
+
+def masked_product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stand-in for the GPU's grouped product: rows of other groups are zero; nothing is read."""
+    group = torch.searchsorted(splits.cumsum(0), torch.arange(left.shape[0]), right=True)
+    own = left.float() * (group == torch.arange(splits.shape[0]).unsqueeze(1)).unsqueeze(2)
+    if kind == "wgrad":
+        return (own.transpose(1, 2) @ right.float()).to(dtype)
+    weights = right.float() if kind == "dgrad" else right.float().transpose(1, 2)
+    return (own @ weights).sum(0).to(dtype)
+
+
+DECODED = ("e4m3", "hybrid", "block", "mxfp8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DECODED)
+def test_an_emulated_product_reads_no_splits(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: all groups decoded at once, with the numbers of one group after the other."""
+    monkeypatch.setattr(grouped, "_product", masked_product)
+    for splits, beyond in (([40, 0, 3, 129], 4), ([0, 7], 0), ([0, 0], 5)):
+        case = Case(name, splits, beyond)
+        expected = functional.grouped_gemm(*case.arguments(kind, torch.float32))
+        kind_, *operands, own_splits, biases, dtype, rows, n, k, _, _ = case.arguments(kind, torch.float32)
+        a, b = (grouped._Operand(*operands[at : at + 4]) for at in (0, 4))
+        assert a.is_decoded() and b.is_decoded()
+        bias, sizes = grouped._stacked(biases), grouped._Sizes(rows, n, k)
+        with pytest.MonkeyPatch.context() as patch:
+            refuse_reads(patch)
+            ours = grouped._multiply_decoded(kind_, a, b, own_splits, bias, dtype, sizes)
+        assert_close(ours, expected, "fp32_sum_order")
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_decoding_reads_no_splits(name: str) -> None:
+    case = Case(name, [40, 0, 3, 129])
+    operand = functional.operand_of(case.made[0], case.layout, False)
+    quantizer, start, parts = case.quantizers[0], 0, []
+    for size in (40, 0, 3, 129):
+        if size:
+            parts.append(
+                quantizer.quantize(case.inputs[0][start : start + size]).dequantize(dtype=torch.bfloat16)
+            )
+        start += size
+    how = quantizer, case.layout, case.splits, torch.bfloat16, [case.rows, case.K]
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_reads(patch)
+        ours = functional.grouped_dequantize(operand, *how)
+    assert torch.equal(ours[:start], torch.cat(parts)) and not ours[start:].any()

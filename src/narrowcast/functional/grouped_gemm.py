@@ -27,6 +27,14 @@ from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define
 from .gemm import gemm, gemm_directions, no_native_gemm
+from .grouped_decoded import (
+    Decoded,
+    can_decode,
+    dequantized_rows,
+    group_of_row,
+    rows_of_groups,
+    weights_of_groups,
+)
 from .grouped_quantize import ALIGNMENT, Direction, stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
@@ -54,6 +62,16 @@ class _Operand(NamedTuple):
     quantizer: QuantizerValue
     layout: str
     dtype: torch.dtype
+
+    def is_decoded(self) -> bool:
+        """Return whether the device decodes all groups at once."""
+        return can_decode(self.layout, self.quantizer)
+
+    def rows(
+        self, columnwise: bool, splits: Tensor, group: Tensor, columns: int, dtype: torch.dtype
+    ) -> Decoded:
+        how = columnwise, splits, group, columns, dtype
+        return rows_of_groups(self.buffers, self.quantizer, self.layout, *how)
 
     def by_group(self, columnwise: bool, sizes: list[int], columns: int) -> list[list[Tensor]]:
         direction = Direction(self.layout, self.quantizer, columnwise, columns, self.dtype)
@@ -96,6 +114,8 @@ def _grouped_gemm(
     b = _Operand(right, right_quantizer, right_layout, right_dtype)
     whole = _Sizes(rows, out_features, in_features)
     bias = _stacked(biases)
+    if emulate and left[0].is_cuda and dtype != torch.float16 and a.is_decoded() and b.is_decoded():
+        return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
     if emulate or not left[0].is_cuda:
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, fast_accumulation, emulate)
     return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation)
@@ -126,7 +146,8 @@ Args:
     dtype: of the result.
     rows, out_features, in_features: T, N, K.
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
-    emulate: on a GPU, decode and multiply in bf16; that reads the splits on the host.
+    emulate: on a GPU, decode and multiply in bf16. Only operands of the split layout, and fp16 results, read the splits
+        on the host. A bf16 product is rounded before scales and bias.
 
 Returns:
     (T, N), (T, K) or (G, N, K) of ``dtype``; the weight gradient of an empty group is zero.
@@ -162,6 +183,42 @@ def _multiply_each(
         own_bias = None if bias is None else bias[group]
         place.copy_(gemm(kind, *operands, own_bias, dtype, *place.shape, fast_accumulation, emulate))
     return out
+
+
+def _multiply_decoded(
+    kind: str,
+    left: _Operand,
+    right: _Operand,
+    splits: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    sizes: _Sizes,
+) -> Tensor:
+    """Multiply decoded groups with the library's grouped GEMM; nothing reads the splits."""
+    left_columnwise, right_columnwise = gemm_directions(kind)
+    shape = sizes.of_result(kind, splits.shape[0])
+    if 0 in shape or 0 in (splits.shape[0], *sizes):
+        return left.buffers[0].new_zeros(shape, dtype=dtype)
+    group = group_of_row(splits, sizes.rows)
+    exact = (
+        torch.bfloat16 if kind == "wgrad" else dtype
+    )  # an fp32 weight gradient has a kernel for bf16 operands
+    columns = sizes.in_features if kind == "fprop" else sizes.out_features
+    a = left.rows(left_columnwise, splits, group, columns, exact)
+    if kind == "wgrad":
+        b = right.rows(right_columnwise, splits, group, sizes.in_features, exact)
+        out = _product(kind, a.values, b.values, splits, torch.float32)
+        for scale in (a.scale, b.scale):
+            out = out if scale is None else out * scale.view(-1, 1, 1)
+        return out.to(dtype)
+    shape = splits.shape[0], sizes.out_features, sizes.in_features
+    b = weights_of_groups(right.buffers, right.quantizer, right.layout, right_columnwise, shape, exact)
+    out = _product(kind, a.values, b.values, splits, dtype).float()
+    for scale in (a.scale, b.scale):
+        out = out if scale is None else out * F.pad(scale, (0, 1))[group].unsqueeze(1)
+    if bias is not None:
+        out = out + F.pad(bias.to(dtype), (0, 0, 0, 1))[group]
+    return torch.where((group < splits.shape[0]).unsqueeze(1), out, 0).to(dtype)
 
 
 def _places(out: Tensor, kind: str, splits: Tensor, rows: int) -> Iterator[tuple[int, slice, Tensor]]:
@@ -256,31 +313,42 @@ def _grouped_mm(
     if kind != "wgrad" and dtype != left.dtype:
         raise ValueError(f"dtype is {dtype} in {kind}; give that of left, {left.dtype}")
     if dtype != left.dtype and left.dtype != torch.float32:
-        return numerics_for(left).grouped_mm.contraction(
-            left.contiguous(), right[0].contiguous(), splits, dtype
-        )
+        return _product(kind, left, right[0], splits, dtype)
     weights = right[0] if kind == "wgrad" else stack(right)
     bias = _stacked(biases)
     shape = _plain_shape(kind, left, right, splits)
     if not left.is_cuda or 0 in shape or 0 in left.shape:
         return _mm_each(kind, left, weights, splits, bias, shape).to(dtype)
+    out = _product(kind, left, weights, splits, left.dtype)
+    if kind == "wgrad":
+        return out.to(dtype)
+    if bias is not None or not covered:
+        kernels.grouped_gemm.finish_rows_(out, splits, bias)
+    return out
+
+
+def _product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the library's grouped product; rows of no group are undefined.
+
+    Args:
+        left, right: as of ``grouped_mm``, the weights one (G, N, K).
+        dtype: of the result: that of ``left``, or fp32 for a weight gradient that is not rounded.
+    """
+    if dtype != left.dtype:
+        operands = left.contiguous(), right.contiguous()
+        return numerics_for(left).grouped_mm.contraction(*operands, splits, dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
-    a, b = _whole_pieces(left, multiple), weights
+    a, b = _whole_pieces(left, multiple), right
     if kind == "wgrad":
         product = F.grouped_mm(a.t(), _whole_pieces(b, multiple), offs=ends)
-        return product[:, : shape[1], : shape[2]].contiguous().to(dtype)
+        return product[:, : left.shape[1], : right.shape[1]].contiguous()
     # the contraction and the columns of the result in whole 16 bytes
     columns = b.shape[2] if kind == "dgrad" else b.shape[1]
     missing = -b.shape[1] % multiple, -b.shape[2] % multiple
     b = F.pad(b, (0, missing[1], 0, missing[0])) if any(missing) else _aligned(b)
-    b = b if kind == "dgrad" else b.transpose(-2, -1)
-    out = F.grouped_mm(a, b, offs=ends)
-    if out.shape[1] != columns:
-        out = out[:, :columns].contiguous()
-    if bias is not None or not covered:
-        kernels.grouped_gemm.finish_rows_(out, splits, bias)
-    return out
+    out = F.grouped_mm(a, b if kind == "dgrad" else b.transpose(-2, -1), offs=ends)
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
 def _whole_pieces(x: Tensor, multiple: int) -> Tensor:
@@ -355,6 +423,8 @@ def _grouped_dequantize(
     dtype: torch.dtype,
     shape: list[int],
 ) -> Tensor:
+    if splits is not None and layout != "split":
+        return dequantized_rows(operand, quantizer, layout, splits, dtype, shape)
     out = operand[0].new_zeros(shape, dtype=dtype)
     if splits is None:
         sizes = [shape[1]] * shape[0]
@@ -378,5 +448,5 @@ grouped_dequantize = define(
 )
 """Decode a row-wise operand of groups to (T, K), or without ``splits`` of weights to (G, N, K).
 
-The splits are read on the host; ``dtype`` is the one that was quantized from.
+The splits of the split layout are read on the host; ``dtype`` is the one that was quantized from.
 """
