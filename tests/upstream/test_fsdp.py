@@ -135,6 +135,22 @@ def test_without_the_sharded_parameter() -> None:
         fsdp.sharded_parts(types.SimpleNamespace(fsdp_params=[types.SimpleNamespace()]))
 
 
+def test_the_dtype_of_a_forward(mesh: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = fully_sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert fsdp.compute_dtypes(model) == {id(local(p)): torch.bfloat16 for p in model.parameters()}
+    assert fsdp.compute_dtypes(fully_sharded(mesh)) == {}
+
+
+def test_without_the_policy_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = types.SimpleNamespace(sharded_param=types.SimpleNamespace(_local_tensor=torch.zeros(1)))
+    group = types.SimpleNamespace(fsdp_params=[part])
+    monkeypatch.setattr(fsdp, "parameter_groups", lambda model: [group])
+    with pytest.raises(UpstreamError, match="FSDPParam.mp_policy"):
+        fsdp.compute_dtypes(torch.nn.Linear(1, 1))
+
+
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
@@ -286,4 +302,4 @@ def test_without_a_name_with_a_path() -> None:
 
 def test_every_entry_is_here() -> None:
     words = ("fsdp", "FSDP", "DTensor", "_chunk_cat", "parallel's styles")
-    assert len([name for name in ENTRIES if any(word in name for word in words)]) == 16
+    assert len([name for name in ENTRIES if any(word in name for word in words)]) == 17

@@ -34,7 +34,10 @@ from ..formats import (
 )
 from ..quantizers import Quantizer
 
-Packer = Callable[[list[Tensor], tuple[int, int], Quantizer], dict[str, Tensor]]
+Packed = dict[str, Tensor]
+"""The tensors of a weight, by what is put after its name."""
+
+Packer = Callable[[list[Tensor], tuple[int, int], Quantizer], Packed]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class WeightFormat:
     arguments: dict[str, Any]
     activations: dict[str, Any] | None
 
+    @property
+    def granule(self) -> int:
+        """Rows that share a row of scales."""
+        return max(self.layout.scale_group[0], 1)
+
     def group(self, targets: list[str]) -> dict[str, Any]:
         """compressed-tensors' group that says how the weights of ``targets`` lie, and how inputs are rounded."""
         activations = None if self.activations is None else _scheme(self.activations, dynamic=True)
@@ -66,6 +74,21 @@ class WeightFormat:
             "weights": _scheme(self.arguments, dynamic=False),
             "input_activations": activations,
         }
+
+
+def is_codes(suffix: str) -> bool:
+    """Return whether a weight's tensor with this name is its codes, not its scales."""
+    return suffix in ("", "_packed")
+
+
+def scale_extent(quantizer: Quantizer) -> tuple[tuple[int, int], bool]:
+    """Return rows and columns that share a scale, and whether a scale follows from the amax of the whole matrix."""
+    layout = quantizer._format_layout()
+    rows, columns = layout.scale_group
+    if getattr(quantizer, "with_2d_quantization", False):
+        rows = columns = max(rows, columns)
+    of_matrix = not quantizer._is_delayed() and (layout is NVFP4 or layout is FLOAT8)
+    return (max(rows, 1), max(columns, 1)), of_matrix
 
 
 def _scheme(arguments: dict[str, Any], dynamic: bool) -> dict[str, Any]:

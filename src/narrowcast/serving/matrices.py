@@ -1,9 +1,16 @@
-"""Quantized matrices of layers, as their forward's GEMM reads them, in the form of a checkpoint."""
+"""Quantized matrices of layers, as their forward's GEMM reads them, in the form of a checkpoint.
+
+A matrix is in one piece, or in several: one for each parameter that its rows are parts of. FSDP2 shards a piece by
+rows, tensor parallelism splits the matrix of a layer by rows or columns, and ``shards.py`` joins what ranks quantized.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..convert.experts import StackedExpertsLayer
@@ -11,55 +18,79 @@ from ..layers import GroupedLinearLayer, Stage
 from ..layers.fitted_scales import fitted_to_weights
 from ..quantizers import Operand, buffers_of
 from ..recipe import WEIGHT_SLOT, linear_plan
-from ..tensors import GroupedTensor, QuantizedTensor, grouped_storage_of
-from .formats import WeightFormat
+from ..reference import delayed
+from ..state import asks_callables, fp8_max
+from ..tensors import QuantizedTensor
+from ..upstream.fsdp import is_distributed
+from .formats import Packed, WeightFormat
+from .shards import Piece, gather_piece, gather_split, quantize_pieces, split_of
 
 
 def shape_of(layer: Any, stage: Stage) -> tuple[int, int]:
-    """Return (N, K) of each matrix of a stage."""
+    """Return (N, K) of each matrix of a stage, over all ranks."""
     parts = layer._parts_of(stage.weight)
     rows, columns = parts[0].shape[-2:]
     if isinstance(layer, StackedExpertsLayer) and layer.stack_of(layer).transposed:
         return columns, rows
-    return rows if isinstance(layer, GroupedLinearLayer) else sum(part.shape[-2] for part in parts), columns
+    if not isinstance(layer, GroupedLinearLayer):
+        rows = sum(part.shape[-2] for part in parts)
+    split = None if is_distributed(parts[0]) else split_of(layer, stage)
+    times = 1 if split is None else split.size
+    return (rows * times, columns) if split is None or split.dim == 0 else (rows, columns * times)
 
 
 def packed(
-    layer: Any, stage: Stage, group: int, operand: Operand, written_as: WeightFormat
-) -> dict[str, Tensor]:
-    """Return a matrix as it is served, by what is put after its key."""
-    matrix = _matrix(layer, stage, group)
-    return written_as.pack(
-        _buffers(layer, stage, group, matrix, operand), tuple(matrix.shape), operand.quantizer
-    )
+    layer: Any,
+    stage: Stage,
+    group: int,
+    operand: Operand,
+    written_as: WeightFormat,
+    dtypes: dict[int, torch.dtype],
+) -> list[Packed]:
+    """Return a matrix as it is served: its pieces from top to bottom.
+
+    Args:
+        group: which matrix of the stage.
+        dtypes: that FSDP2 casts parameters to before they are multiplied, by the id of this rank's shard.
+    Raises:
+        ValueError: ranks have scales that the format cannot join.
+    """
+    scale = _scale(layer, stage, group) if operand.delayed else None
+    fit = _fit(layer, stage) if operand.delayed else None
+    pieces = _pieces(layer, stage, group, dtypes)
+    quantized = quantize_pieces(pieces, operand, written_as, scale, fit, _stored)
+    whole = [gather_piece(piece, own, written_as) for piece, own in zip(pieces, quantized)]
+    split, shape = split_of(layer, stage), shape_of(layer, stage)
+    if split is None:
+        return whole
+    name = f"{layer.name}.{stage.weight}".lstrip(".")
+    return [gather_split(own, split, written_as, shape, name) for own in whole]
 
 
-def _matrix(layer: Any, stage: Stage, group: int) -> Any:
-    """Return one matrix (N, K) of a stage."""
-    if isinstance(layer, StackedExpertsLayer):
-        expert = getattr(layer, stage.weight).detach()[group]
-        return expert.t() if layer.stack_of(layer).transposed else expert
-    if isinstance(layer, GroupedLinearLayer):
-        parts = layer._parts_of(stage.weight)
-        if len(parts) > 1 or layer.num_gemms == 1:
-            part = parts[group].detach()
-            return part[0] if part.dim() == 3 else part
-        if isinstance(parts[0], GroupedTensor):
-            return grouped_storage_of(parts[0]).split_into_quantized_tensors()[group]
-        return parts[0].detach()[group]
-    return layer._whole(stage.weight).detach()
+def _pieces(layer: Any, stage: Stage, group: int, dtypes: dict[int, torch.dtype]) -> list[Piece]:
+    parts = layer._parts_of(stage.weight)
+    if isinstance(layer, (StackedExpertsLayer, GroupedLinearLayer)):
+        transposed = isinstance(layer, StackedExpertsLayer) and layer.stack_of(layer).transposed
+        part = parts[group] if len(parts) > 1 else parts[0]
+        if part.dim() < 3:
+            return [Piece.of(part, 0, dtypes)]
+        return [Piece.of_member(part, group, transposed, dtypes)]
+    first, pieces = 0, []
+    for part in parts:
+        pieces.append(Piece.of(part, first, dtypes, layer._placed))
+        first += pieces[-1].rows
+    if len(pieces) > 1 and all(piece.group is None for piece in pieces):
+        return [Piece.of(layer._whole(stage.weight).detach(), 0, dtypes)]
+    return pieces
 
 
-def _buffers(layer: Any, stage: Stage, group: int, weight: Any, operand: Operand) -> list[Tensor]:
-    """Return row-wise data and scales of a matrix."""
-    if not isinstance(weight, Tensor):
-        return buffers_of(weight).rowwise
+def _stored(weight: Any, operand: Operand) -> list[Tensor] | None:
+    """Return the buffers of a weight that is stored as the operand is quantized; None of any other."""
     if isinstance(weight, QuantizedTensor):
         stored = buffers_of(weight)
-        if stored.quantizer._format_layout() is operand.quantizer._format_layout():
-            return stored.rowwise
-        weight = weight.dequantize()
-    return operand.quantize(weight, _scale(layer, stage, group) if operand.delayed else None).rowwise
+        same = stored.quantizer._format_layout() is operand.quantizer._format_layout()
+        return stored.rowwise if same else None
+    return None if isinstance(weight, Tensor) else buffers_of(weight).rowwise
 
 
 def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
@@ -74,6 +105,14 @@ def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
             f"{layer.name or stage.weight} has no scales of delayed scaling yet; run the model once"
         )
     plan = linear_plan(layer.recipe, stage.name, False, False, module_type=layer._module_type)
-    if plan.forward_state is not None:
+    if plan.forward_state is not None and not is_distributed(layer._parts_of(stage.weight)[0]):
         scale = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, scale)
     return scale[WEIGHT_SLOT * layer._groups + group].expand(WEIGHT_SLOT + 1).contiguous()
+
+
+def _fit(layer: Any, stage: Stage) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what makes the scale of a sharded weight from its amax and the scale in the state; None if that stays."""
+    recipe = linear_plan(layer.recipe, stage.name, False, False, module_type=layer._module_type).forward_state
+    if recipe is None or asks_callables(recipe):
+        return None
+    return partial(delayed.scale_from_amax, fp8_max=fp8_max(recipe, "forward"), margin=recipe.margin)

@@ -19,14 +19,16 @@ from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
 from ..convert.stored import uses_of_parameters
+from ..formats import cdiv
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.extra_state import EXTRA_STATE
 from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan
-from ..tensors import GroupedTensor, QuantizedTensor
-from .formats import CHECKPOINT_FORMATS, CheckpointFormat, WeightFormat
+from ..upstream.fsdp import compute_dtypes
+from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat, is_codes
 from .matrices import packed, shape_of
 from .names import CheckpointNames
+from .shards import plain, splits_of
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Served:
         self.kept: list[str] = []
         self._matrices: dict[str, list[Matrix]] = {}  # by the first key whose parameter they are made of
         self._parts: set[str] = set()  # other keys of the same weights
+        self._dtypes, self._splits = compute_dtypes(model), splits_of(model)
         uses = uses_of_parameters(model)
         for found in gemm_modules(model):
             self._plan(found, uses)
@@ -113,9 +116,8 @@ class Served:
 
     @torch.no_grad()
     def _plain(self, value: Any) -> Tensor:
-        value = value.detach()
-        value = value.dequantize() if isinstance(value, (QuantizedTensor, GroupedTensor)) else value
-        return value.to(self._dtype_of(value)).contiguous()
+        whole = plain(value, self._splits.get(id(value)))
+        return whole.to(self._dtype_of(whole)).contiguous()
 
     def _plan(self, found: Found, uses: Counter[int]) -> None:
         """Decide on the weights of a module."""
@@ -171,7 +173,7 @@ class Served:
         named = self._rows_of(layer, stage, keys, rows)
         if named is None:
             return [], "its checkpoint does not hold its experts one by one"
-        granule = max(written_as.layout.scale_group[0], 1)
+        granule = written_as.granule
         if any(one.first % granule for group in named for one in group):
             return [], f"its parts begin within tiles of {granule} rows"
         return [Matrix(layer, stage, i, operand, written_as, own) for i, own in enumerate(named)], ""
@@ -212,19 +214,27 @@ class Served:
 
     @torch.no_grad()
     def _quantized(self, matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
-        tensors = packed(matrix.layer, matrix.stage, matrix.group, matrix.operand, matrix.format)
-        granule, (total, _) = (
-            max(matrix.format.layout.scale_group[0], 1),
-            shape_of(matrix.layer, matrix.stage),
-        )
-        for rows in matrix.rows:
+        layer, stage, group, operand, written_as, rows = matrix
+        pieces = packed(layer, stage, group, operand, written_as, self._dtypes)
+        if len(pieces) < len(rows):
+            pieces = [_sliced(pieces[0], own, written_as.granule) for own in rows]
+        for own, tensors in zip(rows, pieces, strict=True):
             for suffix, tensor in tensors.items():
-                if self.kind.fine_grained:
-                    suffix = suffix.replace("_scale", "_scale_inv")
-                if tensor.dim() > 1 and len(matrix.rows) > 1:
-                    each = 1 if tensor.shape[0] == total else granule
-                    tensor = tensor[rows.first // each : -(-(rows.first + rows.count) // each)]
-                yield rows.name + suffix, tensor.contiguous()
+                suffix = suffix.replace("_scale", "_scale_inv") if self.kind.fine_grained else suffix
+                yield own.name + suffix, tensor.contiguous()
+
+
+def _sliced(tensors: Packed, rows: Rows, granule: int) -> Packed:
+    """Return rows of a packed matrix; ``granule``: how many share a row of scales."""
+    end = rows.first + rows.count
+    return {
+        suffix: tensor[rows.first : end]
+        if is_codes(suffix)
+        else tensor[rows.first // granule : cdiv(end, granule)]
+        if tensor.dim() > 1
+        else tensor
+        for suffix, tensor in tensors.items()
+    }
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

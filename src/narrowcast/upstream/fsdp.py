@@ -131,6 +131,31 @@ def sharded_parts(group: Any) -> list[Any]:
         raise _SHARDED_PARAMETER.error(str(error)) from None
 
 
+_POLICY = entry(
+    "FSDPParam.mp_policy",
+    follows=_PARAMETER,
+    without="serve from a model in one dtype, without MixedPrecisionPolicy(param_dtype=...)",
+)
+
+
+def compute_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """Return the dtype that FSDP2 casts parameters to for their forward, by the id of this rank's shard.
+
+    Raises:
+        UpstreamError: this release keeps it elsewhere.
+    """
+    if _FSDP not in sys.modules:  # nothing is sharded
+        return {}
+    found = {}
+    for group in parameter_groups(model):
+        for one, part in zip(_read(group, "fsdp_params"), sharded_parts(group)):
+            if not hasattr(one, "mp_policy"):
+                raise _POLICY.error()
+            if one.mp_policy.param_dtype is not None:
+                found[id(part)] = one.mp_policy.param_dtype
+    return found
+
+
 # -- the buffers that FSDP2 sends --------------------------------------------------------------------------------------
 
 _COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"

@@ -1,0 +1,359 @@
+"""Weights that ranks share: each quantizes what it has, and codes and scales are gathered.
+
+FSDP2 shards the rows of a weight, and its forward multiplies by the quantization of the whole. A rank can quantize its
+rows alone if it knows the amax of all that shares a scale with them. So ranks reduce one fp32 amax for each scale that
+several of them share, and each quantizes its rows beside zeros and that amax, which gives the codes of the whole.
+
+Tensor parallelism splits a layer: each rank multiplies by the quantization of its own part, which is served as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..distributed.sharded_weight import ShardedWeight
+from ..formats import cdiv, round_up
+from ..functional.collectives import gather_rows, group_name, largest_of, smallest_of
+from ..layers import LinearLayer, Stage
+from ..quantizers import Operand
+from ..tensors import GroupedTensor, grouped_storage_of, local
+from ..upstream.fsdp import is_distributed
+from .formats import Packed, WeightFormat, is_codes, scale_extent
+
+
+class Split(NamedTuple):
+    """How tensor parallelism splits a layer's matrix: along dim 0 or 1, over the ranks of a group."""
+
+    dim: int
+    group: str | None
+    size: int
+
+
+class Piece(NamedTuple):
+    """Rows of a matrix, of which ranks may have shards.
+
+    Attributes:
+        own: this rank's shard: (n, K), or a quantized tensor.
+        start: the first row of the piece in the matrix.
+        rows: of the whole piece.
+        counts: rows of every rank's shard; empty if it is not sharded.
+        group: of the ranks.
+    """
+
+    own: Any
+    start: int
+    rows: int
+    counts: tuple[int, ...] = ()
+    group: Any = None
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the ranks' shards begin and end in the matrix."""
+        return [self.start + sum(self.counts[:i]) for i in range(len(self.counts) + 1)]
+
+    @property
+    def first(self) -> int:
+        """The first row of this rank's shard in the matrix."""
+        return self.ends[dist.get_rank(self.group)]
+
+    @staticmethod
+    def of(parameter: Any, start: int, dtypes: dict[int, torch.dtype], split: bool = False) -> Piece:
+        """Return the piece that a parameter is.
+
+        Args:
+            start: its first row in the matrix.
+            split: the last dim of its mesh is tensor-parallel.
+        """
+        own = unwrapped(parameter, dtypes)
+        sharded = _sharded_dims(parameter, split)
+        if not sharded:
+            return Piece(own, start, own.shape[0])
+        ((mesh_dim, dim),) = sharded
+        if dim != 0:
+            raise ValueError(f"a weight is sharded along dim {dim}; FSDP2 must shard weights along dim 0")
+        mesh = parameter.device_mesh
+        rows = parameter.shape[0]
+        if split and parameter.placements[-1].is_shard(0):
+            rows //= mesh.size(mesh.ndim - 1)
+        return Piece(own, start, rows, _chunks(rows, mesh.size(mesh_dim)), mesh.get_group(mesh_dim))
+
+    @staticmethod
+    def of_member(stacked: Any, index: int, transposed: bool, dtypes: dict[int, torch.dtype]) -> Piece:
+        """Return one matrix of a stacked parameter (G, N, K), which one rank has if it is sharded."""
+        own, sharded = unwrapped(stacked, dtypes), _sharded_dims(stacked, False)
+        rows = stacked.shape[2] if transposed else stacked.shape[1]
+        columns = stacked.shape[1] if transposed else stacked.shape[2]
+        counts: tuple[int, ...] = ()
+        group = None
+        if sharded:
+            ((mesh_dim, dim),) = sharded
+            if dim != 0:
+                raise ValueError(f"stacked weights are sharded along dim {dim}; FSDP2 must shard along dim 0")
+            mesh = stacked.device_mesh
+            members, rank = _chunks(stacked.shape[0], mesh.size(mesh_dim)), mesh.get_local_rank(mesh_dim)
+            owner = next(r for r in range(len(members)) if index < sum(members[: r + 1]))
+            counts = tuple(rows * (r == owner) for r in range(len(members)))
+            group, index = mesh.get_group(mesh_dim), index - sum(members[:rank])
+            if rank != owner:
+                return Piece(own.new_empty(0, columns), 0, rows, counts, group)
+        if isinstance(own, GroupedTensor):
+            return Piece(
+                grouped_storage_of(own).split_into_quantized_tensors()[index], 0, rows, counts, group
+            )
+        member = own[index]
+        return Piece(member.t() if transposed else member, 0, rows, counts, group)
+
+
+def unwrapped(parameter: Any, dtypes: dict[int, torch.dtype]) -> Any:
+    """Return what this rank has of a parameter, in the dtype that it is multiplied in."""
+    held = local(parameter)
+    dtype = dtypes.get(id(held))
+    held = held._shard if isinstance(held, ShardedWeight) else held
+    held = held.detach()
+    return held.to(dtype) if dtype is not None and type(held) is Tensor else held
+
+
+def plain(parameter: Any, split: Split | None) -> Tensor:
+    """Return the values of a parameter in high precision, gathered over ranks."""
+    held = local(parameter)
+    values = held._shard if isinstance(held, ShardedWeight) else _decoded(held.detach())
+    if held is not parameter:
+        whole: Any = dist.tensor.DTensor.from_local(  # type: ignore[attr-defined]
+            values,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return whole.full_tensor()
+    if split is None:
+        return values
+    return gather_rows(values.movedim(split.dim, 0), split.group).movedim(0, split.dim)
+
+
+def _decoded(value: Any) -> Tensor:
+    return value.dequantize() if hasattr(value, "_quantizer") or isinstance(value, GroupedTensor) else value
+
+
+def splits_of(model: nn.Module) -> dict[int, Split]:
+    """Return how the plain parameters of layers with a ``tp_group`` are split, by their ids."""
+    found = {}
+    for layer in model.modules():
+        if isinstance(layer, LinearLayer) and layer.tp_size > 1 and not layer._placed:
+            for parameter in layer.parameters(recurse=False):
+                if getattr(parameter, "tensor_model_parallel", False):
+                    group = next((one.group for one in (layer._parallel or {}).values()), None)
+                    found[id(parameter)] = Split(parameter.partition_dim, group, layer.tp_size)  # type: ignore[attr-defined]
+    return found
+
+
+def split_of(layer: Any, stage: Stage) -> Split | None:
+    """Return how the ranks of a layer split its matrix; None if they do not.
+
+    Raises:
+        ValueError: the layer has several matrices or parts, whose order in the ranks' parts is not known.
+    """
+    parallel = layer._split_over(stage.prefix)
+    if layer.tp_size == 1:
+        return None
+    if parallel is None or (not layer._placed and (len(layer._stages) > 1 or layer._parts)):
+        raise ValueError(
+            f"{type(layer).__name__} is split over tp_size={layer.tp_size} processes, and the order of its parts in "
+            "the whole weight is not known; split nc.Linear and nc.LayerNormLinear without parameters_split"
+        )
+    return Split(1 if parallel.mode == "row" else 0, parallel.group, layer.tp_size)
+
+
+def quantize_pieces(
+    pieces: list[Piece],
+    operand: Operand,
+    written_as: WeightFormat,
+    scale: Tensor | None,
+    fit: Callable[[Tensor, Tensor], Tensor] | None,
+    stored: Callable[[Any, Operand], list[Tensor] | None],
+) -> list[Packed]:
+    """Return the pieces of a matrix, quantized as the whole is, each without the rows of other ranks.
+
+    Args:
+        scale: of delayed scaling.
+        fit: makes the scale of a sharded weight from its amax and ``scale``; None if that stays.
+        stored: returns the buffers of a tensor that is quantized already; None for others.
+    """
+
+    def pack(buffers: list[Tensor], like: Any) -> Packed:
+        return written_as.pack(buffers, tuple(like.shape), operand.quantizer)
+
+    made = [stored(piece.own, operand) for piece in pieces]
+    if all(buffers is not None for buffers in made):
+        return [pack(buffers or [], piece.own) for buffers, piece in zip(made, pieces)]
+    values = [_decoded(piece.own) for piece in pieces]
+    if all(piece.group is None for piece in pieces):
+        return [pack(operand.quantize(value, scale).rowwise, value) for value in values]
+    shared = _SharedAmax(pieces, values, operand, fit is not None)
+    if fit is not None and scale is not None and shared.largest is not None:
+        scale, shared.largest = fit(shared.largest.expand_as(scale), scale), None
+    return [shared.packed(i, written_as, scale) for i in range(len(pieces))]
+
+
+class _SharedAmax:
+    """The amax of what ranks share a scale for: of square tiles, and of the whole matrix.
+
+    Args:
+        pieces: of one matrix, sharded over the same ranks.
+        values: this rank's rows of each.
+        operand: how the matrix is quantized.
+        fits: its scale follows from its amax, by another rule than the operand's.
+    """
+
+    def __init__(self, pieces: list[Piece], values: list[Tensor], operand: Operand, fits: bool) -> None:
+        self.pieces, self.values, self.operand = pieces, values, operand
+        self.tile, of_matrix = scale_extent(operand.quantizer)
+        rows, columns = self.tile
+        total, device = sum(piece.rows for piece in pieces), values[0].device
+        group = group_name(pieces[0].group)
+        self.tiles = self.largest = None  # amax of every tile, and of the matrix
+        if any(end % rows for piece in pieces for end in piece.ends if end != total):
+            self.tiles = torch.zeros(cdiv(total, rows), cdiv(values[0].shape[1], columns), device=device)
+            for piece, value in zip(pieces, values):
+                if len(value):
+                    top, tiles = self._spread(piece, value)
+                    blocks = _magnitude(tiles).view(-1, rows, tiles.shape[1] // columns, columns)
+                    own = self.tiles[top : top + len(blocks)]
+                    torch.maximum(own, blocks.amax((1, 3)), out=own)
+            self.tiles = largest_of(self.tiles, group)
+        if of_matrix or fits:
+            each = [_magnitude(value).amax().reshape(1) for value in values if value.numel()]
+            self.largest = largest_of(
+                torch.cat([*each, torch.zeros(1, device=device)]).amax().reshape(1), group
+            )
+
+    def _spread(self, piece: Piece, value: Tensor) -> tuple[int, Tensor]:
+        """Return rows and columns filled up with zeros to whole tiles, and the first tile's index."""
+        rows, columns = self.tile
+        above = piece.first % rows
+        out = value.new_zeros(round_up(above + len(value), rows), round_up(value.shape[1], columns))
+        out[above : above + len(value), : value.shape[1]] = value
+        return piece.first // rows, out
+
+    def packed(self, index: int, written_as: WeightFormat, scale: Tensor | None) -> Packed:
+        """Return this rank's rows of a piece, with the scales of the tiles that begin in them."""
+        piece, value = self.pieces[index], self.values[index]
+        (count, columns), (rows, per_tile), above = value.shape, self.tile, 0
+        if self.tiles is not None and count:
+            above = piece.first % rows
+            top, value = self._spread(piece, value)
+            # rows of other ranks in the first and the last tile are zeros, of which one row has the amax
+            if above:
+                value[0, ::per_tile] = self.tiles[top].to(value.dtype)
+            if (above + count) % rows:
+                value[-1, ::per_tile] = self.tiles[top + len(value) // rows - 1].to(value.dtype)
+            value = value[:, :columns].contiguous()
+        if self.largest is not None:
+            value = torch.cat([value, value.new_zeros(rows, columns)])
+            value[-1, 0] = self.largest.to(value.dtype)[0]
+        elif not count:
+            value = value.new_zeros(rows, columns)
+        tensors = written_as.pack(
+            self.operand.quantize(value, scale).rowwise, tuple(value.shape), self.operand.quantizer
+        )
+        granule = written_as.granule
+        top = (piece.first - above) // granule
+        begin, end = (cdiv(row, granule) - top for row in (piece.first, piece.first + count))
+        return {
+            suffix: tensor[above : above + count]
+            if is_codes(suffix)
+            else tensor[begin:end]
+            if tensor.dim() > 1
+            else tensor
+            for suffix, tensor in tensors.items()
+        }
+
+
+def gather_piece(piece: Piece, own: Packed, written_as: WeightFormat) -> Packed:
+    """Return a whole piece: the codes and scales of all ranks, one below the other."""
+    if piece.group is None:
+        return own
+    tiles = [cdiv(row, written_as.granule) for row in piece.ends]
+    scales = tuple(end - begin for begin, end in zip(tiles, tiles[1:]))
+    return {
+        suffix: _gather_rows(tensor, piece.counts if is_codes(suffix) else scales, piece.group)
+        if tensor.dim() > 1
+        else tensor
+        for suffix, tensor in own.items()
+    }
+
+
+def gather_split(
+    own: Packed, split: Split, written_as: WeightFormat, shape: tuple[int, int], name: str
+) -> Packed:
+    """Return the matrix of a layer whose ranks each quantize a part of it.
+
+    Args:
+        shape: (N, K) of the whole matrix.
+        name: of the weight, for messages.
+    Raises:
+        ValueError: the format has one scale for what ranks scale by themselves.
+    """
+    extent = written_as.layout.scale_group[split.dim]
+    if extent > 1 and shape[split.dim] // split.size % extent:
+        raise ValueError(
+            f"{name} is {shape} and split over {split.size} processes within blocks of {extent}, which each process "
+            "scales by itself; split it at multiples of them"
+        )
+    whole = {}
+    for suffix, tensor in own.items():
+        if tensor.dim() < 2 or (extent == 0 and not is_codes(suffix)):
+            if not torch.equal(smallest_of(tensor, split.group), largest_of(tensor, split.group)):
+                raise ValueError(
+                    f"{name} is split over {split.size} processes that each have a scale of their own, and the format "
+                    "has one; use blocks: Float8BlockScaling or MXFP8BlockScaling"
+                )
+            whole[suffix] = tensor
+            continue
+        rows = tensor.t() if split.dim else tensor
+        joined = _gather_rows(rows, (len(rows),) * split.size, split.group)
+        whole[suffix] = joined.t() if split.dim else joined
+    return whole
+
+
+def _gather_rows(own: Tensor, counts: tuple[int, ...], group: Any) -> Tensor:
+    """Gather rows of a matrix from ranks that have ``counts`` of them each, as bytes."""
+    most, width = max(counts), own.shape[1] * own.itemsize
+    sent = own.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(len(own), width)
+    if most == sum(counts):  # one rank has all rows
+        whole = sent if len(own) else sent.new_empty(most, width)
+        dist.broadcast(whole, group_src=counts.index(most), group=group)
+        return whole.view(own.dtype)
+    whole = gather_rows(F.pad(sent, (0, 0, 0, most - len(own))), group_name(group))
+    if len(set(counts)) > 1:
+        whole = torch.cat([rows[:count] for rows, count in zip(whole.split(most), counts)])
+    return whole.view(own.dtype)
+
+
+def _chunks(size: int, ranks: int) -> tuple[int, ...]:
+    """Return how many rows each rank has of ``size``, as FSDP2 shards them."""
+    each = cdiv(size, ranks)
+    return tuple(max(min(size - rank * each, each), 0) for rank in range(ranks))
+
+
+def _sharded_dims(parameter: Any, split: bool) -> list[tuple[int, int]]:
+    """Return the dims of the mesh that FSDP2 shards a parameter over, with the parameter's dims."""
+    if not is_distributed(parameter):
+        return []
+    placements = list(parameter.placements)[: -1 if split else None]
+    found = [(i, placement.dim) for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(found) > 1:
+        raise ValueError(f"a weight is sharded as {parameter.placements}; shard it over one dim of the mesh")
+    return found
+
+
+def _magnitude(value: Tensor) -> Tensor:
+    """Return absolute values in fp32, 0 for NaN, which takes no part in an amax."""
+    return value.float().abs().nan_to_num_(0.0, float("inf"))

@@ -1,0 +1,198 @@
+"""Served weights of a model that two ranks share: the bits of one process, from codes and scales that they gather."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.ranks_checks import of_all, run_checks
+from recipes import QUANTIZED
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.serving import shards
+from serving.test_weights import Experts
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+
+FORMATS = {"block": "hf-fp8-block128"}
+SHARDED = ("current", "delayed", "block", "mxfp8", "nvfp4")
+
+
+class Layers(nn.ModuleList):
+    """FSDP2 takes no container without a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(layer(x) for layer in self[:2])  # type: ignore[return-value]
+
+
+def make(name: str, even: bool = False) -> nn.Module:
+    """Odd rows, a weight of parts, and three experts for two ranks; ``even``: whole tiles for each rank."""
+    torch.manual_seed(0)
+    recipe, rows = QUANTIZED[name], 256 if even else 201
+    parts = None if even else {"query": 128, "key": 73}
+    model = Layers([nn.Linear(96, rows), nc.Linear(96, rows, parameters_split=parts, device="cpu")])
+    if not even:
+        model.append(Experts(3, 96, 128))
+    model.bfloat16()
+    nc.convert(model, recipe)
+    nc.set_recipe(model, recipe)
+    if name == "delayed":
+        x, index = torch.randn(6, 96).bfloat16(), torch.arange(6)[:, None] % 3
+        (model(x).square().sum() + model[2](x, index, torch.ones_like(x[:, :1])).sum()).backward()
+        model.zero_grad()
+        for parameter in model.parameters():  # as a step does: an evaluation scales weights as they are
+            parameter.data *= 1.5
+    return model.eval()
+
+
+def served(model: nn.Module, name: str) -> dict[str, Tensor]:
+    return dict(nc.serving.weights(model, FORMATS.get(name, "compressed-tensors")))
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [
+        key
+        for key, value in expected.items()
+        if found[key].dtype != value.dtype
+        or not torch.equal(found[key].view(torch.uint8), value.view(torch.uint8))
+    ]
+
+
+def fully_sharded(name: str, shard: Any, **options: Any) -> list[str]:
+    model, mesh = make(name, options.pop("even", False)), mesh_of_all()
+    expected = served(model, name)
+    for layer in model:
+        shard(layer, mesh=mesh, **options)
+    shard(model, mesh=mesh, **options)
+    return differences(served(model, name), expected)
+
+
+def mesh_of_all() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes that the gathers return."""
+    found: list[int] = []
+    gather = shards._gather_rows
+
+    def counting(own: Tensor, counts: Any, group: Any) -> Tensor:
+        whole = gather(own, counts, group)
+        found.append(whole.nbytes)
+        return whole
+
+    with mock.patch.object(shards, "_gather_rows", counting):
+        yield found
+
+
+def bytes_gathered() -> list[int]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = make("block", even=True)
+    fully_shard(model, mesh=mesh_of_all())
+    sizes = []
+    with counted() as found:
+        for name, tensor in nc.serving.weights(model, "hf-fp8-block128"):
+            sizes += [tensor.nbytes] * ("weight" in name)
+    return [sum(found), sum(sizes)]
+
+
+def in_bf16() -> bool:
+    """Weights in fp32 that a forward reads in bf16 are served as those of a model in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = make("current", even=True).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 1e-4)
+    rounded = make("current", even=True)
+    rounded.load_state_dict(model.state_dict())
+    expected = served(rounded, "current")
+    fully_shard(model, mesh=mesh_of_all(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found = dict(nc.serving.weights(model, "compressed-tensors", dtype=torch.bfloat16))
+    return differences(found, expected) == []
+
+
+def split(name: str, sharded: bool = False) -> Any:
+    """One column-parallel and one row-parallel layer."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).bfloat16()
+    model[0].weight.data.normal_()
+    nc.convert(model, QUANTIZED[name])
+    expected = served(model, name)
+    mesh = mesh_of_all()
+    styles = {"0": nc.distributed.ColwiseParallel(), "1": nc.distributed.RowwiseParallel()}
+    parallelize_module(model, mesh, styles)
+    if sharded:
+        fully_shard(model)
+    try:
+        return differences(served(model, name), expected)
+    except ValueError as error:
+        return [str(error)]
+
+
+def split_by_a_group() -> list[str]:
+    torch.manual_seed(0)
+    whole, recipe = nn.Linear(128, 256).bfloat16(), QUANTIZED["block"]
+    nc.convert(whole, recipe, heads=True)
+    layer = nc.Linear(
+        128, 256, tp_group=dist.group.WORLD, parallel_mode="column", device="cpu", recipe=recipe
+    )
+    layer.bfloat16()
+    for own, all_rows in zip(layer.parameters(), whole.parameters()):
+        own.data.copy_(all_rows.data.chunk(2)[dist.get_rank()])
+    return differences(served(layer, "block"), served(whole, "block"))
+
+
+def checks(folder: str) -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    return {
+        **{f"fsdp {name}": functools.partial(fully_sharded, name, fully_shard) for name in SHARDED},
+        "quantized gathers": functools.partial(fully_sharded, "block", nc.distributed.shard, even=True),
+        "bytes": bytes_gathered,
+        "bf16": in_bf16,
+        **{f"split {name}": functools.partial(split, name) for name in ("block", "mxfp8", "current")},
+        "group": split_by_a_group,
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_checks(checks, tmp_path_factory.mktemp("ranks"), 2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(f"fsdp {name}" for name in SHARDED), "quantized gathers", "split block", "split mxfp8", "group"],
+)
+def test_ranks_serve_the_bits_of_one_process(results: list[dict[str, Any]], case: str) -> None:
+    assert of_all(results, case) == [[], []]
+
+
+def test_ranks_gather_codes_and_scales(results: list[dict[str, Any]]) -> None:
+    for gathered, served_bytes in of_all(results, "bytes"):
+        assert gathered == served_bytes > 0
+
+
+def test_weights_are_served_in_the_dtype_of_their_forward(results: list[dict[str, Any]]) -> None:
+    assert all(of_all(results, "bf16"))
+
+
+def test_scales_of_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:
+    for found in of_all(results, "split current"):
+        assert "processes that each have a scale of their own" in found[0]
