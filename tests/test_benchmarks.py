@@ -20,7 +20,7 @@ from narrowcast.testing import assert_close
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHAPE = (512, 1024)
-NEEDS = {"plot": "matplotlib", "bench_train": "rich"}
+NEEDS = {"plot": "matplotlib", "bench_moments": "rich", "bench_train": "rich"}
 
 
 @pytest.fixture(autouse=True)

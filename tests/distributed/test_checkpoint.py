@@ -34,6 +34,7 @@ CASES = {
     "block": ("block", True),
     "plain": ("current", False),
     "stored": ("mxfp8", True),
+    "expanded": ("current", True),
 }
 SHAPES = {"block": (512, 512, 1), "stored": (128, 128, 1)}
 BEFORE, AFTER = 3, 3
@@ -49,6 +50,10 @@ def make(case: str, mesh: Any) -> tuple[Any, Any, int]:
     if case == "stored":
         optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
         return model, optimizer, shape[0]
+    if case == "expanded":
+        codes = torch.float8_e4m3fn
+        moments = {"exp_avg_dtype": codes, "exp_avg_sq_dtype": codes}
+        return model, nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, **moments), shape[0]
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), shape[0]
 
 
@@ -122,6 +127,7 @@ def checks_of(folder: str, ranks: int) -> dict[str, Any]:
     checks = {case: lambda case=case: save(case, place, mesh) for case in CASES}
     checks["asynchronous"] = lambda: save("delayed", place, mesh, True)
     checks["again"] = lambda: load("delayed", place, mesh, "delayed-async")
+    checks["expanded again"] = lambda: load("expanded", place, mesh)
     return checks
 
 
@@ -158,14 +164,19 @@ def test_saved_by_two_loaded_by_four(
     saved, loaded = of_all(two, case), of_all(four, case)
     assert saved[0]["kinds"] == {"Tensor"}
     for losses in loaded:
-        assert losses == pytest.approx(saved[0]["losses"], rel=1e-6)
+        assert losses == pytest.approx(saved[0]["losses"], rel=tolerance(case))
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_saved_by_two_loaded_by_one(case: str, base: Path, two: list[dict[str, Any]]) -> None:
     """Without sharding, and without process groups."""
     losses = load(case, base / "saved", None)
-    assert losses == pytest.approx(of_all(two, case)[0]["losses"], rel=1e-6)
+    assert losses == pytest.approx(of_all(two, case)[0]["losses"], rel=tolerance(case))
+
+
+def tolerance(case: str) -> float:
+    """Groups of expanded moments begin anew in every shard, so other shards round again."""
+    return 2e-3 if case == "expanded" else 1e-6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
@@ -182,6 +193,11 @@ def test_hybrid_sharding_of_stored_weights(four: list[dict[str, Any]]) -> None:
     for result in of_all(four, "hybrid stored"):
         assert result["losses"] == pytest.approx(result["expected"], rel=1e-5)
         assert "NVFP4Tensor" in result["seen"]
+
+
+def test_expanded_moments_come_back_to_the_bit(two: list[dict[str, Any]]) -> None:
+    for saved, loaded in zip(of_all(two, "expanded"), of_all(two, "expanded again")):
+        assert loaded == saved["losses"]
 
 
 def test_saved_while_training_goes_on(two: list[dict[str, Any]]) -> None:

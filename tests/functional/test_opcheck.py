@@ -411,11 +411,14 @@ def adam_cases(x: Tensor) -> Iterator[Arguments]:
     options = [0.9, 0.95], 1e-8, 0.1, True, True
     for dtype, beside in ((x.dtype, None), (torch.float32, x.dtype), (torch.bfloat16, torch.int16)):
         kept = [[torch.zeros_like(x, dtype=dtype), x.new_zeros(3, dtype=dtype)] for _ in range(3)]
-        others = [] if beside is None else [torch.zeros_like(w, dtype=beside) for w in kept[0]]
+        others = [[] if beside is None else [torch.zeros_like(w, dtype=beside) for w in kept[0]], []]
         grads = [x, x.new_ones(3)]
-        yield kept[0], grads, *kept[1:], others, None, None, None, None, 1e-3, 2, *options
+        yield kept[0], grads, *kept[1:], *others, None, None, None, None, 1e-3, 2, *options
         stored = [torch.ones((), device=x.device) for _ in range(4)]
-        yield kept[0], grads, *kept[1:], others, *stored, 0.0, 0, *options
+        yield kept[0], grads, *kept[1:], *others, *stored, 0.0, 0, *options
+        codes = [torch.zeros_like(w, dtype=torch.uint8) for w in kept[0]]
+        ranges = [x.new_zeros((1, -(-w.numel() // 128), 2), dtype=torch.float32) for w in kept[0]]
+        yield kept[0], grads, codes, kept[2], others[0], ranges, *stored, 0.0, 0, *options
 
 
 @family("read_scales")

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from narrowcast import kernels
 from narrowcast.reference import adam as reference
+from narrowcast.reference import expansion
 from narrowcast.testing import assert_close
 
 from .checks import DTYPES
 
 BF16, FP16, FP32 = DTYPES
+U8 = torch.uint8
 # Sizes that 16 divides go eight to a launch.
 SHAPES = [
     (1,),
@@ -48,17 +50,23 @@ OPTIONS: dict[str, Any] = {
 
 
 def state(dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, seed: int = 0) -> list[list[Tensor]]:
-    """Weights, gradients, both moments and what stands beside."""
+    """Weights, gradients, both moments, what stands beside, and ranges of moments in uint8."""
     generator = torch.Generator().manual_seed(seed)
-    columns: list[list[Tensor]] = [[], [], [], [], []]
+    columns: list[list[Tensor]] = [[], [], [], [], [], []]
     for shape in SHAPES:
         w, g, m, v = (torch.randn(shape, generator=generator) for _ in range(4))
         g = g * torch.exp2(torch.randint(-30, 3, shape, generator=generator).float())
         if len(shape) == 1 and shape[0] > 100:  # not a gradient of numbers, and none at all
             g[::7], g[1::7], g[2::7] = math.nan, math.inf, 0.0
             m[2::7], v[2::7] = 0.0, 0.0
+        ranges = []
         for column, x, dtype in zip(columns, (w, g, 0.1 * m, v * v), dtypes):
+            if dtype == torch.uint8:
+                x, own = expansion.encode(x)
+                ranges.append(own)
             column.append(x.to(dtype))
+        if ranges:
+            columns[5].append(torch.stack(ranges))
         if beside is torch.int16:
             columns[4].append(torch.randint(-32768, 32768, shape, generator=generator).to(torch.int16))
         elif beside is not None:
@@ -73,7 +81,9 @@ def compare(columns: list[list[Tensor]], device: torch.device, **changed: Any) -
     there = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
     reference.step(*columns, **options)
     kernels.adam.step(*moved, **there)
-    for name, made, expected in zip(("weight", "grad", "first", "second", "beside"), moved, columns):
+    for name, made, expected in zip(
+        ("weight", "grad", "first", "second", "beside", "ranges"), moved, columns
+    ):
         for ours, theirs in zip(made, expected, strict=True):
             assert_bitwise(ours, theirs, f"{name} {tuple(theirs.shape)}")
     return columns
@@ -88,6 +98,9 @@ MIXED = [
     ((FP32, FP32, FP32, FP32), FP32),
     ((BF16, BF16, FP32, FP32), torch.int16),
     ((BF16, FP32, BF16, BF16), torch.int16),
+    ((BF16, BF16, U8, U8), torch.int16),
+    ((FP32, BF16, U8, FP32), BF16),
+    ((BF16, FP32, BF16, U8), None),
 ]
 ALL = [
     *((mix, None) for mix in itertools.product(DTYPES, DTYPES, (FP32, BF16), (FP32, BF16))),
@@ -146,7 +159,7 @@ def test_other_strides_and_dtypes(device: torch.device) -> None:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_reference_is_torchs(decoupled: bool) -> None:
-    weights, _, _, _, _ = state((FP32,) * 4, None)
+    weights, *_ = state((FP32,) * 4, None)
     twins = [nn.Parameter(w.clone()) for w in weights]
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     options = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1}
@@ -192,11 +205,15 @@ def compiled(kernel, constants, **types):
 flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True, EMULATE=False)
 numbers = dict.fromkeys(("lr", "missing1", "missing2", "eps", "decay"), "fp64")
 texts = [compiled(_adam_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
-flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, BLOCK=1024, EMULATE=False)
-tensors = {name: "*bf16" for name in _adam_step_kernel.arg_names if name[0] in "wgmvb" and name[1:].isdigit()}
-tensors |= dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
+flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, GROUP=128, BLOCK=1024, EMULATE=False)
 numbers = dict.fromkeys(("beta1", "missing1", "beta2", "missing2", "decay"), "fp64")
-texts.append(compiled(_adam_step_kernel, flags, **tensors, **numbers))
+for expanded, kinds in ((False, "*bf16"), (True, "*u8")):
+    tensors = dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
+    for letter, kind in dict(w="*bf16", g="*bf16", m=kinds, v=kinds, b="*bf16", r="*fp32").items():
+        tensors |= {f"{letter}{i}": kind for i in range(8)}
+    flags |= dict(FIRST=expanded, SECOND=expanded)
+    texts.append(compiled(_adam_step_kernel, flags, **tensors, **numbers))
+assert "cvt.rn.satfinite.e4m3x2.f32" in texts[-1]
 for text in texts:
     assert not any(f"{operation}.f64" in text for operation in ("add", "sub", "mul", "fma", "div", "sqrt"))
 """

@@ -173,6 +173,7 @@ LOW_BIT = {
     "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
     "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
     "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    "expanded": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn},
     "mixed": {"exp_avg_dtype": torch.uint8, "master_weights": True, "master_weight_dtype": torch.float16},
 }
 
@@ -231,7 +232,97 @@ def test_state_dicts_are_fp32_and_restore_the_dtypes(name: str) -> None:
     assert {t.dtype for s in elsewhere.state.values() for t in s.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name, adam_w", [("fp32", False), ("fp8", True), ("remainders", True)])
+def expanded_state(optimizer: Any, params: list[Any]) -> list[torch.Tensor]:
+    return [x for p in params for x in (*optimizer.state[p].values(), optimizer._ranges[p])]
+
+
+@pytest.mark.parametrize("way", ["bf16", "remainders", "quantized"])
+def test_expanded_moments_go_on_to_the_bit_after_loading(way: str) -> None:
+    """Though a state dict holds decoded values."""
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, **LOW_BIT["expanded"]}
+    options |= (
+        {} if way == "bf16" else {"master_weights": True, "store_param_remainders": way == "remainders"}
+    )
+    if way == "quantized":
+        with nc.quantized_model_init(recipe=RECIPES["current"]):
+            params: list[Any] = [nc.Linear(48, 80, bias=False, device="cpu").weight]
+    else:
+        params = parameters(torch.bfloat16, "cpu")
+    optimizer = FusedAdam(params, **options)
+    for index in range(5):
+        give_gradients(params, index)
+        optimizer.step()
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    restored = FusedAdam(twins, **options)
+    saved = copy.deepcopy(optimizer.state_dict())
+    restored.load_state_dict(saved)
+    for index in range(5, 8):
+        ours, theirs = expanded_state(optimizer, params), expanded_state(restored, twins)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        for both in ((params, optimizer), (twins, restored)):
+            give_gradients(both[0], index)
+            both[1].step()
+    for p, q in zip(params, twins):
+        assert torch.equal(p.detach().float(), q.detach().float())
+    first = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert first.dtype == torch.float32 and not torch.equal(first, saved["state"][0]["exp_avg"])
+
+
+def test_expanded_moments_are_little_more_than_a_byte_each() -> None:
+    p = nn.Parameter(torch.randn(300, 1000).bfloat16())
+    options = {"master_weights": True, "store_param_remainders": True, **LOW_BIT["expanded"]}
+    optimizer = FusedAdam([p], **options)
+    give_gradients([p], 0)
+    optimizer.step()
+    kept = expanded_state(optimizer, [p])
+    assert sum(x.untyped_storage().nbytes() for x in kept) / p.numel() == pytest.approx(
+        2 + 2 + 16 / 128, rel=1e-3
+    )
+
+
+def test_expanded_moments_follow_those_in_fp32() -> None:
+    """Weights after 100 steps, of gradients whose sizes differ by a factor of eight: within 4% of the way."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randint(-3, 1, (40, 129), generator=generator).float().exp2()
+    start = torch.randn(sizes.shape, generator=generator)
+    moved = {}
+    for name, options in {"fp32": {}, **{key: LOW_BIT[key] for key in ("expanded", "fp8")}}.items():
+        p = nn.Parameter(start.clone())
+        optimizer = FusedAdam([p], lr=1e-3, betas=(0.9, 0.95), **options)
+        for index in range(100):
+            noise = torch.randn(sizes.shape, generator=torch.Generator().manual_seed(index))
+            p.grad = sizes * (0.5 + noise)
+            optimizer.step()
+        moved[name] = p.detach() - start
+    off = {key: ((moved[key] - moved["fp32"]).norm() / moved["fp32"].norm()).item() for key in moved}
+    assert off["expanded"] < 0.04 and off["expanded"] < 0.6 * off["fp8"], off
+
+
+def test_expanded_moments_are_of_torchs_adamw_and_load_there() -> None:
+    params = parameters(torch.float32, "cpu")
+    theirs = torch.optim.AdamW(params, lr=1e-2)
+    for index in range(3):
+        give_gradients(params, index)
+        theirs.step()
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    ours = FusedAdam(twins, lr=1.0, weight_decay=0.01, **LOW_BIT["expanded"])
+    ours.load_state_dict(theirs.state_dict())
+    for p, q in zip(params, twins):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_close(ours.get_unscaled_state(q, name), theirs.state[p][name], "fp8_layer")
+    back = torch.optim.AdamW(twins)
+    back.load_state_dict(ours.state_dict())
+    assert torch.equal(back.state[twins[0]]["exp_avg"], ours.get_unscaled_state(twins[0], "exp_avg"))
+    for optimizer, those in ((theirs, params), (back, twins)):
+        give_gradients(those, 3)
+        optimizer.step()
+    for p, q in zip(params, twins):
+        assert_close(q.detach(), p.detach(), "fp8_layer")
+
+
+@pytest.mark.parametrize(
+    "name, adam_w", [("fp32", False), ("fp8", True), ("expanded", True), ("remainders", True)]
+)
 def test_capturable_compiles(name: str, adam_w: bool) -> None:
     options = {**LOW_BIT, "fp32": {}, "remainders": {"store_param_remainders": True}}[name]
     options = {"master_weights": True, "capturable": True, "weight_decay": 0.1, **options}
@@ -548,6 +639,13 @@ def test_sharded_parameters(tmp_path: Path) -> None:
             "exp_avg_sq": (DTensor, torch.float32),
             "step": (torch.Tensor, torch.float32),
         }
+        expanded = FusedAdam(layer.parameters(), lr=0.1, **LOW_BIT["expanded"])
+        set_optimizer_state_dict(layer, expanded, saved)
+        value = expanded.get_unscaled_state(layer.weight, "exp_avg")
+        assert isinstance(value, DTensor) and expanded.state[layer.weight]["exp_avg"].dtype == torch.uint8
+        assert_close(
+            value.to_local(), optimizer.get_unscaled_state(layer.weight, "exp_avg").to_local(), "fp8_layer"
+        )
     finally:
         dist.destroy_process_group()
 

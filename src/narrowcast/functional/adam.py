@@ -19,6 +19,7 @@ def _adam(
     first: list[Tensor],
     second: list[Tensor],
     beside: list[Tensor],
+    ranges: list[Tensor],
     stored_lr: Tensor | None,
     stored_count: Tensor | None,
     inv_scale: Tensor | None,
@@ -33,6 +34,7 @@ def _adam(
         first,
         second,
         beside,
+        ranges,
         lr=lr if stored_lr is None else stored_lr,
         count=count if stored_count is None else stored_count,
         inv_scale=inv_scale,
@@ -43,8 +45,8 @@ def _adam(
 
 _adam_ = define(
     "adam_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] beside, "
-    "Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, float lr, SymInt count, "
-    "float[] betas, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
+    "Tensor(e!)[] ranges, Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, float lr, "
+    "SymInt count, float[] betas, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
     _adam,
     lambda *_: None,
     inlined=always,
@@ -57,6 +59,7 @@ def adam_(
     first: list[Tensor],
     second: list[Tensor],
     beside: list[Tensor],
+    ranges: list[Tensor] | None = None,
     *,
     lr: float | Tensor,
     count: int | Tensor,
@@ -82,6 +85,7 @@ def adam_(
         first,
         second,
         beside,
+        ranges or [],
         *stored,
         0.0 if isinstance(lr, Tensor) else float(lr),
         0 if isinstance(count, Tensor) else count,

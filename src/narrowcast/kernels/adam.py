@@ -1,7 +1,8 @@
 """A step of Adam: one pass over weights, gradients and moments, whatever each is stored in.
 
-It is bound by memory: 14 bytes of an element where all is bf16, 28 in fp32. What depends on the rate and the step
-count alone, one program computes beforehand, so that neither has to be known on the host.
+It is bound by memory: 14 bytes of an element where all is bf16, 28 in fp32, 10.25 with moments in expanded codes. What
+depends on the rate and the step count alone, one program computes beforehand, so that neither has to be known on the
+host.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .._device import HIGH_PRECISION
-from ..formats import cdiv
+from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import product, reciprocal, round_to_dtype, to_float32
+from .expansion import decode_expanded, encode_expanded
 from .launch import INTERPRETING, Launcher, check_device, is_aligned, is_traced
 
 BLOCK = 1024
@@ -79,6 +81,31 @@ def _pick(i, x0, x1, x2, x3, x4, x5, x6, x7):
     return tl.where(i < 4, low, high)
 
 
+@triton.jit
+def _load_moment(ptr, range_ptr, at, inside, group, groups, EXPANDED: tl.constexpr, EMULATE: tl.constexpr):
+    if EXPANDED:
+        there = range_ptr + group * 2
+        top = tl.load(there, mask=group < groups, other=0.0)
+        bottom = tl.load(there + 1, mask=group < groups, other=0.0)
+        return decode_expanded(tl.load(ptr + at, mask=inside, other=0), top, bottom, EMULATE)
+    else:
+        return to_float32(tl.load(ptr + at, mask=inside, other=0.0), EMULATE)
+
+
+@triton.jit
+def _store_moment(
+    ptr, range_ptr, x, at, inside, group, groups, EXPANDED: tl.constexpr, EMULATE: tl.constexpr
+):
+    if EXPANDED:
+        codes, top, bottom = encode_expanded(tl.where(inside, x, 0.0), EMULATE)
+        tl.store(ptr + at, codes, mask=inside)
+        there = range_ptr + group * 2
+        tl.store(there, top, mask=group < groups)
+        tl.store(there + 1, bottom, mask=group < groups)
+    else:
+        tl.store(ptr + at, round_to_dtype(x, ptr.dtype.element_ty, EMULATE), mask=inside)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["s1", "s2", "s3", "s4", "s5", "s6", "s7"])
 def _adam_step_kernel(
@@ -87,13 +114,18 @@ def _adam_step_kernel(
     m0, m1, m2, m3, m4, m5, m6, m7,
     v0, v1, v2, v3, v4, v5, v6, v7,
     b0, b1, b2, b3, b4, b5, b6, b7,
+    r0, r1, r2, r3, r4, r5, r6, r7,
     n0, n1, n2, n3, n4, n5, n6, n7,
     s1, s2, s3, s4, s5, s6, s7,
     factors_ptr, inv_scale_ptr, found_inf_ptr, beta1, missing1, beta2, missing2, decay,
     BESIDE: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, STOPPABLE: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr,
 ):
-    """Return eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth."""
+    """Step eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth.
+
+    ``FIRST`` and ``SECOND``: the moment is in codes of groups, whose ranges are at ``r0`` and so forth.
+    """
     if STOPPABLE:
         if tl.load(found_inf_ptr) != 0:
             return
@@ -108,17 +140,26 @@ def _adam_step_kernel(
     first_ptr = _pick(i, m0, m1, m2, m3, m4, m5, m6, m7)
     second_ptr = _pick(i, v0, v1, v2, v3, v4, v5, v6, v7)
     beside_ptr = _pick(i, b0, b1, b2, b3, b4, b5, b6, b7)
+    first_range_ptr = _pick(i, r0, r1, r2, r3, r4, r5, r6, r7)
     n = _pick(i, n0, n1, n2, n3, n4, n5, n6, n7)
     program -= _pick(i, 0, s1, s2, s3, s4, s5, s6, s7)
     # fmt: on
     if WIDE:
         program = program.to(tl.int64)
     at = program * BLOCK + tl.arange(0, BLOCK)
+    group = program * (BLOCK // GROUP)
+    groups = (n + GROUP - 1) // GROUP
+    second_range_ptr = first_range_ptr
+    if FIRST or SECOND:  # a group is a row
+        at = tl.reshape(at, (BLOCK // GROUP, GROUP))
+        group += tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
+    if FIRST and SECOND:
+        second_range_ptr += groups * 2
     inside = at < n
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     g = to_float32(tl.load(grad_ptr + at, mask=inside, other=0.0), EMULATE)
-    m = to_float32(tl.load(first_ptr + at, mask=inside, other=0.0), EMULATE)
-    v = to_float32(tl.load(second_ptr + at, mask=inside, other=0.0), EMULATE)
+    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, groups, FIRST, EMULATE)
+    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, groups, SECOND, EMULATE)
     if BESIDE == 2:
         rest = tl.load(beside_ptr + at, mask=inside, other=0).to(tl.int32)
         high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -145,8 +186,8 @@ def _adam_step_kernel(
         change = change + product(w, tl.load(factors_ptr + 2), EMULATE)
     w = w - change
 
-    tl.store(first_ptr + at, round_to_dtype(m, first_ptr.dtype.element_ty, EMULATE), mask=inside)
-    tl.store(second_ptr + at, round_to_dtype(v, second_ptr.dtype.element_ty, EMULATE), mask=inside)
+    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, groups, FIRST, EMULATE)
+    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, groups, SECOND, EMULATE)
     if BESIDE == 2:
         bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
@@ -169,6 +210,7 @@ def step(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     beside: Sequence[Tensor],
+    ranges: Sequence[Tensor] = (),
     *,
     lr: float | Tensor,
     count: int | Tensor,
@@ -202,7 +244,8 @@ def step(
     )
     numbers = (betas[0], missing1, betas[1], missing2, weight_decay)
     flags = (decay, inv_scale is not None, found_inf is not None)
-    given = [[*column] for column in (weights, grads, first, second, beside or [factors] * len(weights))]
+    nothing = [factors] * len(weights)
+    given = [[*column] for column in (weights, grads, first, second, beside or nothing, ranges or nothing)]
     columns = [[x if x.is_contiguous() else x.contiguous() for x in column] for column in given]
     alike: dict[Any, list[int]] = {}
     for i, (n, *dtypes, aligned) in enumerate(
@@ -214,7 +257,7 @@ def step(
     for places in alike.values():
         for at in range(0, len(places), AT_ONCE):
             eight = [[column[i] for i in places[at : at + AT_ONCE]] for column in columns]
-            _launch(eight, shared, numbers, flags, bool(beside))
+            _launch(eight, shared, numbers, flags, bool(beside), bool(ranges))
     for column, dense_column in zip(given, columns):
         for x, dense in zip(column, dense_column):
             if x is not dense and column is not given[1]:
@@ -227,8 +270,9 @@ def _launch(
     numbers: tuple[float, ...],
     flags: tuple[Any, ...],
     beside: bool,
+    ranges: bool,
 ) -> None:
-    """A step of up to eight parameters of the same dtypes."""
+    """Step up to eight parameters of the same dtypes; moments in uint8 are expanded codes."""
     sizes = [weight.numel() for weight in columns[0]]
     if not any(sizes):
         return
@@ -240,11 +284,16 @@ def _launch(
         ends += ends[-1:] * missing
     other = columns[4][0].dtype
     kind = _NOTHING if not beside else _REST if other == torch.int16 else _COPY
-    _check_dtypes(column[0] for column in columns[: 5 if kind == _COPY else 4])
+    expanded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
+    _check_dtypes(
+        column[0]
+        for column, fits in zip(columns, (False, False, *expanded, kind != _COPY))
+        if not fits
+    )
     _step(
         (ends[-1], 1, 1),
         (*itertools.chain(*columns), *sizes, *ends[:-1], *shared, *numbers),
-        (kind, *flags, max(sizes) >= _FEW, BLOCK, INTERPRETING),
+        (kind, *flags, *expanded, FLOAT8_BLOCK, max(sizes) >= _FEW, BLOCK, INTERPRETING),
     )
 
 

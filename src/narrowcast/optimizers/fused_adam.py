@@ -13,8 +13,9 @@ from .._checks import flags, in_range
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_
+from ..reference import expansion
 from ..reference.adam import join, split
-from ..tensors import DequantizingTensor, dequantized, local
+from ..tensors import DequantizingTensor, dequantized, local, spread_like
 from ..upstream.fsdp import is_distributed
 from .arguments import check_rate, checked_parameters
 from .stored import decode, encode
@@ -22,7 +23,8 @@ from .stored import decode, encode
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _STEP = "step"
-_STATE_DTYPES = (*HIGH_PRECISION, torch.uint8)
+_EXPANDED = torch.float8_e4m3fn
+_MOMENT_DTYPES = (*HIGH_PRECISION, torch.uint8, _EXPANDED)
 
 
 class _Tensors(NamedTuple):
@@ -33,15 +35,17 @@ class _Tensors(NamedTuple):
     first: Tensor
     second: Tensor
     beside: Tensor | None
+    ranges: Tensor | None
     count: Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with master weights for quantized and bf16 parameters, and small moments.
 
-    One kernel reads and writes weights, moments and master weights as stored, fp32, bf16 or fp16, and computes in fp32
-    by PyTorch's formula (``reference.adam.step``). The bits are the same on a CPU and in compiled code. State with
-    scales is decoded before the step and encoded after it. Use ``capturable`` in compiled code.
+    One kernel reads and writes weights, moments and master weights as stored, fp32, bf16, fp16 or expanded E4M3, and
+    computes in fp32 by PyTorch's formula (``reference.adam.step``). The bits are the same on a CPU and in compiled
+    code. State with a scale per tensor is decoded before the step and encoded after it. Use ``capturable`` in compiled
+    code.
 
     As in PyTorch, the bias correction of a parameter counts the steps in which it had a gradient. Parameters with
     gradients in the same steps share the tensor ``state[p]["step"]``, and are stepped together.
@@ -61,7 +65,9 @@ class FusedAdam(torch.optim.Optimizer):
             ``torch.compile``.
         master_weights: keep a copy of every parameter that is not fp32, of ``master_weight_dtype``, and step the copy.
         master_weight_dtype: float32, or float16 with a scale per tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16 with a scale, or uint8: E4M3 codes with a scale.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float8_e4m3fn: E4M3 codes of groups of 128 elements, each
+            with its dynamic range expanded to that of E4M3 (``reference.expansion``), float16 with a scale, or uint8:
+            E4M3 codes with a scale.
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
         store_param_remainders: for bf16 parameters keep only the missing 16 bits of the master weight.
         set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
@@ -106,8 +112,8 @@ class FusedAdam(torch.optim.Optimizer):
         _check_numbers(lr, betas, eps, weight_decay)
         for name, dtype, allowed in (
             ("master_weight_dtype", master_weight_dtype, (torch.float32, torch.float16)),
-            ("exp_avg_dtype", exp_avg_dtype, _STATE_DTYPES),
-            ("exp_avg_sq_dtype", exp_avg_sq_dtype, _STATE_DTYPES),
+            ("exp_avg_dtype", exp_avg_dtype, _MOMENT_DTYPES),
+            ("exp_avg_sq_dtype", exp_avg_sq_dtype, _MOMENT_DTYPES),
         ):
             if dtype not in allowed:
                 raise ValueError(f"{name} is {dtype}; use one of {', '.join(map(str, allowed))}")
@@ -130,6 +136,9 @@ class FusedAdam(torch.optim.Optimizer):
         )
         # The scale of each parameter's stored state by name; not state, since state dicts hold values.
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        # The ranges of each parameter's expanded moments, (moments, groups, 2); not state for the same reason.
+        self._ranges: dict[Tensor, Tensor] = {}
+        self._expanded = [name for name in _MOMENTS if self.dtypes[name] == _EXPANDED]
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bool(bias_correction), "capturable": capturable}
         super().__init__(checked_parameters(params), defaults)
@@ -167,8 +176,14 @@ class FusedAdam(torch.optim.Optimizer):
                 f"store_param_remainders needs parameters in torch.bfloat16, got {param.dtype}; put the others into an "
                 "optimizer of their own"
             )
+        if self._expanded:
+            shape = len(self._expanded), expansion.groups_of(own.numel()), 2
+            self._ranges[param] = torch.zeros(shape, device=param.device)
         for name in _MOMENTS:
-            self.set_scaled_state(param, name, torch.zeros_like(param, dtype=torch.float32))
+            if name in self._expanded:
+                self.state[param][name] = torch.zeros_like(param, dtype=torch.uint8)
+            else:
+                self.set_scaled_state(param, name, torch.zeros_like(param, dtype=torch.float32))
         if store_param_remainders and not quantized:
             self.state[param][_MASTER] = torch.zeros_like(param, dtype=torch.int16)
         elif self.master_weights and (quantized or param.dtype != torch.float32):
@@ -190,6 +205,9 @@ class FusedAdam(torch.optim.Optimizer):
             return stored
         if stored.dtype == torch.int16:
             return join(param.detach(), stored)
+        if state_name in self._expanded:
+            ranges = self._ranges[param][self._expanded.index(state_name)]
+            return spread_like(expansion.decode(local(stored), ranges), stored)
         scale = self._scales.get(param, {}).get(state_name)
         return decode(stored, scale, state_name == "exp_avg_sq")
 
@@ -204,6 +222,12 @@ class FusedAdam(torch.optim.Optimizer):
             high, low = split(unscaled_state)
             param.copy_(high)
             state[state_name].copy_(low)
+            return
+        if state_name in self._expanded:
+            values = local(_placed_as(unscaled_state, param)).float()
+            codes, ranges = expansion.encode(values)
+            local(state[state_name]).copy_(codes)
+            self._ranges[param][self._expanded.index(state_name)].copy_(ranges)
             return
         dtype = self.dtypes[state_name]
         stored, scale = encode(unscaled_state, dtype, state_name == "exp_avg_sq")
@@ -345,7 +369,8 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             weight = self.get_unscaled_state(p, _MASTER)
             beside = p.detach() if direct else None
-        return _Tensors(weight, _placed_as(grad, p), first, second, beside, state[_STEP])
+        ranges = self._ranges.get(p) if self._expanded else None
+        return _Tensors(weight, _placed_as(grad, p), first, second, beside, ranges, state[_STEP])
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's state dict, with every state in fp32: independent of how state is stored."""
@@ -379,6 +404,7 @@ class FusedAdam(torch.optim.Optimizer):
             {**state_dict, "state": {}}
         )  # which would cast state to the parameters' dtype
         self._scales.clear()
+        self._ranges.clear()
         counted = [(index, g) for g in state_dict["param_groups"] for index in g["params"]]
         counts: dict[Any, Tensor] = {}
         for (index, saved), p in zip(counted, self._parameters(), strict=True):
@@ -423,13 +449,14 @@ def _run(
     """A step of parameters of one device, all or none of which have something beside them."""
     if any(is_distributed(tensors.weight) for tensors in parameters):
         parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
-    weights, grads, first, second, beside, _ = ([*column] for column in zip(*parameters))
+    weights, grads, first, second, beside, ranges, _ = ([*column] for column in zip(*parameters))
     adam_(
         weights,
         grads,
         first,
         second,
         beside if beside[0] is not None else [],
+        ranges if ranges[0] is not None else [],
         lr=group["lr"],
         count=parameters[0].count if group["capturable"] else int(parameters[0].count),
         inv_scale=inv_scale,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import expansion
 from .reduction import round_to_dtype
 
 _CANONICAL_NAN = float("nan")
@@ -18,6 +19,7 @@ def step(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     beside: Sequence[Tensor],
+    ranges: Sequence[Tensor] = (),
     *,
     lr: float | Tensor,
     count: int | Tensor,
@@ -32,9 +34,11 @@ def step(
     """Step weights and moments in place, one of each list per parameter.
 
     Args:
-        weights, grads, first, second: of one shape per parameter and any strides; each fp32, bf16 or fp16.
+        weights, grads, first, second: of one shape per parameter and any strides; each fp32, bf16 or fp16. Moments may
+            be uint8, the codes of ``expansion.encode``.
         beside: empty, or per parameter what is written besides: the int16 rest of a bf16 weight, with which it is an
             fp32 value (``join``), or a copy of the weight in fp32, bf16 or fp16.
+        ranges: empty, or per parameter the ranges of its moments in codes, fp32 (moments in codes, groups, 2).
         lr: of one element if a tensor.
         count: of steps, this one included, likewise.
         inv_scale: of one element; gradients are multiplied by it.
@@ -61,14 +65,22 @@ def step(
             g = g * inv_scale.float()
         if weight_decay and not decoupled:
             g = g + w * weight_decay
-        new_m = m.float() * beta1 + g * (1 - beta1)
-        new_v = v.float() * beta2 + g * g * (1 - beta2)
+        ranges_of_both = _ranges_of((m, v), ranges[i] if ranges else None)
+        old_m, old_v = (
+            x.float() if own is None else expansion.decode(x, own) for x, own in zip((m, v), ranges_of_both)
+        )
+        new_m = old_m * beta1 + g * (1 - beta1)
+        new_v = old_v * beta2 + g * g * (1 - beta2)
         change = new_m * (torch.ones_like(g) / (_sqrt(new_v) + floor)) * rate
         if weight_decay and decoupled:
             change = change + w * shrink
         w = w - change
-        m.copy_(round_to_dtype(new_m, m.dtype))
-        v.copy_(round_to_dtype(new_v, v.dtype))
+        for kept, values, own in zip((m, v), (new_m, new_v), ranges_of_both):
+            if own is None:
+                kept.copy_(round_to_dtype(values, kept.dtype))
+            else:
+                for stored, made in zip((kept, own), expansion.encode(values)):
+                    stored.copy_(made)
         if rest is None:
             weight.copy_(round_to_dtype(w, weight.dtype))
             if beside:
@@ -76,6 +88,12 @@ def step(
         else:
             for kept, half in zip((weight, rest), split(w)):
                 kept.copy_(half)
+
+
+def _ranges_of(moments: Sequence[Tensor], ranges: Tensor | None) -> list[Tensor | None]:
+    """Return the ranges of each moment, None of one that is not in codes."""
+    own = iter(() if ranges is None else ranges)
+    return [next(own) if x.dtype == torch.uint8 else None for x in moments]
 
 
 def factors(

@@ -21,7 +21,7 @@ from .saving import (
     restore_from_saved,
     saved_tensors,
 )
-from .sharding import dequantized, local, overwrite_unseen
+from .sharding import dequantized, local, overwrite_unseen, spread_like
 from .storage import QuantizedTensorStorage
 from .transposing import transposed
 
@@ -51,6 +51,7 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
     "saved_tensors",
+    "spread_like",
     "storage_of",
     "transposed",
 ]

@@ -178,11 +178,15 @@ def local(tensor: Any) -> Any:
 
 def dequantized(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a quantized tensor, or of a DTensor of such shards, which then are spread as they are."""
-    own = local(tensor)
-    if own is tensor:
-        return own.detach().dequantize(dtype=dtype)
+    return spread_like(local(tensor).detach().dequantize(dtype=dtype), tensor)
+
+
+def spread_like(own: Tensor, tensor: Any) -> Tensor:
+    """Return what this rank holds of another tensor as a DTensor that is spread like ``tensor``, if that is one."""
+    if not is_distributed(tensor):
+        return own
     return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]  # there, as the other is
-        own.detach().dequantize(dtype=dtype),
+        own,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
