@@ -19,7 +19,7 @@ from .attention import (
     apply_rotary_pos_emb,
 )
 from .compat import onnx_export
-from .convert import convert, receipt, revert
+from .convert import convert, merge_adapters, receipt, revert, train_merged
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
@@ -197,6 +197,7 @@ __all__ = [
     "load_quantized",
     "make_graphed_callables",
     "mark_not_offload",
+    "merge_adapters",
     "moe_capacity",
     "moe_drop_tokens",
     "moe_permute",
@@ -225,5 +226,6 @@ __all__ = [
     "set_recipe",
     "show_versions",
     "state",
+    "train_merged",
     "watch",
 ]

@@ -205,3 +205,24 @@ def test_what_cannot_be_asked_for_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="quantizes them differently"):
         nc.load_quantized(model.requires_grad_(False), plain, QUANTIZED["mxfp8"], weights="stored")
     assert all(type(layer) is nn.Linear for layer in model)
+
+
+@pytest.mark.parametrize("weights", FOUR_BITS)
+def test_a_copy_in_four_bits_is_served_as_it_is(weights: Any, tmp_path: Path) -> None:
+    model = nc.convert(stack(*SIZES).requires_grad_(False), QUANTIZED["block"], weights=weights)
+    path = nc.export(model, tmp_path / "four", format="compressed-tensors").path
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    again = nc.load_quantized(stack(*SIZES), path, QUANTIZED["block"])
+    for key in ("0.weight", "1.weight"):
+        ours, theirs = again.get_parameter(key), model.get_parameter(key)
+        assert torch.equal(ours._rowwise_data, theirs._rowwise_data)  # type: ignore[attr-defined]
+        assert torch.equal(tensors[f"{key}_packed"], theirs._rowwise_data.cpu())  # type: ignore[attr-defined]
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == f"{weights}-pack-quantized"
+    x = torch.randn(4, SIZES[0], device=DEVICE, dtype=torch.bfloat16)
+    torch.testing.assert_close(again(x), model(x), rtol=2**-6, atol=2**-6)
+    # in another format: what the GEMMs read
+    path = nc.export(model, tmp_path / "eight", format="hf-fp8-block128").path
+    assert torch.equal(nc.load_quantized(stack(*SIZES), path)(x), model(x))
+    with pytest.raises(ValueError, match="mxfp8' holds the weights of MXFP8BlockScaling"):
+        nc.export(model, tmp_path / "other", format="mxfp8")

@@ -1,5 +1,6 @@
 """Models that exist already: their layers become low-precision ones in place, and turn back, with a receipt."""
 
+from .adapters import merge_adapters, train_merged
 from .convert import convert, revert
 from .receipt import GemmRecord, Memory, NormRecord, Receipt, receipt
 from .recording import RanGemm, RanGemms
@@ -12,6 +13,8 @@ __all__ = [
     "RanGemms",
     "Receipt",
     "convert",
+    "merge_adapters",
     "receipt",
     "revert",
+    "train_merged",
 ]

@@ -12,12 +12,13 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import path as path_given
+from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..recipe import Recipe
 from .formats import compressed_tensors_config, fine_grained_config
 from .served import ExportedWeight, Served
@@ -57,6 +58,7 @@ def export(
     format: str,
     recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
+    merge: Literal["kept", "new", "beside"] | None = None,
 ) -> Exported:
     """Write a model as safetensors with a ``quantization_config``, with the weights that the training GEMMs read.
 
@@ -68,20 +70,26 @@ def export(
 
     Args:
         path: a folder that does not exist yet, or is empty; it appears when it is complete.
-        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8 or NVFP4, by the
-            recipe), "mxfp8" or "nvfp4" (compressed-tensors of this format), or "bf16" (no quantization).
+        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8, NVFP4 or MXFP4, by
+            the recipe or as stored), "mxfp8", "nvfp4" or "mxfp4" (compressed-tensors of this format), or "bf16" (no
+            quantization).
         recipe: a recipe or its name; overrides the recipes of layers that have one.
         dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
+        merge: of a PEFT model with LoRA adapters: "kept" or "new" writes the model that
+            :func:`narrowcast.merge_adapters` returns with these ``scales``; "beside" writes the base as it is, and the
+            adapters as PEFT does, in the folder ``adapter``. The model stays as it is.
 
     Nothing is written if it raises.
 
     Raises:
+        TypeError: ``merge`` is given for a model without adapters.
         ValueError: the format is unknown, cannot hold a recipe's weights, nothing can be quantized, or parameters are
-            on the meta device.
+            on the meta device; ``merge`` is unknown, or missing for a model with adapters.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
     """
     path_given("path", path)
+    given, model = model, _without_adapters(model, merge)
     served, path = checked(model, format, recipe, dtype), Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
@@ -94,8 +102,25 @@ def export(
         config = compressed_tensors_config(served.modules, served.kept)
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     exported = Exported(path, format, tuple(served.weights), size, served.plain_bytes())
-    _write(model, path, state, served.aliases, config)
+    _write(model, path, state, served.aliases, config, given if merge == "beside" else None)
     return exported
+
+
+def _without_adapters(model: Any, merge: str | None) -> Any:
+    """Return the model to write, which shares its tensors with ``model``.
+
+    Raises:
+        TypeError, ValueError: as for :func:`export`.
+    """
+    if merge not in (None, "kept", "new", "beside"):
+        raise ValueError(f"merge is {merge!r}; use 'kept', 'new' or 'beside'")
+    if merge is None:
+        if has_adapters(model):
+            raise ValueError(
+                "the model has adapters of PEFT; say with merge='kept', 'new' or 'beside' how to write them"
+            )
+        return model
+    return base_copy(model) if merge == "beside" else merged_copy(model, merge)
 
 
 def _safetensors() -> Any:
@@ -123,6 +148,7 @@ def _write(
     state: dict[str, Tensor],
     aliases: dict[str, str],
     config: dict[str, Any] | None,
+    adapters: Any,
 ) -> None:
     """Write a folder beside ``path`` and give it its name when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,6 +168,8 @@ def _write(
         if config is not None:
             content["quantization_config"] = config
         file.write_text(json.dumps(content, indent=2) + "\n")
+        if adapters is not None:
+            adapters.save_pretrained(folder / "adapter")
         folder.chmod(0o755)
         if path.exists():
             path.rmdir()

@@ -25,6 +25,7 @@ from ..formats import (
     FLOAT8_BLOCK,
     FLOAT8_BLOCK_2D,
     MX_BLOCK,
+    MXFP4,
     MXFP8,
     NVFP4,
     NVFP4_BLOCK,
@@ -115,6 +116,11 @@ def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dic
     return {"_packed": codes, "_scale": scale, "_global_scale": global_scale.reshape(1)}
 
 
+def _mxfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+    codes, scale = buffers
+    return {"_packed": codes, "_scale": _unpadded(scale, shape, quantizer)}
+
+
 WEIGHT_FORMATS = (
     WeightFormat(
         FLOAT8,
@@ -154,6 +160,14 @@ WEIGHT_FORMATS = (
         },
         None,
     ),
+    WeightFormat(
+        MXFP4,
+        _mxfp4,
+        MX_BLOCK,
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
+        None,
+    ),
 )
 
 
@@ -179,15 +193,17 @@ class CheckpointFormat:
         return next((one for one in self.weights if one.layout is layout), None)
 
 
-_PER_TENSOR, _TILES, _MXFP8, _NVFP4 = WEIGHT_FORMATS
+_PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4 = WEIGHT_FORMATS
 CHECKPOINT_FORMATS = {
     "hf-fp8-block128": CheckpointFormat((_TILES,), "Float8BlockScaling", fine_grained=True),
     "compressed-tensors": CheckpointFormat(
         WEIGHT_FORMATS,
-        "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling",
+        "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, "
+        "MXFP4BlockScaling",
     ),
     "mxfp8": CheckpointFormat((_MXFP8,), "MXFP8BlockScaling"),
     "nvfp4": CheckpointFormat((_NVFP4,), "NVFP4BlockScaling"),
+    "mxfp4": CheckpointFormat((_MXFP4,), "MXFP4BlockScaling"),
     "bf16": CheckpointFormat((), "any recipe"),
 }
 

@@ -1,4 +1,4 @@
-"""How the quantized weights of other libraries' checkpoints are read: their names, checks, and buffers.
+"""``read_format``: the names, checks and buffers of quantized weights in other libraries' checkpoints.
 
 A ``quantization_config`` selects one :class:`ReadFormat`. compressed-tensors writes ``weight_packed``, ``weight_scale``
 and, for NVFP4, the reciprocal ``weight_global_scale``; ModelOpt writes ``weight``, ``weight_scale`` and, for NVFP4,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
-from ..convert.stored import uses_of_parameters
+from ..convert.stored import FOUR_BITS, uses_of_parameters
 from ..formats import cdiv
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.extra_state import EXTRA_STATE
@@ -180,6 +180,11 @@ class Served:
 
     def _operand(self, found: Found, stage: Stage) -> tuple[Operand, WeightFormat]:
         layer: Any = found.module
+        if self.recipe is None and layer._decodes:  # as it is stored, if the format holds that
+            stored = Operand.of(FOUR_BITS[layer._decodes], True, False)
+            as_stored = self.kind.weight_format(stored.quantizer)
+            if as_stored is not None:
+                return stored, as_stored
         recipe = self.recipe or layer.recipe
         plan = linear_plan(recipe, stage.name, False, False, module_type=layer._module_type)
         operand = Operand.of(plan.kept_weight.quantizer, True, False) if plan.quantized else None

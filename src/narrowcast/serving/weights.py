@@ -34,8 +34,9 @@ def weights(
 
     Args:
         model: converted, or made of this library's layers; may be used while the iterator runs, but not trained.
-        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8 or NVFP4, by the
-            recipe), "mxfp8" or "nvfp4" (compressed-tensors of this format), or "bf16" (no quantization).
+        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8, NVFP4 or MXFP4, by
+            the recipe or as stored), "mxfp8", "nvfp4" or "mxfp4" (compressed-tensors of this format), or "bf16" (no
+            quantization).
         recipe: a recipe or its name; overrides the recipes of layers that have one.
         dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
 

@@ -1,0 +1,192 @@
+"""LoRA adapters of PEFT and the weights under them: merged without losing codes, and trained against the merge.
+
+PEFT is not imported. Its layers are known by what they have: ``base_layer``, ``lora_A`` and ``get_delta_weight``. The
+adapter's product is computed by PEFT's own methods.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import _checks
+from ..tensors import QuantizedTensor
+from ..upstream.modules import own_parameters
+from .requantize import requantized
+
+Scales = Literal["kept", "new"]
+
+
+def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
+    """Add a PEFT model's active LoRA adapters to the weights under them, in place, and return the base model.
+
+    A weight that is stored quantized (``convert(weights=...)``, :func:`narrowcast.load_quantized`) is decoded in fp32,
+    and the sum is quantized once. Other weights are added to in their dtype, as ``merge_and_unload`` does.
+
+    Args:
+        model: as ``peft.get_peft_model`` returns it; LoRA or DoRA on linear layers.
+        scales: "kept" quantizes a stored weight under the scales that it has, where they hold: an element that the
+            adapter moves by less than half a step keeps its code. "new" computes all scales from the sum.
+    Returns:
+        The base model, without adapters.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: ``scales`` is unknown, there is no active adapter, one is merged already, or one is of another kind.
+    """
+    if scales not in ("kept", "new"):
+        raise ValueError(f"scales is {scales!r}; use 'kept' or 'new'")
+    layers = list(_layers(model))
+    with torch.no_grad():
+        for _, layer in layers:
+            layer.base_layer.bias = _merged_bias(layer)
+            layer.base_layer.weight = nn.Parameter(_merged_weight(layer, scales), requires_grad=False)
+    return model.unload()  # type: ignore[no-any-return]
+
+
+def train_merged(model: Any, enabled: bool = True) -> Any:
+    """Train a PEFT model's LoRA adapters against their merge: the forward multiplies by the merged, quantized weight.
+
+    Each forward merges as :func:`merge_adapters` does with ``scales="kept"``. So the merged model gives the logits that
+    training saw, bit for bit. The adapters get the gradients that they have beside the weight (a straight-through
+    estimate), through their two thin GEMMs. It costs the merge of every layer in every forward.
+
+    Args:
+        model: as ``peft.get_peft_model`` returns it; LoRA without dropout on linear layers, not DoRA.
+        enabled: False returns to adapters beside the weight.
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: an adapter is of another kind, is merged, or has dropout.
+    """
+    for name, layer in list(_layers(model)):
+        for adapter in _active(layer):
+            if adapter in getattr(layer, "lora_variant", ()):
+                raise ValueError(
+                    f"the adapter {adapter!r} of {name!r} is DoRA or another variant; use plain LoRA"
+                )
+            if not isinstance(layer.lora_dropout[adapter], nn.Identity) and layer.lora_dropout[adapter].p:
+                raise ValueError(
+                    f"the adapter {adapter!r} of {name!r} has dropout {layer.lora_dropout[adapter].p}, which no merge "
+                    "has; use lora_dropout=0"
+                )
+        vars(layer).pop("forward", None)
+        if enabled:
+            layer.forward = MethodType(_forward_merged, layer)
+    return model
+
+
+def merged_copy(model: Any, scales: Scales) -> nn.Module:
+    """Return :func:`merge_adapters` of a model that stays as it is; all other tensors are shared."""
+    return merge_adapters(_sharing_copy(model), scales)
+
+
+def base_copy(model: Any) -> nn.Module:
+    """Return the base model of a PEFT model, which stays as it is; tensors are shared."""
+    copied = _sharing_copy(model)
+    list(_layers(copied))
+    return copied.unload()  # type: ignore[no-any-return]
+
+
+def _sharing_copy(model: Any) -> Any:
+    _check_model(model)
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether a model is PEFT's."""
+    return callable(getattr(model, "unload", None)) and hasattr(model, "peft_config")
+
+
+def _check_model(model: Any) -> None:
+    _checks.module("model", model)
+    if not has_adapters(model):
+        raise TypeError(
+            f"model is a {type(model).__name__} without adapters; pass what peft.get_peft_model returned"
+        )
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the LoRA layers of a model, with their names.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: an adapter of another kind, or one that is merged; or no active adapter.
+    """
+    _check_model(model)
+    found = False
+    for name, module in model.named_modules():
+        layer: Any = module
+        if not (hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")):
+            continue
+        if not (isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A")):
+            raise ValueError(
+                f"{name!r} is {type(layer).__name__} around {type(layer.base_layer).__name__}; LoRA and DoRA around "
+                "nn.Linear are merged, others with merge_and_unload()"
+            )
+        if layer.merged:
+            raise ValueError(f"{name!r} is merged already; call unmerge_adapter() first")
+        if _active(layer):
+            found = True
+            yield name, layer
+    if not found:
+        raise ValueError("the model has no active LoRA adapter around a linear layer")
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _merged_weight(layer: Any, scales: Scales) -> Any:
+    """Return the weight with the active adapters added, quantized if it is stored so."""
+    weight = own_parameters(layer.base_layer)["weight"]
+    stored = isinstance(weight, QuantizedTensor)
+    value: Tensor = weight.detach().dequantize(dtype=torch.float32) if stored else weight.detach()  # type: ignore[union-attr,call-arg]
+    for adapter in _active(layer):
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if variant is None:
+            value = value + layer.get_delta_weight(adapter).to(value.dtype)
+        else:
+            value = variant.merge_safe(layer, adapter, value)
+    if not stored:
+        return value
+    if scales == "kept":
+        return requantized(weight.detach(), value.float())  # type: ignore[union-attr]
+    quantizer: Any = weight._quantizer  # type: ignore[union-attr]
+    return quantizer.quantize(value.float(), dtype=weight.dtype)  # type: ignore[union-attr]
+
+
+def _merged_bias(layer: Any) -> nn.Parameter | None:
+    bias = layer.base_layer.bias
+    for adapter in _active(layer):
+        if not getattr(layer, "lora_bias", {}).get(adapter):
+            continue
+        if bias is None:
+            raise ValueError(f"the adapter {adapter!r} has a bias, and its layer has none to add it to")
+        added = bias + layer.lora_B[adapter].bias * layer.scaling[adapter]
+        bias = nn.Parameter(added.to(bias.dtype), requires_grad=False)
+    return bias  # type: ignore[no-any-return]
+
+
+def _forward_merged(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a LoRA layer that trains against its merge."""
+    active = [] if layer.merged else _active(layer)
+    if not active:
+        return layer.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        replaced = {"weight": _merged_weight(layer, "kept"), "bias": _merged_bias(layer)}
+    names = {name: value for name, value in replaced.items() if value is not None}
+    out: Tensor = torch.func.functional_call(layer.base_layer, names, (x, *args), kwargs)
+    for adapter in active:
+        lora_A, lora_B = layer.lora_A[adapter], layer.lora_B[adapter]
+        beside = lora_B(lora_A(x.detach().to(lora_A.weight.dtype))) * layer.scaling[adapter]
+        out = out + (beside - beside.detach()).to(out.dtype)  # zero, with the adapter's gradients
+    return out

@@ -1,0 +1,227 @@
+"""Merging adapters into stored weights, and training against the merge; a stand-in has what PEFT's layers have.
+
+``test_peft.py`` has the same with PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from recipes import DEVICE, QUANTIZED
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.convert.adapters import base_copy, merged_copy
+from narrowcast.convert.requantize import requantized
+from narrowcast.convert.stored import FOUR_BITS
+
+STORED = {
+    "current": nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False),
+    "block": nc.Float8BlockQuantizer(
+        nc.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=2
+    ),
+    **FOUR_BITS,
+}
+
+
+class Lora(nn.Module):
+    """What PEFT makes of a linear layer: a base layer, and adapters beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int, scaling: float = 2.0) -> None:
+        super().__init__()
+        like: Any = {"dtype": torch.bfloat16, "device": DEVICE, "bias": False}
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, **like)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, **like)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+        self.scaling, self.active_adapters = {"default": scaling}, ["default"]
+        self.disable_adapters = self.merged = False
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        return self.lora_B[adapter].weight @ self.lora_A[adapter].weight * self.scaling[adapter]  # type: ignore[operator,return-value]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 2.0
+
+
+class Adapted(nn.Module):
+    peft_config: Any = None
+
+    def __init__(self, base: nn.Sequential, rank: int = 4) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*[Lora(layer, rank) for layer in base])  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)  # type: ignore[no-any-return]
+
+    def save_pretrained(self, folder: Any) -> None:
+        folder.mkdir()
+        torch.save({k: v for k, v in self.state_dict().items() if "lora_" in k}, folder / "adapter.pt")
+
+    def unload(self) -> nn.Sequential:
+        return nn.Sequential(*[layer.base_layer for layer in self.model])  # type: ignore[arg-type]
+
+
+def adapted(recipe: Any, weights: Any, *sizes: int) -> Adapted:
+    torch.manual_seed(0)
+    base = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:])]).to(DEVICE, torch.bfloat16)
+    nc.convert(base.requires_grad_(False), recipe, weights=weights)
+    return Adapted(base)
+
+
+def inputs(features: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(24, features, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_(True)
+
+
+@pytest.mark.parametrize("quantizer", STORED.values(), ids=STORED)
+@pytest.mark.parametrize("shape", [(200, 160), (33, 7), (1, 1)])
+def test_values_of_a_copy_give_its_codes_again(quantizer: Any, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 0.02
+    weight[0] = 0.0
+    stored = quantizer.quantize(weight.bfloat16())
+    again = requantized(stored, stored.dequantize(dtype=torch.float32))
+    assert again.dtype == stored.dtype and type(again) is type(stored)
+    for ours, theirs in zip(again.get_data_tensors(), stored.get_data_tensors()):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("quantizer", STORED.values(), ids=STORED)
+def test_kept_scales_move_fewer_codes_and_err_no_more_than_new_ones(quantizer: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(192, 160, generator=generator) * 0.02).to(DEVICE)
+    stored = quantizer.quantize(weight.bfloat16())
+    before = stored.dequantize(dtype=torch.float32)
+    moved = before + torch.randn(192, 160, generator=generator).to(DEVICE) * 0.0004
+    kept, new = requantized(stored, moved), quantizer.quantize(moved)
+
+    def compare(tensor: Any) -> tuple[float, float]:
+        values = tensor.dequantize(dtype=torch.float32)
+        return (values - moved).norm().item(), (values != before).float().mean().item()
+
+    (error, codes), (error_of_new, codes_of_new) = compare(kept), compare(new)
+    assert error <= 1.01 * error_of_new and codes <= codes_of_new
+    # a block that outgrows its scale gets another one; the others keep theirs
+    moved[0, 0] = 3.0 * before.abs().max()
+    grown = requantized(stored, moved).dequantize(dtype=torch.float32)
+    assert abs(grown[0, 0] - moved[0, 0]) <= moved[0, 0] / 6
+    if quantizer is STORED["block"] or quantizer is STORED["mxfp4"]:
+        assert torch.equal(grown[128:], kept.dequantize(dtype=torch.float32)[128:])
+
+
+@pytest.mark.parametrize("name, weights", [("current", "stored"), ("block", "mxfp4"), ("current", "nvfp4")])
+def test_a_merge_whose_sum_is_representable_gives_the_logits_of_training(name: str, weights: Any) -> None:
+    """An adapter of zeros, and one that changes the sign of a row: every sum is a code."""
+    model = adapted(QUANTIZED[name], weights, 64, 48)
+    lora: Any = model.model[0]
+    with torch.no_grad():
+        lora.lora_A["default"].weight.zero_()
+        lora.lora_B["default"].weight.zero_()
+    x, before = inputs(64), model.model[0].base_layer.weight
+    trained = model(x)
+    merged = nc.merge_adapters(copy.deepcopy(model))
+    assert torch.equal(merged(x), trained)
+    assert torch.equal(merged[0].weight.dequantize(), before.dequantize())  # type: ignore[index]
+    value = before.dequantize().float()
+    delta = torch.where(torch.arange(48, device=DEVICE)[:, None] == 5, -2.0 * value, 0.0)[5]
+    with torch.no_grad():
+        lora.lora_A["default"].weight[0] = delta / 2
+        lora.lora_B["default"].weight[5, 0] = 1.0
+    value[5] *= -1
+    assert torch.equal(nc.merge_adapters(model)[0].weight.dequantize().float(), value)  # type: ignore[index]
+
+
+CASES = [
+    ("current", "stored"),
+    ("current", "plain"),
+    ("block", "stored"),
+    ("block", "mxfp4"),
+    ("current", "nvfp4"),
+    ("mxfp8", "mxfp4"),
+]
+
+
+@pytest.mark.parametrize("name, weights", CASES)
+def test_trained_against_its_merge_a_model_merges_to_the_same_bits(name: str, weights: Any) -> None:
+    model = adapted(QUANTIZED[name], weights, 64, 96, 32)
+    x = inputs(64)
+    beside, apart = model(x), copy.deepcopy(model)
+    apart(x).float().square().sum().backward()
+    nc.train_merged(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    first: dict[str, Tensor] = {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).float().square().sum().backward()
+        first = first or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    assert set(first) == {name for name, p in apart.named_parameters() if p.grad is not None}
+    for key, parameter in apart.named_parameters():
+        if parameter.grad is not None:  # the forward differs by the rounding of the merge alone
+            assert (
+                torch.cosine_similarity(first[key].flatten().float(), parameter.grad.flatten().float(), 0)
+                > 0.9
+            )
+    trained, gradient = model(x), torch.autograd.grad(model(x).float().sum(), x)[0]
+    merged = merged_copy(model, "kept")
+    assert torch.equal(merged(x), trained) and not torch.equal(trained, beside)
+    assert torch.equal(torch.autograd.grad(merged(x).float().sum(), x)[0], gradient)
+    assert all(type(layer) is Lora for layer in model.model)  # the copy took nothing from it
+    base: Any = base_copy(model)
+    assert base[0].weight is model.model[0].base_layer.weight
+    nc.train_merged(model, enabled=False)
+    assert not torch.equal(model(x), trained) and "forward" not in vars(model.model[0])
+
+
+def test_only_the_copies_are_saved_for_the_backward() -> None:
+    model = nc.train_merged(adapted(QUANTIZED["current"], "nvfp4", 512, 512))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        model(inputs(512))
+    assert sum(x.nbytes for x in saved) < 512 * 512  # half of what the merged weight takes in bf16
+
+
+def test_what_cannot_be_merged_says_so() -> None:
+    model = adapted(QUANTIZED["current"], "stored", 64, 48)
+    lora: Any = model.model[0]
+    with pytest.raises(ValueError, match="scales is 'old'; use 'kept' or 'new'"):
+        nc.merge_adapters(model, "old")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="without adapters; pass what peft.get_peft_model returned"):
+        nc.merge_adapters(model.model)
+    lora.lora_dropout["default"] = nn.Dropout(0.1)
+    with pytest.raises(ValueError, match="has dropout 0.1, which no merge has"):
+        nc.train_merged(model)
+    lora.merged = True
+    with pytest.raises(ValueError, match="is merged already"):
+        nc.merge_adapters(model)
+    lora.merged, lora.active_adapters = False, []
+    with pytest.raises(ValueError, match="no active LoRA adapter"):
+        nc.merge_adapters(model)
+    lora.base_layer = nn.Embedding(4, 4)
+    with pytest.raises(ValueError, match="LoRA and DoRA around nn.Linear are merged"):
+        nc.merge_adapters(model)
+
+
+@pytest.mark.parametrize("merge", ["kept", "beside"])
+def test_an_exported_model_gives_the_logits_of_training(merge: Any, tmp_path: Any) -> None:
+    model = adapted(QUANTIZED["block"], "mxfp4", 64, 96, 32)
+    if merge == "kept":
+        nc.train_merged(model)
+    trained = model(inputs(64))
+    with pytest.raises(ValueError, match="has adapters of PEFT; say with merge="):
+        nc.export(model, tmp_path / "out", format="mxfp4")
+    path = nc.export(model, tmp_path / "out", format="mxfp4", merge=merge).path
+    served = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).to(DEVICE, torch.bfloat16)
+    nc.load_quantized(served, path)
+    if merge == "beside":
+        state = torch.load(path / "adapter" / "adapter.pt")
+        again = Adapted(served)
+        again.load_state_dict(state, strict=False)
+        assert torch.equal(again(inputs(64)), trained)
+    else:
+        assert torch.equal(served(inputs(64)), trained)
+    with pytest.raises(TypeError, match="without adapters"):
+        nc.export(served, tmp_path / "again", format="mxfp4", merge="new")
