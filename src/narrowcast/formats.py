@@ -410,6 +410,11 @@ FLOAT8 = Layout(
     native="tensor",
     grouped="tensor",
 )
+FLOAT8_ROWS = Layout(
+    buffers=_one_direction_each((_LOGICAL, _TRANSPOSED), ((_M,), (_K,)), "float32"),
+    minimum_rank=2,
+    scale_group=(1, 0),
+)
 FLOAT8_BLOCK_1D = Layout(
     buffers=_one_direction_each(
         (_LOGICAL, _TRANSPOSED),

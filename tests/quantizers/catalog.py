@@ -9,6 +9,7 @@ from reference.checks import assert_bitwise
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.quantizers import Float8GroupsQuantizer, Float8RowsQuantizer
 
 E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 E2M3, E3M2 = nc.DType.kFloat6E2M3, nc.DType.kFloat6E3M2
@@ -32,6 +33,8 @@ VARIANTS: dict[str, nc.Quantizer] = {
     "block fp32 scales": nc.Float8BlockQuantizer(
         E5M2, rowwise=True, columnwise=True, force_pow_2_scales=False, amax_epsilon=0.25
     ),
+    "rows": Float8RowsQuantizer(E4M3, rule="reciprocal"),
+    "groups": Float8GroupsQuantizer(E4M3, rule="factors", amax_epsilon=1e-10),
     "nvfp4 2d": nc.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4 rht": nc.NVFP4Quantizer(with_rht=True),
     "nvfp4 rht without signs": nc.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),

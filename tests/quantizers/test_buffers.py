@@ -11,6 +11,7 @@ from reference.checks import EMPTY_SHAPES, RAGGED_SHAPES, normal
 
 import narrowcast as nc
 from narrowcast.formats import cdiv, round_up
+from narrowcast.quantizers import Float8RowsQuantizer
 
 from .catalog import (
     E4M3,
@@ -71,6 +72,13 @@ def expected_buffers(name: str, quantizer: nc.Quantizer, shape: tuple[int, ...])
                 (cdiv(k, 128), round_up(cdiv(m, 128), 4)) if two_d else (cdiv(m, 128), round_up(k, 4)),
                 F32,
             ),
+        }
+    if isinstance(quantizer, Float8RowsQuantizer):
+        return {
+            "_rowwise_data": (shape, U8),
+            "_rowwise_scale_inv": ((m,), F32),
+            "_columnwise_data": ((k, *lead), U8),
+            "_columnwise_scale_inv": ((k,), F32),
         }
     if isinstance(quantizer, nc.IdentityQuantizer):
         return {"_hp_data": (shape, torch.float32 if quantizer.hp_dtype else BF16)}

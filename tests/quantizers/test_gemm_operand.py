@@ -14,7 +14,7 @@ from .catalog import VARIANTS, quantize
 NAMES = [
     name for name in VARIANTS if name not in ("nvfp4 rht", "nvfp4 rht without signs", "nvfp4 stochastic")
 ]
-IN_FP32 = ("block fp32 scales",)
+IN_FP32 = ("block fp32 scales", "rows", "groups")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

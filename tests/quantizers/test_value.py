@@ -15,7 +15,7 @@ from reference.checks import normal
 import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
 from narrowcast.functional.quantizer_value import quantizer_of_text
-from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.quantizers import DelayedFloat8Quantizer, Float8GroupsQuantizer, Float8RowsQuantizer
 from narrowcast.quantizers.value import _rebuild_quantizer, class_identifier, value_fields
 
 from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
@@ -29,6 +29,15 @@ FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
     nc.MXFP6Quantizer: ("dtype", "with_2d_quantization"),
     nc.MXFP4Quantizer: ("dtype", "with_2d_quantization"),
     nc.Float8BlockQuantizer: ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"),
+    Float8RowsQuantizer: ("dtype", "rule", "amax_epsilon", "smallest_scale"),
+    Float8GroupsQuantizer: (
+        "dtype",
+        "amax_epsilon",
+        "force_pow_2_scales",
+        "block_scaling_dim",
+        "rule",
+        "smallest_scale",
+    ),
     nc.NVFP4Quantizer: (
         "with_amax_reduction",
         "dtype",

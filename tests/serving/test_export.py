@@ -67,7 +67,7 @@ def decoded(tensors: dict[str, Tensor], key: str) -> Tensor:
     scale = tensors[f"{key}_scale_inv" if f"{key}_scale_inv" in tensors else f"{key}_scale"]
     if scale.dtype == torch.uint8:
         return codes * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
-    if scale.dim() == 2:
+    if scale.dim() == 2 and len(scale) < len(codes):
         tiles = scale.repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)
         scale = tiles[:, : codes.shape[1]]
     return codes * scale

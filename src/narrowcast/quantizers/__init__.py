@@ -9,6 +9,7 @@ from ..tensors import GroupedTensorStorage, QuantizedTensorStorage
 from .described import quantizer_of
 from .float8 import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from .float8_blockwise import Float8BlockQuantizer
+from .float8_rows import Float8GroupsQuantizer, Float8RowsQuantizer
 from .grouped import (
     make_grouped_tensor,
     make_grouped_tensor_from_rowwise_data,
@@ -27,6 +28,8 @@ VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
     DelayedFloat8Quantizer,
     Float8CurrentScalingQuantizer,
     Float8BlockQuantizer,
+    Float8RowsQuantizer,
+    Float8GroupsQuantizer,
     MXFP8Quantizer,
     MXFP6Quantizer,
     MXFP4Quantizer,
@@ -55,7 +58,9 @@ __all__ = [
     "DelayedFloat8Quantizer",
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
+    "Float8GroupsQuantizer",
     "Float8Quantizer",
+    "Float8RowsQuantizer",
     "GEMMType",
     "HybridQuantizer",
     "IdentityQuantizer",

@@ -2,8 +2,9 @@
 
 from .decompose import decompose
 from .export import Exported, export
+from .forward_like import forward_like
 from .load import load_quantized
 from .served import ExportedWeight
 from .weights import weights
 
-__all__ = ["Exported", "ExportedWeight", "decompose", "export", "load_quantized", "weights"]
+__all__ = ["Exported", "ExportedWeight", "decompose", "export", "forward_like", "load_quantized", "weights"]

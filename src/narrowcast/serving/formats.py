@@ -24,6 +24,7 @@ from ..formats import (
     FLOAT8,
     FLOAT8_BLOCK,
     FLOAT8_BLOCK_2D,
+    FLOAT8_ROWS,
     MX_BLOCK,
     MXFP4,
     MXFP8,
@@ -52,6 +53,7 @@ class WeightFormat:
         arguments: of compressed-tensors' scheme for weights; none if it has no such scheme.
         activations: of its scheme for inputs, which are quantized when served; none if they stay as they are.
         name: compressed-tensors' name of the format.
+        inputs: the record of the inputs that it is for; None for all others.
     """
 
     layout: Layout
@@ -60,6 +62,7 @@ class WeightFormat:
     name: str
     arguments: dict[str, Any]
     activations: dict[str, Any] | None
+    inputs: Layout | None = None
 
     @property
     def granule(self) -> int:
@@ -104,6 +107,8 @@ def _one_byte_codes(buffers: list[Tensor], shape: tuple[int, int], quantizer: Qu
 def _unpadded(scale: Tensor, shape: tuple[int, int], quantizer: Quantizer) -> Tensor:
     """Return the scales of a weight, without the padding that tensor cores want; (1,) if there is one scale."""
     rows, columns = quantizer._format_layout().scale_group
+    if not columns and rows:
+        return scale.view(shape[0], 1)
     return scale[: cdiv(shape[0], rows), : cdiv(shape[1], columns)] if rows else scale.reshape(1)
 
 
@@ -121,7 +126,26 @@ def _mxfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) 
     return {"_packed": codes, "_scale": _unpadded(scale, shape, quantizer)}
 
 
+_PER_TOKEN = {"num_bits": 8, "strategy": "token"}
+
 WEIGHT_FORMATS = (
+    WeightFormat(
+        FLOAT8_ROWS,
+        _one_byte_codes,
+        1,
+        "float-quantized",
+        {"num_bits": 8, "strategy": "channel"},
+        _PER_TOKEN,
+    ),
+    WeightFormat(
+        FLOAT8,
+        _one_byte_codes,
+        1,
+        "float-quantized",
+        {"num_bits": 8, "strategy": "tensor"},
+        _PER_TOKEN,
+        FLOAT8_ROWS,
+    ),
     WeightFormat(
         FLOAT8,
         _one_byte_codes,
@@ -185,15 +209,16 @@ class CheckpointFormat:
     recipes: str
     fine_grained: bool = False
 
-    def weight_format(self, quantizer: Quantizer) -> WeightFormat | None:
-        """Return how it holds what a quantizer makes row-wise; None if it cannot."""
+    def weight_format(self, quantizer: Quantizer, inputs: Quantizer | None = None) -> WeightFormat | None:
+        """Return how it holds the weights that a quantizer makes row-wise, for such inputs; None if it cannot."""
         if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in (DType.kFloat8E4M3, DType.kFloat4E2M1):
             return None
-        layout = quantizer._format_layout()
-        return next((one for one in self.weights if one.layout is layout), None)
+        layouts = quantizer._format_layout(), None if inputs is None else inputs._format_layout()
+        found = (one for one in self.weights if one.layout is layouts[0] and one.inputs in (None, layouts[1]))
+        return next(found, None)
 
 
-_PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4 = WEIGHT_FORMATS
+_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4 = WEIGHT_FORMATS
 CHECKPOINT_FORMATS = {
     "hf-fp8-block128": CheckpointFormat((_TILES,), "Float8BlockScaling", fine_grained=True),
     "compressed-tensors": CheckpointFormat(

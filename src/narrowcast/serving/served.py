@@ -188,7 +188,9 @@ class Served:
         recipe = self.recipe or layer.recipe
         plan = linear_plan(recipe, stage.name, False, False, module_type=layer._module_type)
         operand = Operand.of(plan.kept_weight.quantizer, True, False) if plan.quantized else None
-        written_as = None if operand is None else self.kind.weight_format(operand.quantizer)
+        written_as = (
+            None if operand is None else self.kind.weight_format(operand.quantizer, plan.input.quantizer)
+        )
         if operand is None or written_as is None:
             raise ValueError(
                 f"{found.name or 'the model'} has {recipe!r}; format={self.format!r} holds the weights of "

@@ -22,6 +22,7 @@ from ..formats import cdiv, round_up
 from ..functional.collectives import gather_rows, group_name, largest_of, smallest_of
 from ..layers import LinearLayer, Stage
 from ..quantizers import Operand
+from ..reference.layout import bytes_of_rows
 from ..tensors import GroupedTensor, grouped_storage_of, local
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
@@ -326,7 +327,7 @@ def gather_split(
 def _gather_rows(own: Tensor, counts: tuple[int, ...], group: Any) -> Tensor:
     """Gather rows of a matrix from ranks that have ``counts`` of them each, as bytes."""
     most, width = max(counts), own.shape[1] * own.itemsize
-    sent = own.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(len(own), width)
+    sent = bytes_of_rows(own)
     if most == sum(counts):  # one rank has all rows
         whole = sent if len(own) else sent.new_empty(most, width)
         dist.broadcast(whole, group_src=counts.index(most), group=group)

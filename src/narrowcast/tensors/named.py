@@ -22,6 +22,8 @@ from .storage import QuantizedTensorStorage
 __all__ = [
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
+    "Float8RowsTensor",
+    "Float8RowsTensorStorage",
     "Float8Tensor",
     "Float8TensorStorage",
     "HybridQuantizedTensor",
@@ -49,6 +51,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _create_columnwise(self) -> None:
         self._transpose = transpose_codes(self._data)  # type: ignore[attr-defined]
+
+
+class Float8RowsTensorStorage(QuantizedTensorStorage):
+    """FP8 rows: data uint8 (*lead, K) and (K, *lead); a scale fp32 for each row, (M,), and for each column, (K,)."""
+
+    _LAYOUT = formats.FLOAT8_ROWS
 
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
@@ -198,6 +206,10 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):
     """Tensor over :class:`Float8TensorStorage`."""
+
+
+class Float8RowsTensor(Float8RowsTensorStorage, QuantizedTensor):
+    """Tensor over :class:`Float8RowsTensorStorage`."""
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):

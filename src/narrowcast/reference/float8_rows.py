@@ -1,0 +1,92 @@
+"""FP8 with one fp32 scale per row, or per group of a row's elements, by the rules of inference engines.
+
+An engine stores the factor that decodes, ``amax / 448``, and derives from it what multiplies. Three rules are in use,
+which differ in the last bit of a scale and in codes at the middle between two values:
+
+- ``"divide"``: code = fmt(RN(x / s)) with s = RN(amax / max);
+- ``"reciprocal"``: code = fmt(RN(x * RN(1 / s))) with the same s;
+- ``"factors"``: code = fmt(RN(x * RN(max / amax))), and s = RN(amax * RN(1 / max)).
+
+The functions are plain PyTorch on every device, and have no kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import ElementFormat, cdiv
+from .codecs import decode_float8, encode_float8_
+from .layout import as_matrix, magnitude, widen
+from .scaling import reciprocal
+
+RULES = ("divide", "reciprocal", "factors")
+
+
+def quantize(
+    x: Tensor,
+    fmt: ElementFormat,
+    *,
+    rule: str,
+    epsilon: float = 0.0,
+    smallest: float = 0.0,
+    group: int = 0,
+) -> list[Tensor]:
+    """Quantize the rows of a tensor.
+
+    Args:
+        x: fp32, bf16 or fp16, shape (*lead, K), any strides; M is the product of ``lead``.
+        fmt: E4M3 or E5M2.
+        rule: of :data:`RULES`.
+        epsilon: lower bound for the amax of a group.
+        smallest: lower bound for its scale.
+        group: elements of a row that share a scale, the last of a row fewer; 0 for all of them.
+
+    Raises:
+        TypeError: ``x`` has another dtype.
+        ValueError: rank below 2.
+
+    Numerics:
+        ``[codes uint8 x.shape, scale_inv fp32 (M, groups)]``. NaN is not part of an amax and stays one NaN; a group
+        with an infinity decodes to NaN. The scale of a group of zeros is 1 where the bounds leave it 0.
+    """
+    matrix = as_matrix(widen(x))
+    rows, columns = matrix.shape
+    size = group or max(columns, 1)
+    count = cdiv(columns, size) if group else 1
+    padded = torch.nn.functional.pad(matrix, (0, count * size - columns)).view(rows, count, size)
+    amax = magnitude(padded).amax(-1, keepdim=True).clamp_(min=epsilon)
+    if rule == "factors":
+        scale_inv = amax * reciprocal(torch.full_like(amax, fmt.max))
+    else:
+        scale_inv = amax / torch.full_like(amax, fmt.max)
+    scale_inv = scale_inv.clamp_(min=smallest).masked_fill_(amax == 0.0, smallest or 1.0)
+    if rule == "divide":
+        scaled = padded / scale_inv
+    elif rule == "reciprocal":
+        scaled = padded * reciprocal(scale_inv)
+    else:
+        scaled = padded * torch.where(amax == 0.0, 1.0, torch.full_like(amax, fmt.max).div_(amax))
+    codes = encode_float8_(scaled, fmt).view(rows, count * size)[:, :columns]
+    return [codes.reshape(x.shape).contiguous(), scale_inv.view(rows, count)]
+
+
+def dequantize(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
+    """Decode rows with one scale each.
+
+    Args:
+        codes: uint8 (*lead, K).
+        scale_inv: fp32, one per row.
+        fmt: of the codes.
+        dtype: of the result.
+
+    Numerics:
+        ``RN(code * scale_inv)`` in fp32, then rounded to ``dtype``.
+    """
+    values = decode_float8(codes, fmt)
+    return values.mul_(scale_inv.view(*codes.shape[:-1], 1)).to(dtype)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return a tensor (*lead, K) as the matrix (K, M) whose rows are its columns."""
+    return as_matrix(x).t().contiguous()

@@ -1,0 +1,115 @@
+"""``forward_like``: layers whose forward quantizes as an inference engine does.
+
+An engine has its own rule for the scales of activations: which elements share one, its lower bound, how it is rounded,
+and whether codes come from a division or a product. ``docs/serving.md`` has the table, with the sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .. import _checks
+from ..formats import E4M3, DType
+from ..layers import LinearLayer
+from ..layers.set_recipe import set_recipe
+from ..quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8GroupsQuantizer,
+    Float8RowsQuantizer,
+    Quantizer,
+)
+from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe
+from ..roles import QuantizerRole
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+ROWS: dict[str, dict[str, Any]] = {
+    "vllm": {"rule": "divide", "smallest_scale": 1.0 / (E4M3.max * 512.0)},
+    "sglang": {"rule": "reciprocal"},
+    "transformers": {"rule": "divide", "smallest_scale": 1e-12},
+}
+"""How each engine scales a token."""
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "vllm": {"rule": "divide", "amax_epsilon": 1e-10},
+    "sglang": {"rule": "factors", "amax_epsilon": 1e-10},
+    "transformers": {"rule": "divide", "smallest_scale": 1e-12},
+}
+"""How each engine scales 128 elements of a token."""
+
+FORMATS = ("hf-fp8-block128", "fp8-channel", "fp8-tensor")
+
+
+@dataclass(frozen=True)
+class EngineQuantizers:
+    """A factory of a custom recipe: forward operands as an engine has them, gradients as in training.
+
+    Attributes:
+        engine: a key of :data:`ROWS`.
+        format: one of :data:`FORMATS`.
+    """
+
+    engine: str
+    format: str
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        """Return the quantizer of a role."""
+        is_gradient = role.tensor_type in BACKWARD_TENSOR_TYPES
+        if self.format == "hf-fp8-block128":
+            if role.tensor_type == "input":
+                return Float8GroupsQuantizer(DType.kFloat8E4M3, **GROUPS[self.engine])
+            dim = 2 if role.tensor_type == "weight" else 1
+            return Float8BlockQuantizer(
+                DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim
+            )
+        if is_gradient:
+            return Float8RowsQuantizer(DType.kFloat8E5M2)
+        if role.tensor_type == "weight":
+            if self.format == "fp8-channel":
+                return Float8RowsQuantizer(DType.kFloat8E4M3)
+            return Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
+        return Float8RowsQuantizer(DType.kFloat8E4M3, **ROWS[self.engine])
+
+
+def forward_like(
+    model: _Module, engine: str, *, format: str = "hf-fp8-block128", emulate: bool | None = None
+) -> _Module:
+    """Give the layers of a model the recipe whose forward quantizes as an inference engine does.
+
+    Layers without a recipe keep high precision, as they are served. Train with the model, or evaluate log-probabilities
+    with it. :func:`weights` and :func:`narrowcast.export` then serve the weights that this forward multiplies.
+
+    Args:
+        model: converted, or made of this library's layers.
+        engine: "vllm", "sglang" or "transformers".
+        format: "hf-fp8-block128" (weights in 128 x 128 tiles, inputs in 1 x 128 groups), "fp8-channel" (a scale per
+            row of a weight and per token), or "fp8-tensor" (a scale per weight and per token).
+        emulate: decode operands before they are multiplied, which "fp8-channel" and "fp8-tensor" need on a GPU; None
+            does it where they do.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: the engine or format is unknown, or no layer has a recipe.
+    """
+    _checks.module("model", model)
+    if engine not in ROWS:
+        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, ROWS))}")
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, FORMATS))}")
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, LinearLayer) and layer.recipe is not None
+    ]
+    if not names:
+        raise ValueError("no layer of the model has a recipe; convert it first: nc.convert(model, recipe)")
+    decodes = format != "hf-fp8-block128" if emulate is None else emulate
+    recipe = CustomRecipe(qfactory=EngineQuantizers(engine, format), emulate=decodes)
+    return set_recipe(model, dict.fromkeys(names, recipe))
