@@ -37,6 +37,7 @@ from .operands import (
     weight_operand,
     with_columnwise,
 )
+from .shared_input import quantize_shared
 from .tensor_parallel import TensorParallel
 from .weight_gradient import weight_gradient
 
@@ -102,8 +103,13 @@ def linear_forward(
         x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
     else:
         operand, flat = plan.input, inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
-        seed = draw_seed(flat) if operand.stochastic else None
-        x = operand.split(quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+        stored = isinstance(weight, QuantizedTensorStorage) and not plan.needs_weight
+        if stored and not (operand.stochastic or operand.delayed):
+            buffers = quantize_shared(inp, flat, operand)
+        else:
+            seed = draw_seed(flat) if operand.stochastic else None
+            buffers = quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd)
+        x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
     out = fprop(args, x, w, bias, rows, features, grouped)
