@@ -1,4 +1,4 @@
-# make demo | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz | test-neighbours: each makes the virtual environment it needs
+# make demo | install | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz | test-neighbours: each makes the virtual environment it needs
 # and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
 TORCH ?=
 release := $(subst torch==,,$(TORCH))
@@ -16,12 +16,15 @@ bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo test slice small matrix kernels lint docs bench plots soak fuzz mutants census test-neighbours
+.PHONY: demo install test slice small matrix kernels lint docs bench plots soak fuzz mutants census test-neighbours
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
 demo: $(installed)-train
 	$(bin)/narrowcast demo $(DEMO_ARGS)
+
+# The environment of the tests alone.
+install: $(installed)-test
 
 # Threads of the programs that tests start sleep when they wait: by default they spin, which is faster for one program alone
 # (half of the demo's time) and slows down all where several share the cores.
@@ -78,9 +81,9 @@ bench: $(installed)-train
 soak: $(installed)-test
 	$(bin)/python -m tests.fuzz $(SOAK_ARGS)
 
-# Five minutes of them with new seeds, as CI does.
+# Five minutes of them with new seeds, as CI does: half as long on each of two cores.
 fuzz: $(installed)-test
-	$(bin)/python -m tests.fuzz --minutes 5 --device cpu
+	seq $(JOBS) | xargs -P $(JOBS) -I{} $(bin)/python -m tests.fuzz --minutes 2.5 --effort 0.08 --device cpu
 
 # Two thousand small changes of the code, each of which its tests must notice: some core-hours. MUTANTS_ARGS="--jobs 8"
 mutants: $(installed)-test

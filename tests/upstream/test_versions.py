@@ -153,9 +153,12 @@ esac
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
-@pytest.mark.parametrize("fails", ["", "slice", "small", "test"])
+@pytest.mark.parametrize("fails", ["", "install", "slice", "small", "test"])
 def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Path) -> None:
-    """The whole suite comes last. What fails ends the run, which fails, too, and has pytest's line at its end."""
+    """The whole suite comes last. What fails ends the run, which fails, too, and has pytest's line at its end.
+
+    Environments are made beside lint, each before its tests.
+    """
     calls = tmp_path / "calls"
     stand_ins = {"make": MAKE, **{f"python{version}": "#!/bin/sh\n" for version in versions.TESTED_PYTHON}}
     for name, program in stand_ins.items():
@@ -167,12 +170,16 @@ def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Pat
         [ROOT / ".ci/run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     whole = [call.split() for call in calls.read_text().splitlines()]
-    order = list(dict.fromkeys(call[0] for call in whole))
-    if fails:
+    installed = [call[1:] for call in whole if call[0] == "install"]
+    order = list(dict.fromkeys(call[0] for call in whole if call[0] != "install" or call[0] == fails))
+    if fails == "install":
+        assert done.returncode != 0 and set(order) == {"lint", "install"} and len(installed) == 1
+    elif fails:
         assert done.returncode != 0 and order[-1] == fails
         assert done.stdout.splitlines()[-1] == f"1 failed in 3.00s of {fails}"
     else:
-        assert done.returncode == 0 and order[0] == "lint" and {"slice", "small"} < set(order)
+        assert done.returncode == 0 and order == ["lint", "slice", "small", "fuzz", "test"]
+        assert installed == [call[1:] for call in whole if call[0] in ("slice", "small")]
         slices = [call[-1 - ("PYTHON" in call[-1])] for call in whole if call[0] == "slice"]
         assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH.split()]
         assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
