@@ -155,3 +155,43 @@ def test_experts_load_under_the_names_of_their_architecture(
         gate, up, down = (decoded(files, f"{prefix.format(i)}{part}.weight").bfloat16() for part in parts)
         assert torch.equal(experts.gate_up_proj[i], torch.cat([gate, up]))
         assert torch.equal(experts.down_proj[i], down)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "bound"),
+    [
+        ("fp8-channel", torch.float32, 0.0),
+        ("hf-fp8-block128", torch.float32, 0.0),
+        ("fp8-tensor", torch.float32, 1e-12),
+        ("hf-fp8-block128", torch.bfloat16, 1e-5),
+    ],
+)
+def test_log_probabilities_after_two_steps(format: str, dtype: Any, bound: float, tmp_path: Path) -> None:
+    """On a CPU Transformers decodes weights; tied embeddings, and odd sizes where it takes them."""
+    torch.manual_seed(0)
+    odd = {} if format.startswith("hf") else {"intermediate_size": 372}
+    config = transformers.LlamaConfig(**CONFIG | odd, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    nc.convert(model, QUANTIZED["current"])
+    nc.serving.forward_like(model, "weight-only", format=format)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(input_ids=WORDS, labels=WORDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    method: Any = transformers.FineGrainedFP8Config(dequantize=True)
+    if not format.startswith("hf"):
+        pytest.importorskip(
+            "compressed_tensors", reason="needs compressed-tensors: pip install compressed-tensors"
+        )
+        method = transformers.CompressedTensorsConfig(run_compressed=False)
+    served_as = format if format.startswith("hf") else "compressed-tensors"
+    path = nc.export(model.eval(), tmp_path / "out", format=served_as).path
+    again = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=method)
+    with torch.no_grad():
+        found, own = (
+            one(WORDS).logits.double().log_softmax(-1)[:, :-1].gather(-1, WORDS[:, 1:, None])
+            for one in (again, model)
+        )
+    d = found - own
+    assert (d.exp() - d - 1).mean().item() <= bound

@@ -20,6 +20,7 @@ from ..quantizers import (
     Float8CurrentScalingQuantizer,
     Float8GroupsQuantizer,
     Float8RowsQuantizer,
+    IdentityQuantizer,
     Quantizer,
 )
 from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe
@@ -41,6 +42,9 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 """How each engine scales 128 elements of a token."""
 
+WEIGHT_ONLY = "weight-only"
+"""What runs as an engine that decodes weights, and leaves inputs as they are."""
+
 FORMATS = ("hf-fp8-block128", "fp8-channel", "fp8-tensor")
 
 
@@ -49,7 +53,7 @@ class EngineQuantizers:
     """A factory of a custom recipe: forward operands as an engine has them, gradients as in training.
 
     Attributes:
-        engine: a key of :data:`ROWS`.
+        engine: a key of :data:`ROWS`, or :data:`WEIGHT_ONLY`.
         format: one of :data:`FORMATS`.
     """
 
@@ -59,6 +63,8 @@ class EngineQuantizers:
     def __call__(self, role: QuantizerRole) -> Quantizer:
         """Return the quantizer of a role."""
         is_gradient = role.tensor_type in BACKWARD_TENSOR_TYPES
+        if self.engine == WEIGHT_ONLY and role.tensor_type != "weight":
+            return IdentityQuantizer()
         if self.format == "hf-fp8-block128":
             if role.tensor_type == "input":
                 return Float8GroupsQuantizer(DType.kFloat8E4M3, **GROUPS[self.engine])
@@ -85,11 +91,12 @@ def forward_like(
 
     Args:
         model: converted, or made of this library's layers.
-        engine: "vllm", "sglang" or "transformers".
+        engine: "vllm", "sglang" or "transformers", whose rule inputs are quantized by; or "weight-only", which leaves
+            inputs and gradients in high precision: Transformers on a CPU, and Marlin's kernels.
         format: "hf-fp8-block128" (weights in 128 x 128 tiles, inputs in 1 x 128 groups), "fp8-channel" (a scale per
             row of a weight and per token), or "fp8-tensor" (a scale per weight and per token).
-        emulate: decode operands before they are multiplied, which "fp8-channel" and "fp8-tensor" need on a GPU; None
-            does it where they do.
+        emulate: decode operands before they are multiplied, which all but "hf-fp8-block128" with quantized inputs need
+            on a GPU; None does it for them.
 
     Returns:
         ``model``.
@@ -99,8 +106,8 @@ def forward_like(
         ValueError: the engine or format is unknown, or no layer has a recipe.
     """
     _checks.module("model", model)
-    if engine not in ROWS:
-        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, ROWS))}")
+    if engine not in (*ROWS, WEIGHT_ONLY):
+        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, (*ROWS, WEIGHT_ONLY)))}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, FORMATS))}")
     names = [
@@ -110,6 +117,6 @@ def forward_like(
     ]
     if not names:
         raise ValueError("no layer of the model has a recipe; convert it first: nc.convert(model, recipe)")
-    decodes = format != "hf-fp8-block128" if emulate is None else emulate
+    decodes = format != "hf-fp8-block128" or engine == WEIGHT_ONLY if emulate is None else emulate
     recipe = CustomRecipe(qfactory=EngineQuantizers(engine, format), emulate=decodes)
     return set_recipe(model, dict.fromkeys(names, recipe))
