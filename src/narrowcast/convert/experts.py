@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,31 @@ class Stack(NamedTuple):
     every: bool = False
 
 
+class Exchange(Protocol):
+    """What sends rows to the ranks of their experts, as ``distributed.MoEDispatch`` does."""
+
+    num_local_experts: int
+
+    def __call__(
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int, experts: Any
+    ) -> Tensor:
+        """Return the weighted sum of the experts' results."""
+        ...
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor whose gradient is scaled on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
 class StackedExpertsLayer(LinearLayer):
     """Base of experts whose linear layers are stacked in 3-D parameters, and run as the current recipe says.
 
@@ -36,6 +61,9 @@ class StackedExpertsLayer(LinearLayer):
     _module_type = "grouped_linear"
     _watcher: Any = None
     """What observes the operands of the grouped GEMMs, as ``inspect.watch`` sets it."""
+    _exchange: Exchange | None = None
+    """What brings the tokens of other ranks, as ``distributed.expert_parallel`` sets it."""
+    _gradient_factor: float = 1.0
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
@@ -63,17 +91,40 @@ class StackedExpertsLayer(LinearLayer):
         self._groups = int(self.num_experts)  # type: ignore[arg-type]
         LinearLayer.__init__(self, name, stages, getattr(self, weights[0]).device)
 
+    def exchange_tokens(self, exchange: Exchange, gradient_factor: float) -> None:
+        """Compute with this rank's experts, whose parameters are sharded over dim 0, on the tokens of all ranks.
+
+        Args:
+            exchange: sends tokens to the ranks of their experts.
+            gradient_factor: what gradients of the parameters are multiplied by.
+        """
+        # no submodule: it has no parameters, and the names of the model stay
+        vars(self).update(_exchange=exchange, _gradient_factor=gradient_factor)
+        self._groups = exchange.num_local_experts
+        self.reset_delayed_scaling()
+
+    def _parts_of(self, name: str) -> list[Tensor]:
+        parts: list[Any] = super()._parts_of(name)
+        return parts if self._exchange is None else [part.to_local() for part in parts]
+
+    def _stored(self, name: str) -> Tensor:
+        """Return a parameter as this rank multiplies with it."""
+        stored = getattr(self, name)
+        if self._exchange is None:
+            return stored
+        return _ScaledGradient.apply(stored.to_local(), self._gradient_factor)
+
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
 
     def _matrices(self, stage: Stage) -> list[Tensor]:
-        stored = getattr(self, stage.weight)
+        stored = self._stored(stage.weight)
         return [stored.transpose(1, 2) if self.stack_of(self).transposed else stored]
 
     def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
         """Return one linear layer of every expert; rows beyond the sum of the splits become zero."""
         stored, (weight,) = getattr(self, stage.weight), self._matrices(stage)
-        biases: list[Any] = [getattr(self, stage.bias)] if self.stack_of(self).biased else []
+        biases: list[Any] = [self._stored(stage.bias)] if self.stack_of(self).biased else []
         x = checked_input(x, weight.shape[2], "in_features", stored)
         watcher = self._watcher
         if watcher is not None and stage is self._stages[0]:
@@ -134,6 +185,8 @@ class ExpertsLayer(StackedExpertsLayer):
             (T, hidden), the weighted sum over each token's experts.
         """
         tokens, chosen = top_k_index.shape
+        if self._exchange is not None:
+            return self._forward_over_ranks(hidden_states, top_k_index, top_k_weights)
         experts = top_k_index.reshape(-1).clamp(max=self._groups)
         order = experts.argsort(stable=True)
         rows_of_each = experts.new_zeros(self._groups + 1).scatter_add(0, experts, torch.ones_like(experts))
@@ -141,15 +194,30 @@ class ExpertsLayer(StackedExpertsLayer):
         if self._watcher is not None:
             self._watcher.observe_load(self, splits)
         x = hidden_states.reshape(tokens, hidden_states.shape[-1])[order // chosen]
-        x = self._grouped(self._stages[0], x, splits)
-        x = self._apply_gate(x) if self.has_gate else self.act_fn(x)  # type: ignore[operator]
-        x = self._grouped(self._stages[1], x, splits)
-        if self.has_post_expert_norm:
-            x = self.post_expert_norm(x)  # type: ignore[operator]
+        x = self._run(x, splits)
         x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         # back in the order of the tokens, and their experts summed in it: an index_add_ would add in any
         x = x[order.argsort()].view(tokens, chosen, -1).sum(1)
         return x.to(hidden_states.dtype)
+
+    def _run(self, x: Tensor, splits: Tensor) -> Tensor:
+        """Apply the experts to rows that are sorted by expert."""
+        x = self._grouped(self._stages[0], x, splits)
+        x = self._apply_gate(x) if self.has_gate else self.act_fn(x)  # type: ignore[operator]
+        x = self._grouped(self._stages[1], x, splits)
+        return self.post_expert_norm(x) if self.has_post_expert_norm else x  # type: ignore[operator]
+
+    def _forward_over_ranks(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Apply the experts of all ranks to this rank's tokens."""
+        assert self._exchange is not None
+        tokens, chosen = top_k_index.shape
+        is_chosen = top_k_index.unsqueeze(-1) == torch.arange(self.num_experts, device=x.device)  # type: ignore[arg-type]
+        probs = torch.where(is_chosen, top_k_weights.unsqueeze(-1), 0).sum(1)
+        routing_map = is_chosen.any(1)
+        if self._watcher is not None:
+            self._watcher.observe_load(self, routing_map.sum(0))
+        flat = x.reshape(tokens, x.shape[-1])
+        return self._exchange(flat, probs, routing_map, tokens * chosen, self._run).to(x.dtype)
 
 
 class EqualExpertsLayer(StackedExpertsLayer):
@@ -174,10 +242,23 @@ class EqualExpertsLayer(StackedExpertsLayer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the experts to ``hidden_states`` (E T, hidden), the tokens once for each expert."""
-        x = hidden_states.view(self._groups, -1, hidden_states.shape[-1])
-        splits = torch.full((self._groups,), x.shape[1], device=x.device)
-        gate, up = self._grouped(self._stages[0], x.flatten(0, 1), splits).chunk(2, dim=-1)
+        if self._exchange is not None:
+            return self._forward_over_ranks(hidden_states)
+        rows = hidden_states.shape[0] // self._groups
+        splits = torch.full((self._groups,), rows, device=hidden_states.device)
+        return self._run(hidden_states, splits)
+
+    def _run(self, x: Tensor, splits: Tensor) -> Tensor:
+        gate, up = self._grouped(self._stages[0], x, splits).chunk(2, dim=-1)
         return self._grouped(self._stages[1], up * self.act_fn(gate), splits)  # type: ignore[operator]
+
+    def _forward_over_ranks(self, x: Tensor) -> Tensor:
+        """Apply the experts of all ranks to the rows that the router scaled by more than 0; others stay 0."""
+        assert self._exchange is not None
+        experts = torch.arange(self.num_experts, device=x.device)  # type: ignore[arg-type]
+        own = experts.repeat_interleave(x.shape[0] // self.num_experts)  # type: ignore[operator]
+        routing_map = (own.unsqueeze(1) == experts) & (x != 0).any(1, keepdim=True)
+        return self._exchange(x, routing_map.to(x.dtype), routing_map, x.shape[0], self._run)
 
 
 class ParallelExpertsLayer(StackedExpertsLayer):

@@ -16,11 +16,16 @@ from .shard_receipt import ShardedParameter, ShardReceipt
 from .wire_receipt import WireCost, WireReceipt
 
 if TYPE_CHECKING:
+    from .expert_sharding import expert_parallel
     from .micro_pipeline import async_tensor_parallel
     from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 _STYLES = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
-_LATER = {"async_tensor_parallel": "micro_pipeline", **dict.fromkeys(_STYLES, "parallel_styles")}
+_LATER = {
+    "async_tensor_parallel": "micro_pipeline",
+    "expert_parallel": "expert_sharding",
+    **dict.fromkeys(_STYLES, "parallel_styles"),
+}
 
 __all__ = [
     "ColwiseParallel",
@@ -33,6 +38,7 @@ __all__ = [
     "WireReceipt",
     "async_tensor_parallel",
     "cast_master_weights_to_fp8",
+    "expert_parallel",
     "load_checkpoint",
     "post_all_gather_processing",
     "quantize_master_weights",

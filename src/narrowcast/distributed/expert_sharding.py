@@ -1,0 +1,62 @@
+"""``expert_parallel``: the experts of a converted model over ranks, its checkpoint unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from .. import _checks
+from .moe_dispatch import MoEDispatch
+
+
+def expert_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, average_gradients: bool = True, **wires: Any
+) -> set[nn.Parameter]:
+    """Give each rank a part of the experts of every converted mixture, in place; tokens travel to them.
+
+    The parameters of the experts become ``DTensor``s, sharded by expert. Names and global shapes of the state dict stay
+    those of the model. Call it after ``nc.convert``, on every rank, with equal parameters. Shard the other parameters
+    afterwards: ``fully_shard(block, ignored_params=expert_parallel(model, mesh))``.
+
+    Args:
+        model: converted; its experts are 3-D parameters, as Transformers 5 keeps them.
+        mesh: of one dimension, the ranks that share the experts. Each has tokens of its own.
+        average_gradients: divide the experts' gradients by the ranks, as data parallelism does; False sums them.
+        wires: options of :class:`MoEDispatch`, without ``num_experts`` and ``group``.
+
+    Returns:
+        The parameters that were sharded.
+
+    Raises:
+        TypeError: no module, or no mesh.
+        ValueError: the mesh has several dimensions, no experts were converted, or they do not divide among the ranks.
+    """
+    _checks.module("model", model)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as init_device_mesh(...)")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh has {mesh.ndim} dimensions; pass one of them, such as mesh['ep']")
+    layers = [layer for layer in model.modules() if hasattr(layer, "exchange_tokens")]
+    if not layers:
+        raise ValueError(
+            "the model has no converted experts; call nc.convert first, on a model whose experts are 3-D parameters"
+        )
+    factor = 1 / mesh.size() if average_gradients else 1.0
+    sharded: set[nn.Parameter] = set()
+    for layer in layers:
+        exchange = MoEDispatch(int(layer.num_experts), mesh.get_group(), **wires)  # type: ignore[arg-type]
+        stack = layer.stack_of(layer)
+        names = [*stack.weights, *(f"{name}_bias" for name in stack.weights if stack.biased)]
+        for name in names:
+            plain = getattr(layer, name)
+            placed = distribute_tensor(plain.detach(), mesh, [Shard(0)])
+            parameter = nn.Parameter(placed, requires_grad=plain.requires_grad)
+            layer.register_parameter(name, parameter)
+            sharded.add(parameter)
+        with torch.no_grad():
+            layer.exchange_tokens(exchange, factor)
+    return sharded

@@ -1,0 +1,155 @@
+"""Converted mixtures whose experts are over two ranks, the rest under FSDP2, against one process; compiled, too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from convert.models import Experts, Llama4TextExperts, Mixture
+from ranks import process_group_removed, run_ranks
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+WORLD, SECONDS = 2, 240
+WIDTH, TOKENS = 32, 11
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+Results = dict[str, Tensor]
+
+
+class Scaled(nn.Module):
+    """As Llama 4 has its mixture: one expert of each token, whose input the router scales; and a shared expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4, bias=False), Llama4TextExperts()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        best, index = logits.topk(1, dim=1)
+        scores = torch.full_like(logits, float("-inf")).scatter(1, index, best).sigmoid()
+        routed = (x * scores.t().unsqueeze(2)).reshape(-1, WIDTH)
+        return self.shared(x) + self.experts(routed).view(4, -1, WIDTH).sum(0)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        gates = [nn.Linear(WIDTH, 4, bias=False) for _ in range(2)]
+        self.blocks = nn.ModuleList([*(Mixture(gate, "stacked") for gate in gates), Scaled()])
+        self.blocks[1].experts = Experts(transposed=True, bias=True)  # as gpt-oss has them
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def model_of(recipe: str) -> Model:
+    return nc.convert(Model(), recipe, skip=["**.*shared*"])
+
+
+def batch(part: slice) -> Tensor:
+    return torch.randn(WORLD * TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))[part]
+
+
+def step(model: nn.Module, x: Tensor) -> Results:
+    """Result and gradients, whole."""
+    y = model(x)
+    y.square().mean().backward()
+    grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    whole = {
+        name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()
+    }
+    model.zero_grad()
+    return {"y": y.detach(), **{name: grad.clone() for name, grad in whole.items()}}
+
+
+def work(rank: int) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, own = init_device_mesh("cpu", (WORLD,)), slice(rank * TOKENS, (rank + 1) * TOKENS)
+    results: dict[str, Any] = {}
+    for recipe, compiled in (("current", False), ("delayed", True), ("mxfp8", False)):
+        model = model_of(recipe)
+        experts = nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
+        for block in model.blocks:
+            if compiled:
+                block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+            fully_shard(block, mesh=mesh, ignored_params=experts)
+        results[recipe] = [step(model, batch(own)) for _ in range(1 + compiled)]
+        if recipe == "current":
+            options = StateDictOptions(full_state_dict=True)
+            results["saved"] = {
+                name: value.clone() for name, value in get_model_state_dict(model, options=options).items()
+            }
+            results["local"] = sum(one.to_local().numel() for one in experts), len(experts)
+    model = model_of("current")
+    nc.distributed.expert_parallel(model, mesh, average_gradients=False, quantizer=None, align_size=16)
+    results["summed"] = step(model, batch(own))["blocks.0.experts.down_proj"]
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(work, tmp_path_factory.mktemp("ranks"), WORLD, SECONDS)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_is_one_process(ranks: list[Any], recipe: str) -> None:
+    """The experts see the rows of all ranks, each quantized by its own group: the gradients of one process."""
+    model = model_of(recipe)
+    for number in range(len(ranks[0][recipe])):
+        expected = step(model, batch(slice(None)))
+        ours = [rank[recipe][number] for rank in ranks]
+        assert_close(torch.cat([one["y"] for one in ours]), expected.pop("y"), "fp8_flips")
+        assert expected.keys() == ours[0].keys() - {"y"}
+        # rows that Llama 4's router scaled to 0 have gradients, and are not sent: those no longer set a scale
+        follows_amax = recipe == "current" or number
+        tolerance = "fp8_layer" if follows_amax else "fp8_flips"
+        for name, grad in expected.items():
+            for rank in ours:
+                assert_close(rank[name], grad, tolerance)
+
+
+def test_gradients_may_be_summed(ranks: list[Any]) -> None:
+    for rank in ranks:
+        averaged = rank["current"][0]["blocks.0.experts.down_proj"]
+        assert_close(rank["summed"] / WORLD, averaged, "fp8_flips")
+
+
+def test_checkpoints_are_those_of_the_model(ranks: list[Any]) -> None:
+    plain = Model().state_dict()
+    assert ranks[0]["saved"].keys() == plain.keys()
+    for name, value in plain.items():
+        assert torch.equal(ranks[0]["saved"][name], value), name
+    size, count = ranks[0]["local"]
+    sharded = [value for name, value in plain.items() if ".experts." in name]
+    assert (2 * size, count) == (sum(one.numel() for one in sharded), len(sharded))
+
+
+def test_bad_arguments() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with pytest.raises(TypeError, match="mesh is a int; pass a DeviceMesh"):
+        nc.distributed.expert_parallel(Model(), 2)
+    with process_group_removed():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with pytest.raises(ValueError, match="call nc.convert first"):
+            nc.distributed.expert_parallel(Model(), init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="mesh has 2 dimensions"):
+            nc.distributed.expert_parallel(model_of("current"), init_device_mesh("cpu", (1, 1)))
+        model = model_of("current")
+        x = batch(slice(None))
+        expected = step(copy.deepcopy(model), x)
+        nc.distributed.expert_parallel(model, init_device_mesh("cpu", (1,)), quantizer=None)
+        for name, value in step(model, x).items():
+            assert_close(value, expected[name], "fp8_layer")
