@@ -96,3 +96,39 @@ def test_gpt2_adapters_know_its_transposed_weights() -> None:
     model(input_ids=WORDS, labels=WORDS).loss.backward()
     plain = logits(model)
     assert torch.cosine_similarity(logits(model.merge_and_unload()).flatten(), plain.flatten(), 0) > 0.98
+
+
+@pytest.mark.parametrize("recipe, weights", [("current", "nvfp4"), ("block", "mxfp4")])
+def test_adapters_on_four_bits_train_with_checkpointing_and_merge(recipe: str, weights: Any) -> None:
+    def trained(weights: Any) -> tuple[Any, float]:
+        base = make().bfloat16().requires_grad_(False)
+        if weights is not None:
+            nc.convert(base, recipe, skip="lm_head", weights=weights)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules="all-linear"))
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        for _ in range(8):
+            loss = model.train()(input_ids=WORDS, labels=WORDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, loss.item()
+
+    (model, ours), (_, theirs) = trained(weights), trained(None)
+    assert theirs < 4.3 and abs(ours - theirs) < 0.02 * theirs
+    beside = logits(model)
+    merged = logits(nc.train_merged(model))
+    assert torch.cosine_similarity(merged.flatten(), beside.flatten(), 0) > 0.95
+    assert torch.equal(logits(nc.merge_adapters(model)), merged)
+    assert {one.stored_as for one in nc.receipt(model.model).gemms if one.stored} == {weights}
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_merge_in_eight_bits_loses_little(dora: bool) -> None:
+    base = nc.convert(make().requires_grad_(False), CURRENT, skip="lm_head", weights="stored")
+    config = peft.LoraConfig(r=8, target_modules="all-linear", use_dora=dora, init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+    beside = logits(model)
+    assert torch.cosine_similarity(logits(nc.merge_adapters(model)).flatten(), beside.flatten(), 0) > 0.99

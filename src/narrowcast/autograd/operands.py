@@ -115,7 +115,8 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
         return w, SavedOperand(w.columnwise, w.quantizer)
     if repeated is None:
         return w, saved_operand(w, original, plan.needs_input, plan.backward_override)
-    return w, SavedOperand([*saved, scales.scale_fwd] if repeated.delayed else saved, None)
+    kept: list[Any] = [*saved, scales.scale_fwd] if repeated.delayed else saved
+    return w, SavedOperand(kept, None)
 
 
 def weight_of_dgrad(

@@ -41,7 +41,7 @@ def requantized(stored: QuantizedTensor, values: Tensor) -> Any:
         same = values.abs().amax() <= kept[2] * ((fmt.max + _half_step(fmt)) / fmt.max)
         options = quantizer._options(None)
         under_kept = reference.nvfp4.quantize(
-            values, rowwise=True, columnwise=False, amaxes=(kept[2],) * 2, **options
+            values, rowwise=True, columnwise=False, amaxes=(kept[2], kept[2]), **options
         )
         new = [torch.where(same, a, b) for a, b in zip(under_kept, new)]
         holds &= same | holds.all()

@@ -71,13 +71,14 @@ def load_quantized(
     path = Path(path)
     config, recipe = _quantization_config(path), checked_recipe(recipe, "load_quantized")
     _check_weights(weights, skip, config)
+    stored: Any = weights
     if weights is None:
-        made, recipe, weights = _read_codes(model, path, config, recipe)
+        made, recipe, stored = _read_codes(model, path, config, recipe)
     else:
         recipe = recipe or (Float8BlockScaling() if weights == "mxfp4" else Float8CurrentScaling())
         made = _quantize_while_reading(model, path, recipe, weights, skip)
     names = [key.removesuffix(".weight") for key in made]
-    return convert(model, recipe, only=names, weights=weights)  # type: ignore[arg-type]
+    return convert(model, recipe, only=names, weights=stored)
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
@@ -141,7 +142,9 @@ def _quantize_while_reading(
     of these.
     """
     uses = uses_of_parameters(model)
-    linears = {name: module for name, (module, reason) in _linears(model).items() if not reason}
+    linears: dict[str, Any] = {
+        name: module for name, (module, reason) in _linears(model).items() if not reason
+    }
     receipt = convert(model, recipe, skip=skip, dry_run=True)
     chosen = {
         f"{one.name}.weight".lstrip("."): linears[one.name]
