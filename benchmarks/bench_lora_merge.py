@@ -80,8 +80,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     held_out = list(batches("src/narrowcast", "py", options.evaluated, 3))
     rows: list[Row] = []
     for base, (recipe, weights) in BASES.items():
-        for against in ("beside", "merged"):
-            if options.only not in base or (recipe is None and against == "merged"):
+        for against in ("beside", "kept", "new"):
+            if options.only not in f"{base}, {against}" or (recipe is None and against != "beside"):
                 continue
             model = new_model()
             model.load_state_dict(learned.state_dict())
@@ -92,8 +92,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
             lora: Any = peft.get_peft_model(
                 model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
             )
-            if against == "merged":
-                nc.train_merged(lora)
+            if against != "beside":
+                nc.train_merged(lora, scales=against)  # type: ignore[arg-type]
             train(lora, batches("src/narrowcast", "py", options.steps, 2), 1e-3)
             loss, words = evaluate(lora, held_out)
             loss_of_base, _ = evaluate(base_copy(lora), held_out)

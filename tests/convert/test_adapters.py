@@ -144,13 +144,17 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("scales", ["kept", "new"])
 @pytest.mark.parametrize("name, weights", CASES)
-def test_trained_against_its_merge_a_model_merges_to_the_same_bits(name: str, weights: Any) -> None:
+def test_trained_against_its_merge_a_model_merges_to_the_same_bits(
+    name: str, weights: Any, scales: Any
+) -> None:
     model = adapted(QUANTIZED[name], weights, 64, 96, 32)
     x = inputs(64)
     beside, apart = model(x), copy.deepcopy(model)
     apart(x).float().square().sum().backward()
-    nc.train_merged(model)
+    nc.train_merged(model, scales=scales)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     first: dict[str, Tensor] = {}
     for _ in range(2):
@@ -166,7 +170,7 @@ def test_trained_against_its_merge_a_model_merges_to_the_same_bits(name: str, we
                 > 0.9
             )
     trained, gradient = model(x), torch.autograd.grad(model(x).float().sum(), x)[0]
-    merged = merged_copy(model, "kept")
+    merged = merged_copy(model, scales)
     assert torch.equal(merged(x), trained) and not torch.equal(trained, beside)
     assert torch.equal(torch.autograd.grad(merged(x).float().sum(), x)[0], gradient)
     assert all(type(layer) is Lora for layer in model.model)  # the copy took nothing from it
@@ -189,6 +193,8 @@ def test_what_cannot_be_merged_says_so() -> None:
     lora: Any = model.model[0]
     with pytest.raises(ValueError, match="scales is 'old'; use 'kept' or 'new'"):
         nc.merge_adapters(model, "old")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scales is 'old'; use 'kept' or 'new'"):
+        nc.train_merged(model, scales="old")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="without adapters; pass what peft.get_peft_model returned"):
         nc.merge_adapters(model.model)
     lora.lora_dropout["default"] = nn.Dropout(0.1)

@@ -138,10 +138,9 @@ def weight_of_dgrad(
             return quantize_weights(saved, repeated, scale, amax).columnwise, repeated.quantizer
         weight = saved[0]
         if args.stored is not None:
-            *codes, last = (
-                saved  # the smallest buffer: the compiler must not save what the forward has decoded
-            )
-            codes.append(last if grad is None else after(grad, last))
+            # depends on the gradient, or the compiler would save what the forward has decoded
+            last = saved[-1] if grad is None else after(grad, saved[-1])
+            codes = [*saved[:-1], last]
             weight = dequantize(codes, args.stored, False, args.weight_dtype, list(args.shape))
         return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
     if grouped is not None:

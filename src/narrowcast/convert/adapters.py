@@ -39,8 +39,7 @@ def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
         TypeError: ``model`` is no PEFT model.
         ValueError: ``scales`` is unknown, there is no active adapter, one is merged already, or one is of another kind.
     """
-    if scales not in ("kept", "new"):
-        raise ValueError(f"scales is {scales!r}; use 'kept' or 'new'")
+    _check_scales(scales)
     layers = list(_layers(model))
     with torch.no_grad():
         for _, layer in layers:
@@ -49,23 +48,25 @@ def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
     return model.unload()  # type: ignore[no-any-return]
 
 
-def train_merged(model: Any, enabled: bool = True) -> Any:
+def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> Any:
     """Train a PEFT model's LoRA adapters against their merge: the forward multiplies by the merged, quantized weight.
 
-    Each forward merges as :func:`merge_adapters` does with ``scales="kept"``. So the merged model gives the logits that
+    Each forward merges as :func:`merge_adapters` does with these ``scales``. So the merged model gives the logits that
     training saw, bit for bit. The adapters get the gradients that they have beside the weight (a straight-through
     estimate), through their two thin GEMMs. It costs the merge of every layer in every forward.
 
     Args:
         model: as ``peft.get_peft_model`` returns it; LoRA without dropout on linear layers, not DoRA.
         enabled: False returns to adapters beside the weight.
+        scales: as for :func:`merge_adapters`.
     Returns:
         ``model``.
 
     Raises:
         TypeError: ``model`` is no PEFT model.
-        ValueError: an adapter is of another kind, is merged, or has dropout.
+        ValueError: ``scales`` is unknown, or an adapter is of another kind, is merged, or has dropout.
     """
+    _check_scales(scales)
     for name, layer in list(_layers(model)):
         for adapter in _active(layer):
             if adapter in getattr(layer, "lora_variant", ()):
@@ -79,7 +80,7 @@ def train_merged(model: Any, enabled: bool = True) -> Any:
                 )
         vars(layer).pop("forward", None)
         if enabled:
-            layer.forward = MethodType(_forward_merged, layer)
+            layer.forward = MethodType(_FORWARDS[scales], layer)
     return model
 
 
@@ -141,6 +142,11 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
         raise ValueError("the model has no active LoRA adapter around a linear layer")
 
 
+def _check_scales(scales: Any) -> None:
+    if scales not in ("kept", "new"):
+        raise ValueError(f"scales is {scales!r}; use 'kept' or 'new'")
+
+
 def _active(layer: Any) -> list[str]:
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
 
@@ -176,13 +182,24 @@ def _merged_bias(layer: Any) -> nn.Parameter | None:
     return bias  # type: ignore[no-any-return]
 
 
-def _forward_merged(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The forward of a LoRA layer that trains against its merge."""
+def _forward_kept(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _forward_merged("kept", layer, x, *args, **kwargs)
+
+
+def _forward_new(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _forward_merged("new", layer, x, *args, **kwargs)
+
+
+_FORWARDS = {"kept": _forward_kept, "new": _forward_new}
+
+
+def _forward_merged(scales: Scales, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a LoRA layer that trains against its merge."""
     active = [] if layer.merged else _active(layer)
     if not active:
         return layer.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
     with torch.no_grad():
-        replaced = {"weight": _merged_weight(layer, "kept"), "bias": _merged_bias(layer)}
+        replaced = {"weight": _merged_weight(layer, scales), "bias": _merged_bias(layer)}
     names = {name: value for name, value in replaced.items() if value is not None}
     out: Tensor = torch.func.functional_call(layer.base_layer, names, (x, *args), kwargs)
     for adapter in active:
