@@ -27,11 +27,7 @@ def by_hand(row: np.ndarray, rule: str, epsilon: float, smallest: float) -> tupl
 @pytest.mark.parametrize("group", [0, 128])
 def test_codes_and_scales_are_those_of_the_rule(rule: str, group: int) -> None:
     x = normal((7, 300), torch.bfloat16) * torch.logspace(-12, 3, 7).bfloat16()[:, None]
-    bounds = (
-        {"epsilon": 1e-10, "smallest": 1.0 / (448 * 512)}
-        if rule != "factors"
-        else {"epsilon": 1e-10, "smallest": 0}
-    )
+    bounds = {"epsilon": 1e-10, "smallest": 0.0 if rule == "factors" else 1.0 / (448 * 512)}
     codes, scale = float8_rows.quantize(x, E4M3, rule=rule, group=group, **bounds)
     values = x.float().numpy()
     for row in range(7):
@@ -57,7 +53,8 @@ def test_the_rules_differ_in_the_last_bit() -> None:
 @pytest.mark.parametrize("rule", float8_rows.RULES)
 def test_zeros_nan_and_infinity(rule: str) -> None:
     x = torch.tensor([[0.0, -0.0], [float("nan"), 2.0], [float("inf"), 1.0]])
-    decoded = float8_rows.dequantize(*float8_rows.quantize(x, E5M2, rule=rule), E5M2, torch.float32)
+    codes, scale = float8_rows.quantize(x, E5M2, rule=rule)
+    decoded = float8_rows.dequantize(codes, scale, E5M2, torch.float32)
     assert decoded[0].eq(0).all() and decoded[1, 0].isnan() and decoded[1, 1] == 2.0
     assert decoded[2].isnan().all()
     empty = float8_rows.quantize(torch.empty(3, 0), E4M3, rule=rule)

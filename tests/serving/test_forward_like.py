@@ -25,7 +25,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, 200)
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             nn.ModuleDict({"up": nn.Linear(200, 328), "down": nn.Linear(328, 200)}) for _ in range(2)
         )
         self.norm, self.head = nn.LayerNorm(200), nn.Linear(200, 61, bias=False)
@@ -168,7 +168,7 @@ def test_the_operands_are_those_of_the_engine_to_the_bit(engine: str) -> None:
     """The same products of the same operands are equal: what remains is the order of sums."""
     x = torch.randn(9, 300, device=DEVICE)
     for format, quantize, group in (("fp8-channel", TOKENS, 300), ("hf-fp8-block128", IN_GROUPS, 128)):
-        model = nn.Sequential(nn.Linear(300, 72)).to(DEVICE)
+        model: Any = nn.Sequential(nn.Linear(300, 72)).to(DEVICE)
         nc.convert(model, nc.recipe.Float8CurrentScaling())
         nc.serving.forward_like(model, engine, format=format, emulate=True)
         served = {

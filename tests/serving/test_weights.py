@@ -111,7 +111,7 @@ def peak(model: nn.Module) -> tuple[int, int]:
     ) as profile:
         for _, tensor in nc.serving.weights(model, "compressed-tensors"):
             total += tensor.nbytes
-    found = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    found: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     events = sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
     now, most = 0, 0
     for event in events:
@@ -128,7 +128,7 @@ def test_no_more_is_alive_than_for_one_layer() -> None:
 
 
 def test_weights_in_high_precision_are_the_models_own_memory() -> None:
-    model = stack(32, 48, dtype=torch.bfloat16)
+    model: Any = stack(32, 48, dtype=torch.bfloat16)
     served = dict(nc.serving.weights(model, "bf16"))
     assert served["0.weight"].data_ptr() == model[0].weight.data_ptr()
 

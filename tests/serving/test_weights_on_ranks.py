@@ -25,27 +25,29 @@ FORMATS = {"block": "hf-fp8-block128"}
 SHARDED = ("current", "delayed", "block", "mxfp8", "nvfp4")
 
 
-class Layers(nn.ModuleList):
-    """FSDP2 takes no container without a forward."""
+class Layers(nn.Module):
+    """Layers, of which the first two multiply the same input."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(layer(x) for layer in self[:2])  # type: ignore[return-value]
+        return self.layers[0](x) + self.layers[1](x)
 
 
-def make(name: str, even: bool = False) -> nn.Module:
+def make(name: str, even: bool = False) -> Layers:
     """Odd rows, a weight of parts, and three experts for two ranks; ``even``: whole tiles for each rank."""
     torch.manual_seed(0)
     recipe, rows = QUANTIZED[name], 256 if even else 201
     parts = None if even else {"query": 128, "key": 73}
-    model = Layers([nn.Linear(96, rows), nc.Linear(96, rows, parameters_split=parts, device="cpu")])
-    if not even:
-        model.append(Experts(3, 96, 128))
-    model.bfloat16()
+    layers = [nn.Linear(96, rows), nc.Linear(96, rows, parameters_split=parts, device="cpu")]
+    model = Layers(*layers, *([] if even else [Experts(3, 96, 128)])).bfloat16()
     nc.convert(model, recipe)
     nc.set_recipe(model, recipe)
     if name == "delayed":
         x, index = torch.randn(6, 96).bfloat16(), torch.arange(6)[:, None] % 3
-        (model(x).square().sum() + model[2](x, index, torch.ones_like(x[:, :1])).sum()).backward()
+        (model(x).square().sum() + model.layers[2](x, index, torch.ones_like(x[:, :1])).sum()).backward()
         model.zero_grad()
         for parameter in model.parameters():  # as a step does: an evaluation scales weights as they are
             parameter.data *= 1.5
@@ -69,7 +71,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
 def fully_sharded(name: str, shard: Any, **options: Any) -> list[str]:
     model, mesh = make(name, options.pop("even", False)), mesh_of_all()
     expected = served(model, name)
-    for layer in model:
+    for layer in model.layers:
         shard(layer, mesh=mesh, **options)
     shard(model, mesh=mesh, **options)
     return differences(served(model, name), expected)
@@ -130,8 +132,8 @@ def split(name: str, sharded: bool = False) -> Any:
     from torch.distributed.tensor.parallel import parallelize_module
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).bfloat16()
-    model[0].weight.data.normal_()
+    model: Any = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).bfloat16()
+    model[0].weight.data[:128] *= 0.5  # the first rank's rows
     nc.convert(model, QUANTIZED[name])
     expected = served(model, name)
     mesh = mesh_of_all()

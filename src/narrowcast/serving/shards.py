@@ -262,7 +262,7 @@ class _SharedAmax:
         elif not count:
             value = value.new_zeros(rows, columns)
         tensors = written_as.pack(
-            self.operand.quantize(value, scale).rowwise, tuple(value.shape), self.operand.quantizer
+            self.operand.quantize(value, scale).rowwise, (len(value), columns), self.operand.quantizer
         )
         granule = written_as.granule
         top = (piece.first - above) // granule
