@@ -530,6 +530,7 @@ def test_recipes_that_tell_grouped_layers_apart(stored: bool, one: Any) -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_an_unregistered_quantizer_runs_between_graphs() -> None:
             assert torch.equal(ours.amax, theirs.amax) and ours.amax > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     "use",

@@ -91,6 +91,7 @@ def test_is_a_dataclass_with_a_hash() -> None:
     assert one != two and hash(one) != hash(two)
 
 
+@pytest.mark.covering
 @each_kind
 @each_usage
 @one_of_each
@@ -246,6 +247,7 @@ def test_a_description_that_the_storage_does_not_declare(cls: type[nc.Quantizer]
             use()
 
 
+@pytest.mark.covering
 @each_kind
 @each_usage
 @one_of_each

@@ -16,13 +16,11 @@ from .runner import Suite, outcome, report, run, run_case
 
 # Suite, seed of the first case, number of cases.
 SLICES = [
-    ("products", 0, 150),
+    ("products", 0, 75),
     ("encodings", 0, 20),
-    ("encodings", 1000, 20),
-    ("special", 0, 120),
+    ("special", 0, 60),
     ("semantics", 2000, 40),
-    ("semantics", 2100, 40),
-    ("options", 0, 60),
+    ("options", 0, 30),
     pytest.param("compiled", 0, 5, marks=pytest.mark.requested),
     pytest.param("cycles", 0, 1, marks=pytest.mark.requested),
     pytest.param("resume", 0, 1, marks=pytest.mark.requested),

@@ -45,6 +45,7 @@ def test_one_tensor(
     assert_bitwise(ours, expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("sequence_first", [False, True])
 @pytest.mark.parametrize("widths", [(64, 32, 32), (24, 8, 12), (5, 5, 1)])

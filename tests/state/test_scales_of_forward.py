@@ -122,6 +122,7 @@ def both_ways(function: Any) -> Any:
     return pytest.mark.parametrize("how", ["set_recipe", "own"])(function)
 
 
+@pytest.mark.covering
 @both_ways
 @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
 @pytest.mark.parametrize("step", [one_forward, two_forwards, no_grad_between])
