@@ -1,6 +1,7 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
 from . import compat, custom_recipes, distributed, dynamo, nn, ops, optimizers, policy, recipe, state
+from ._determinism import get_deterministic, set_deterministic
 from ._device import (
     get_cudnn_version,
     get_device_compute_capability,
@@ -183,6 +184,7 @@ __all__ = [
     "get_cpu_offload_context",
     "get_cudnn_version",
     "get_default_recipe",
+    "get_deterministic",
     "get_device_compute_capability",
     "get_recipes",
     "in_fp8_activation_recompute_phase",
@@ -223,6 +225,7 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
     "revert",
+    "set_deterministic",
     "set_recipe",
     "show_versions",
     "state",

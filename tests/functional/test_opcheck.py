@@ -319,16 +319,16 @@ def cross_entropy_gradient_quantize_cases(x: Tensor) -> Iterator[Arguments]:
 def linear_cross_entropy_statistics_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, target in cross_entropy_statistics_cases(x):
         weight = x.new_ones(24, x.shape[-1])
-        yield rows, weight, None, target, 7
-        yield rows, weight, x.new_ones(24), target, 0
+        yield rows, weight, None, target, 7, True
+        yield rows, weight, x.new_ones(24), target, 0, False
 
 
 @family("linear_cross_entropy_gradients")
 def linear_cross_entropy_gradients_cases(x: Tensor) -> Iterator[Arguments]:
-    for rows, weight, bias, target, chunk in linear_cross_entropy_statistics_cases(x):
+    for rows, weight, bias, target, chunk, in_order in linear_cross_entropy_statistics_cases(x):
         tail = (target.float(), target.float(), 0.1, chunk)
-        yield rows, weight, bias, target, *tail, [True, True, bias is not None]
-        yield rows, weight, bias, target, *tail, [False, True, False]
+        yield rows, weight, bias, target, *tail, [True, True, bias is not None], in_order
+        yield rows, weight, bias, target, *tail, [False, True, False], in_order
 
 
 @family("draw_seed")
@@ -472,6 +472,28 @@ def gemm_cases(x: Tensor) -> Iterator[Arguments]:
         dtype = (torch.bfloat16, torch.float32, torch.float16)[index % 3]
         for added in (None, bias) if kind == "fprop" else (None,):
             yield kind, *left, *right, added, dtype, *sizes, False, x.is_cuda
+
+
+@family("gemm_batch_invariant")
+def gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    for *operands, _, _ in gemm_cases(x):
+        if operands[0] == "fprop":
+            yield tuple(operands)
+
+
+@family("matmul_batch_invariant")
+def matmul_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    yield x, x + 1
+
+
+@family("mix_batch_invariant")
+def mix_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    yield x.float().abs(), x.mT.contiguous()
+
+
+@family("softmax_batch_invariant")
+def softmax_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (x.float(),)
 
 
 @family("gemm_accumulate_")

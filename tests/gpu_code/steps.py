@@ -227,11 +227,9 @@ def prepare() -> None:
     twins.run_graphs_on_twins()
 
 
-def _multiply_decoded(a: Any, b: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-    contraction = min(a.values.shape[1], b.values.shape[1])
-    left, right = a.values[:rows, :contraction], b.values[:columns, :contraction]
+def _multiply_decoded(a: Any, b: Any, bias: Any, dtype: torch.dtype) -> Tensor:
     scale = None if a.scale is None else a.scale * b.scale
-    return twins.exact_product(left, right.t(), scale, bias, dtype)
+    return twins.exact_product(a.values, b.values.t(), scale, bias, dtype)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ class Facts(NamedTuple):
         alibi, sink, score_mod, dropout, max_logit: whether there is one.
         grad: whether a gradient is requested.
         score_grad: also of tensors that ``score_mod`` reads.
+        batch_invariant: an output may not depend on the tokens beside it.
     """
 
     cuda: bool
@@ -88,6 +89,10 @@ class Facts(NamedTuple):
     max_logit: bool
     grad: bool
     score_grad: bool
+    batch_invariant: bool = False
+
+
+_DEPENDS_ON_BATCH = "it chooses the order of sums by the sizes, and the mode is 'batch-invariant'"
 
 
 def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
@@ -108,7 +113,7 @@ def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
 
 
 def _refused_by_sdpa(facts: Facts, switches: Switches) -> list[str]:
-    reasons = []
+    reasons = [_DEPENDS_ON_BATCH] if facts.batch_invariant else []
     if not sdpa_kernels(facts, switches):
         reasons.append("no kernel of PyTorch's is left by NARROWCAST_FLASH_ATTN, _FUSED_ATTN, _UNFUSED_ATTN")
     if facts.alibi:
@@ -126,6 +131,8 @@ def _refused_by_sdpa(facts: Facts, switches: Switches) -> list[str]:
 
 def _refused_by_flash_varlen(facts: Facts, switches: Switches) -> list[str]:
     reasons = [] if switches.flash else ["NARROWCAST_FLASH_ATTN is 0"]
+    if facts.batch_invariant:
+        reasons.append(_DEPENDS_ON_BATCH)
     if not switches.nondeterministic and facts.grad:
         reasons.append(
             "the last bits of its gradients change, and NARROWCAST_ALLOW_NONDETERMINISTIC_ALGO is 0"
@@ -149,6 +156,8 @@ def _refused_by_flash_varlen(facts: Facts, switches: Switches) -> list[str]:
 
 def _refused_by_flex(facts: Facts, switches: Switches) -> list[str]:
     reasons = [] if switches.fused else ["NARROWCAST_FUSED_ATTN is 0"]
+    if facts.batch_invariant:
+        reasons.append(_DEPENDS_ON_BATCH)
     if not facts.cuda:
         reasons.append("it has no backward on a CPU")
     if min(facts.dims) < 16:
@@ -166,7 +175,13 @@ def _refused_by_flex(facts: Facts, switches: Switches) -> list[str]:
 
 
 def _refused_by_unfused(facts: Facts, switches: Switches) -> list[str]:
-    return [] if switches.unfused else ["NARROWCAST_UNFUSED_ATTN is 0"]
+    reasons = [] if switches.unfused else ["NARROWCAST_UNFUSED_ATTN is 0"]
+    if facts.batch_invariant and facts.packed:
+        reasons.append(
+            "it sums from the first token of a pack, and the mode is 'batch-invariant': give sequences as bshd, "
+            "padded at the end"
+        )
+    return reasons
 
 
 _REFUSALS = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._determinism import is_batch_invariant
+from ..functional import matmul_batch_invariant, mix_batch_invariant, softmax_batch_invariant
 from .masks import alibi_bias, hidden_pairs
 from .scores import Scores
 
@@ -22,21 +24,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
         (h) in fp32, without a gradient.
 
     Numerics:
-        Products, softmax and sums in fp32; one rounding at the end.
+        Products, softmax and sums in fp32; one rounding at the end. In the batch-invariant mode, those of
+        ``reference.batch_invariant``: a query depends on itself and on the keys and values that it sees.
     """
     with torch.autocast(q.device.type, enabled=False):
         return _attend(q, k, v, scores)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
+    group, invariant = q.shape[1] // k.shape[1], is_batch_invariant()
     keys, values = (x.float().repeat_interleave(group, 1) if group > 1 else x.float() for x in (k, v))
-    logits = q.float() @ keys.transpose(2, 3) * scores.scale
+    if invariant:
+        logits = matmul_batch_invariant(q.float(), keys) * scores.scale
+    else:
+        logits = q.float() @ keys.transpose(2, 3) * scores.scale
     logits = _modified(logits, scores)
     hidden = None if scores.places is None else hidden_pairs(scores.places, scores.rule, scores.masked_out)
     if hidden is not None:
         logits = logits.masked_fill(hidden, float("-inf"))
     seen = logits.detach()
+    if invariant:
+        weights = _softmax_in_order(logits, scores)
+        return mix_batch_invariant(weights, values).to(q.dtype), _largest(seen, (0, 2, 3))
     # a row without any key has no largest score; any finite number in its place makes its weights zero
     top = _largest(seen, (3,), True).clamp(min=torch.finfo(torch.float32).min)
     sink = None if scores.sink is None else scores.sink.float()[None, :, None, None]
@@ -52,6 +61,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     if scores.dropout:
         weights = torch.nn.functional.dropout(weights, scores.dropout)
     return (weights @ values).to(q.dtype), _largest(seen, (0, 2, 3))
+
+
+def _softmax_in_order(logits: Tensor, scores: Scores) -> Tensor:
+    """Return the weights of the batch-invariant mode; a sink is one more score, which is first."""
+    sink = scores.sink
+    if sink is not None:
+        first = sink.float()[None, :, None, None].expand(*logits.shape[:-1], 1)
+        logits = torch.cat((first, logits), -1)
+    weights = softmax_batch_invariant(logits)
+    weights = weights if sink is None else weights[..., 1:]
+    return torch.nn.functional.dropout(weights, scores.dropout) if scores.dropout else weights
 
 
 def _largest(scores: Tensor, dims: tuple[int, ...], keepdim: bool = False) -> Tensor:

@@ -4,6 +4,7 @@ from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .grouped_linear import grouped_linear
+from .gemms import multiply_forward
 from .groups import Groups
 from .linear import LinearFunction
 from .norm import NormSettings, normalize
@@ -32,6 +33,7 @@ __all__ = [
     "compute_wgrad",
     "concatenate",
     "grouped_linear",
+    "multiply_forward",
     "normalize",
     "quantize_input_gradient",
     "quantize_output",

@@ -19,10 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._tracing import release
-from ..functional import draw_seed, gemm, quantize, quantize_dbias, quantize_operand
+from ..functional import (
+    draw_seed,
+    gemm,
+    gemm_batch_invariant,
+    quantize,
+    quantize_dbias,
+    quantize_operand,
+)
 from ..functional.collectives import arrived, gather_rows, group_size
 from ..functional.wgrad_store import DeferredWgrad
 from ..quantizers import IdentityQuantizer, OperandBuffers, buffers_of
+from ..recipe import LinearPlan
 from ..tensors import QuantizedTensorStorage, TensorOrQuantized, plain
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .groups import GroupedRows
@@ -58,29 +66,48 @@ def fprop(
     rows: int,
     out_features: int,
     grouped: GroupedRows | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y = x w^T + bias, (rows, out_features) in the activation dtype."""
+    """y = x w^T + bias, (rows, out_features) in the activation dtype, or in another."""
     plan = args.plan
     if grouped is not None:
+        if plan.batch_invariant:
+            raise _no_groups()
         operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
         return grouped.gemm("fprop", plan, *operands, bias, args.dtype, rows)
-    return gemm(
-        "fprop",
-        inp.rowwise,
-        inp.quantizer,
-        weight.rowwise,
-        weight.quantizer,
-        bias,
-        args.dtype,
-        rows,
-        out_features,
-        plan.fast_fprop,
-        plan.emulate,
+    return multiply_forward(plan, inp, weight, bias, dtype or args.dtype, rows, out_features)
+
+
+def multiply_forward(
+    plan: LinearPlan,
+    inp: OperandBuffers,
+    weight: OperandBuffers,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+) -> Tensor:
+    """Return the product of input and weight, (rows, columns) of ``dtype``, as the plan accumulates it."""
+    operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
+    if plan.batch_invariant:
+        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, columns)
+    return gemm("fprop", *operands, bias, dtype, rows, columns, plan.fast_fprop, plan.emulate)
+
+
+def _no_groups() -> NotImplementedError:
+    return NotImplementedError(
+        "grouped linear layers have no batch-invariant GEMM; use one nc.Linear per group, or "
+        "nc.set_deterministic(None)"
     )
 
 
 def linear_forward(
-    weight: Any, inp: TensorOrQuantized, bias: Any, args: LinearFwdArgs, grouped: GroupedRows | None = None
+    weight: Any,
+    inp: TensorOrQuantized,
+    bias: Any,
+    args: LinearFwdArgs,
+    grouped: GroupedRows | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     """Return the output (*lead, N), the input to save, and the weight to save.
 
@@ -90,12 +117,13 @@ def linear_forward(
         bias: (N,) or None.
         grouped: the groups of the rows, or None. With them inp is (T, K) and plain, weight a list, G of (N, K) or one
             (G, N, K), and bias a list, G of (N,), or one (G, N), or none.
+        dtype: of the output; default: of the activations.
     """
     plan, scales, rows = args.plan, args.scales, rows_of(inp)
     if args.parallel is not None:
         return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
-        return _forward_in_high_precision(weight, inp, bias, args, grouped)
+        return _forward_in_high_precision(weight, inp, bias, args, grouped, dtype or args.dtype)
     if isinstance(inp, QuantizedTensorStorage):
         wants_columns = plan.needs_weight and plan.backward_override is None
         x = with_columnwise(inp) if wants_columns else buffers_of(inp)
@@ -112,7 +140,7 @@ def linear_forward(
         x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
-    out = fprop(args, x, w, bias, rows, features, grouped)
+    out = fprop(args, x, w, bias, rows, features, grouped, dtype)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -140,8 +168,9 @@ def _split_forward(
     """
     plan, alone = args.plan, replace(args, parallel=None)
     if not parallel.gathers_input:
-        out, saved_input, saved_weight = linear_forward(weight, inp, bias, alone)
-        return parallel.reduced_output(out), saved_input, saved_weight
+        dtype = parallel.dtype_of_part(args.dtype, plan.batch_invariant)
+        out, saved_input, saved_weight = linear_forward(weight, inp, bias, alone, dtype=dtype)
+        return parallel.reduced_output(out, args.dtype, plan.batch_invariant), saved_input, saved_weight
     if isinstance(inp, QuantizedTensorStorage):
         raise TypeError(
             "the input of a sequence-parallel 'column' layer is quantized; pass it in high precision, it is gathered "
@@ -194,14 +223,29 @@ def split_operand(
 
 
 def _forward_in_high_precision(
-    weight: Any, inp: TensorOrQuantized, bias: Any, args: LinearFwdArgs, grouped: GroupedRows | None
+    weight: Any,
+    inp: TensorOrQuantized,
+    bias: Any,
+    args: LinearFwdArgs,
+    grouped: GroupedRows | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     plan = args.plan
     if grouped is not None:
+        if plan.batch_invariant:
+            raise _no_groups()
         weight = [plain(one) for one in weight]
     x, w = plain_or_rowwise(inp), plain_or_rowwise(weight)
     if grouped is not None:
         out = grouped.gemm_in_high_precision("fprop", x.tensors[0], w.tensors, bias)
+    elif plan.batch_invariant:
+        rows, features = rows_of(inp), weight.shape[0]
+        matrix = in_high_precision(x, args.dtype, (rows, inp.shape[-1]))
+        operands = (
+            OperandBuffers([values], [], _PLAIN)
+            for values in (matrix, in_high_precision(w, args.dtype, weight.shape))
+        )
+        out = multiply_forward(plan, *operands, bias, dtype, rows, features).view(*inp.shape[:-1], features)
     else:
         out = F.linear(
             in_high_precision(x, args.dtype, inp.shape),

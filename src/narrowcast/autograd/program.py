@@ -254,12 +254,13 @@ class Linear:
         """Return the output and the backward's data."""
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
-        out = fprop(args, operand, w, tensors[self.bias], rows, features)
         lead, parallel = value.lead, args.parallel
+        dtype = None if parallel is None else parallel.dtype_of_part(args.dtype, args.plan.batch_invariant)
+        out = fprop(args, operand, w, tensors[self.bias], rows, features, dtype=dtype)
         if parallel is not None and parallel.gathers_input:
             lead = (-1, *lead[1:])
         elif parallel is not None:
-            out = parallel.reduced_output(out)
+            out = parallel.reduced_output(out, args.dtype, args.plan.batch_invariant)
             rows = out.shape[0]
         return Value(out, None, lead, rows), saved
 

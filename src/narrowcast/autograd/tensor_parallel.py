@@ -27,6 +27,7 @@ from ..functional.collectives import (
     group_name,
     group_size,
     largest_of,
+    parts_of_sum,
     registered_name,
     scatter_rows,
     smallest_of,
@@ -36,6 +37,7 @@ from ..functional.collectives import (
     sum_over,
 )
 from ..quantizers import Operand, OperandBuffers
+from ..reference import batch_invariant
 
 MODES = (None, "column", "row")
 
@@ -65,11 +67,45 @@ class TensorParallel:
         """Whether the gradient of the output comes in shares of rows."""
         return self.mode == "row" and self.sequence_parallel
 
-    def reduced_output(self, out: Tensor) -> Tensor:
+    def dtype_of_part(self, dtype: torch.dtype, batch_invariant: bool) -> torch.dtype:
+        """Return the dtype in which each process computes its part of an output that becomes ``dtype``."""
+        return torch.float32 if batch_invariant and self.mode == "row" else dtype
+
+    def reduced_output(self, out: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Tensor:
         """Return the output from what every process computed of it."""
         if self.mode != "row":
             return out
+        if batch_invariant:
+            return self._summed_in_order(out).to(dtype)
         return scatter_rows(out, self.group) if self.sequence_parallel else sum_over(out, self.group)
+
+    def _summed_in_order(self, part: Tensor) -> Tensor:
+        """Return the sum of every process's fp32 part in the order in which one process adds its halves."""
+        return batch_invariant.sum_of_halves(parts_of_sum(part, self.group, self.sequence_parallel))
+
+    def check_batch_invariant(self, weight: Operand | None, in_features: int) -> None:
+        """Check that the processes compute the bits of one that computes alone.
+
+        Args:
+            weight: how the weight is quantized; None in high precision.
+            in_features: of this process.
+
+        Raises:
+            ValueError: the parts of a sum are not those of one process, or the shard of a weight has a scale of its
+                own.
+        """
+        size = group_size(self.group)
+        if self.mode == "row" and (size not in (2, 4, 8) or in_features % batch_invariant.BLOCK):
+            raise ValueError(
+                f"a row-parallel layer with {in_features} in_features on each of {size} processes adds its sums in "
+                "another order than one process; in the batch-invariant mode use 2, 4 or 8 processes, and a multiple "
+                f"of {batch_invariant.BLOCK} in_features on each"
+            )
+        if weight is not None and not weight.delayed and (weight.shared or weight.joins == ("", "")):
+            raise ValueError(
+                "each process scales its shard of the weight by the amax of that shard, which one process does not; "
+                "in the batch-invariant mode use Float8BlockScaling, MXFP8BlockScaling or DelayedScaling"
+            )
 
     def start_grad_input(self, grad: Tensor) -> Tensor:
         """Begin to sum the gradient of the input over processes; :func:`..functional.collectives.arrived` ends it."""
@@ -93,7 +129,7 @@ class TensorParallel:
         return operand.split(quantize(x, operand.quantizer, seed, self.shared_scale(operand, scale), amax))
 
     def shared_scale(self, operand: Operand, scale: Tensor | None) -> Tensor | None:
-        """Return the delayed scale for a row shard: the scale of the largest amax of all processes."""
+        """Return the delayed scale for a shard: the scale of the largest amax of all processes."""
         return smallest_of(scale, self.group) if operand.delayed and scale is not None else scale
 
     def start_joining(self, buffers: list[Tensor], joins: str) -> list[Tensor]:

@@ -7,6 +7,12 @@ from .activation import (
     act_quantize,
 )
 from .adam import adam_
+from .batch_invariant import (
+    gemm_batch_invariant,
+    matmul_batch_invariant,
+    mix_batch_invariant,
+    softmax_batch_invariant,
+)
 from .counting import GemmCall, element_of, gemm_call
 from .cross_entropy import (
     columns_at_once,
@@ -94,6 +100,7 @@ __all__ = [
     "fit_to_weights",
     "gemm",
     "gemm_accumulate_",
+    "gemm_batch_invariant",
     "gemm_call",
     "grouped_column_sum",
     "grouped_dequantize",
@@ -106,6 +113,8 @@ __all__ = [
     "joined_statistics",
     "linear_cross_entropy_gradients",
     "linear_cross_entropy_statistics",
+    "matmul_batch_invariant",
+    "mix_batch_invariant",
     "moe_collect",
     "moe_collect_backward",
     "moe_positions",
@@ -134,6 +143,7 @@ __all__ = [
     "scaled_act",
     "scaled_act_backward",
     "scales_of_run",
+    "softmax_batch_invariant",
     "splits_on_device",
     "swizzle_scales",
     "take_amaxes",

@@ -14,6 +14,7 @@ from .._tracing import can_check
 from ..upstream.c10d import (
     all_gather_op,
     all_reduce_op,
+    all_to_all_op,
     default_group,
     reduce_scatter_op,
     size_of_group_named,
@@ -75,6 +76,20 @@ def scatter_rows(x: Tensor, group: str | None) -> Tensor:
         ValueError: the first dim is not a multiple of the number of processes.
     """
     return x.view_as(x) if group_size(group) == 1 else arrived(start_scatter(x, group))
+
+
+def parts_of_sum(x: Tensor, group: str | None, scattered: bool) -> tuple[Tensor, ...]:
+    """Return every process's ``x`` in order of rank, to be summed; ``scattered``: of each this process's row shard.
+
+    Raises:
+        ValueError: ``scattered``, and the first dim is not a multiple of the number of processes.
+    """
+    size = group_size(group)
+    if not scattered:
+        return gather_rows(x, group).chunk(size)
+    check_scatters(x.shape, size)
+    rows = [x.shape[0] // size] * size
+    return arrived(all_to_all_op(x.contiguous(), rows, rows, registered_name(group))).chunk(size)
 
 
 def sum_over(x: Tensor, group: str | None) -> Tensor:

@@ -39,7 +39,8 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
     named = dict(zip((argument.name for argument in schema_of(func).arguments), args))
     if "left_quantizer" not in named:
         return None
-    return GemmCall(**{name: named[name] for name in GemmCall._fields})
+    # the batch-invariant GEMM has no native form
+    return GemmCall(**{name: named.get(name, True) for name in GemmCall._fields})
 
 
 def element_of(quantizer: Any, columnwise: bool) -> DType | None:
@@ -89,6 +90,7 @@ def _grouped_mm_flops(kind: str, left: Tensor, right: list[Tensor], *_: Any, **_
 _FORMULAS: dict[str, Callable[..., int]] = {
     "gemm": _gemm_flops,
     "gemm_accumulate_": _accumulate_flops,
+    "gemm_batch_invariant": _gemm_flops,
     "grouped_gemm": _grouped_flops,
     "grouped_mm": _grouped_mm_flops,
 }

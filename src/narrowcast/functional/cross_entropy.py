@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._determinism import is_batch_invariant
+from ..reference import batch_invariant
 from ._library import define
 from ._producers import Producer, define_plain, define_quantizing
 from .numerics import computed_by, numerics_for
@@ -69,30 +71,37 @@ LEAST_COLUMNS = 1024
 
 
 def columns_at_once(hidden: Tensor) -> int:
-    """Return how many columns of logits to make at a time for ``hidden`` (T, H)."""
+    """Return how many columns of logits to make at a time for ``hidden`` (T, H); batch-invariant, as many for any T."""
+    if is_batch_invariant():
+        return LEAST_COLUMNS
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
 
 
 def joined_statistics(total: Tensor, part: Tensor) -> Tensor:
     """Return statistics (3, T) of two parts of a vocabulary, from those of each."""
-    return torch.cat((torch.logaddexp(total[:1], part[:1]), total[1:] + part[1:]))
+    return torch.cat((batch_invariant.logaddexp(total[:1], part[:1]), total[1:] + part[1:]))
 
 
-def _chunk(weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int) -> Tensor:
+def _chunk(
+    weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int, in_order: bool
+) -> Tensor:
     rows = weight[start : start + size]
+    if in_order:
+        logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows).to(hidden.dtype)
+        return logits if bias is None else logits + bias[start : start + size]
     if bias is None:
         return torch.mm(hidden, rows.t())
     return torch.addmm(bias[start : start + size], hidden, rows.t())
 
 
 def _linear_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, in_order: bool
 ) -> Tensor:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
     total: Tensor | None = None
     for start in range(0, weight.shape[0], chunk):
-        logits = _chunk(weight, bias, hidden, start, chunk)
+        logits = _chunk(weight, bias, hidden, start, chunk, in_order)
         part = numerics.statistics(logits, target - start)
         del logits  # before the next chunk's
         total = part if total is None else joined_statistics(total, part)
@@ -101,11 +110,15 @@ def _linear_statistics(
 
 
 linear_cross_entropy_statistics = define(
-    "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk) -> Tensor",
+    "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk, bool in_order) "
+    "-> Tensor",
     _linear_statistics,
     lambda hidden, *_: hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
 )
-""":data:`cross_entropy_statistics` of ``hidden @ weight.T + bias``, ``chunk`` columns at a time; 0: as many as suit."""
+""":data:`cross_entropy_statistics` of ``hidden @ weight.T + bias``, ``chunk`` columns at a time; 0: as many as suit.
+
+``in_order``: the rows of the product are those of ``reference.batch_invariant``.
+"""
 
 
 def _linear_gradients(
@@ -118,6 +131,7 @@ def _linear_gradients(
     label_smoothing: float,
     chunk: int,
     wanted: list[bool],
+    in_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
@@ -128,7 +142,7 @@ def _linear_gradients(
     dbias = torch.empty(weight.shape[0] if wanted[2] else 0, dtype=torch.float32, device=hidden.device)
     for start in range(0, weight.shape[0], chunk):
         columns = slice(start, start + chunk)
-        logits = _chunk(weight, bias, hidden, start, chunk)
+        logits = _chunk(weight, bias, hidden, start, chunk, in_order)
         dlogits = numerics.gradient(logits, target - start, lse, grad, *shares, in_place=True)
         if wanted[0]:
             dhidden += _product(dlogits, weight[columns])
@@ -150,7 +164,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _linear_gradients_fake(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = rest[-1]
+    wanted = rest[-2]
     assert isinstance(wanted, list)
     return (
         hidden.new_empty(hidden.shape if wanted[0] else 0),
@@ -163,7 +177,7 @@ def _linear_gradients_fake(
 
 linear_cross_entropy_gradients = define(
     "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
-    "Tensor grad, float label_smoothing, int chunk, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "Tensor grad, float label_smoothing, int chunk, bool[] wanted, bool in_order) -> (Tensor, Tensor, Tensor)",
     _linear_gradients,
     _linear_gradients_fake,
 )

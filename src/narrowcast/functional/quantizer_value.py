@@ -94,6 +94,14 @@ class QuantizerValue(opaque.Base):
         """Return whether a pass over the tensor finds the scale; an amax kept from an earlier one saves that pass."""
         return self._needs_amax and not self._is_delayed()
 
+    def _spans_rows(self: Any) -> bool:
+        """Return whether other rows of a tensor change the row-wise codes of a row."""
+        try:
+            layout = self._format_layout()
+        except NotImplementedError:
+            return bool(self._is_current())
+        return "s" in layout.joins[0] and not self._is_delayed()
+
     def _is_delayed(self) -> bool:
         """Return whether it quantizes with a scale from state, by ``_encode_scaled``, and not at all without one."""
         return False

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import function
+from .._determinism import is_batch_invariant
 from .._tracing import refuse_in_transform, warn
 from ..autograd import (
     DelayedScales,
@@ -306,8 +307,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             workspace: of a stored weight, where it was made already.
         Raises:
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
+            ValueError: the layer is split in a way that the batch-invariant mode does not allow.
         """
         scales = scales or self._scales(stage.prefix, plan)
+        parallel = None if self._parallel is None else self._split_over(stage.prefix)
+        if parallel is not None and plan.batch_invariant:
+            parallel.check_batch_invariant(plan.weight if plan.quantized else None, weight.shape[1])
+            if not self.training:  # scales of weights follow from this process's shards
+                scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
@@ -327,7 +334,6 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        parallel = None if self._parallel is None else self._split_over(stage.prefix)
         return LinearFwdArgs(
             plan, dtype, scales, workspace, wgrad, needs_bias, lacks_columns, parallel, decoded
         )
@@ -444,8 +450,11 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if calibrating is not None:
             self._calibrate(stage, calibrating, inp, weight)
         if (
-            self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self._parallel is not None
-        ):  # the gradient does not go autograd's way
+            self.fuse_wgrad_accumulation
+            or self.delay_wgrad_compute
+            or self._parallel is not None
+            or is_batch_invariant()
+        ):  # the gradient does not go autograd's way, or the product not PyTorch's
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._checks import positive, tensors
+from .._determinism import is_batch_invariant
 from .._device import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
@@ -32,10 +33,11 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         smoothing: Smoothing,
         chunk: int,
     ) -> Tensor:
-        statistics = linear_cross_entropy_statistics(hidden, weight, bias, target, chunk)
+        in_order = is_batch_invariant()
+        statistics = linear_cross_entropy_statistics(hidden, weight, bias, target, chunk, in_order)
         loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
         ctx.save_for_backward(hidden, weight, bias, target, lse)
-        ctx.smoothing, ctx.chunk = smoothing, chunk
+        ctx.smoothing, ctx.chunk, ctx.in_order = smoothing, chunk, in_order
         return loss
 
     @staticmethod
@@ -45,7 +47,16 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[:3])
         grad = token_gradient(grad_loss, target, ctx.smoothing)
         gradients = linear_cross_entropy_gradients(
-            hidden, weight, bias, target, lse, grad, ctx.smoothing.label_smoothing, ctx.chunk, wanted
+            hidden,
+            weight,
+            bias,
+            target,
+            lse,
+            grad,
+            ctx.smoothing.label_smoothing,
+            ctx.chunk,
+            wanted,
+            ctx.in_order,
         )
         return (
             *(gradient if needed else None for gradient, needed in zip(gradients, wanted)),

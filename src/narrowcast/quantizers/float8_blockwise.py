@@ -71,6 +71,9 @@ class Float8BlockQuantizer(Quantizer):
     def is_quantizable(self, tensor: Tensor) -> bool:
         return tensor.dim() >= 2 and self._takes(tensor)  # a vector is, but no GEMM takes one
 
+    def _spans_rows(self) -> bool:
+        return self.block_scaling_dim == 2
+
     def _format_layout(self) -> Layout:
         return FLOAT8_BLOCK_2D if self.block_scaling_dim == 2 else FLOAT8_BLOCK_1D
 

@@ -104,6 +104,9 @@ class HybridQuantizer(Quantizer):
         assert half is not None
         return half
 
+    def _spans_rows(self) -> bool:
+        return self._half(False)._spans_rows()
+
     def _is_stochastic(self) -> bool:
         return self._half(False)._is_stochastic() or self._half(True)._is_stochastic()
 

@@ -40,6 +40,9 @@ class _MXQuantizer(Quantizer):
 
     __call__ = Quantizer.quantize
 
+    def _spans_rows(self) -> bool:
+        return self.with_2d_quantization
+
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
         return numerics.mx.quantize(
             x,

@@ -156,6 +156,9 @@ class NVFP4Quantizer(AmaxReducing):
         """The 16x16 rotation, bf16 on the CPU; signs depend on the sign flag alone, never on ``with_rht``."""
         return reference.hadamard.rht_matrix(self.with_random_sign_mask, torch.device("cpu"), torch.bfloat16)
 
+    def _spans_rows(self) -> bool:
+        return self.with_2d_quantization or not self.row_scaled_nvfp4
+
     def _is_stochastic(self) -> bool:
         return self.stochastic_rounding
 

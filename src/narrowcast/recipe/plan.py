@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from .._determinism import is_batch_invariant
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
@@ -53,7 +54,8 @@ class LinearPlan:
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None if the layer keeps none.
-    ``eager_only``: why it cannot be part of a graph, "" where it can. ``weight_once``: the plan with ``kept_weight``
+    ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: a row of the output has the
+    same bits in every batch (:func:`narrowcast.set_deterministic`). ``weight_once``: the plan with ``kept_weight``
     instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
     """
 
@@ -77,12 +79,14 @@ class LinearPlan:
     forward_state: DelayedScaling | None = None
     backward_state: DelayedScaling | None = None
     eager_only: str = ""
+    batch_invariant: bool = False
     weight_once: LinearPlan | None = None
 
     def __hash__(self) -> int:
         # in less time than that of every field; == tells apart what it does not
         operands = self.input.value, self.weight.value, self.grad_output.value
-        return hash((self.needs_input, self.needs_weight, self.backward_override, operands))
+        wanted = self.needs_input, self.needs_weight, self.batch_invariant
+        return hash((*wanted, self.backward_override, operands))
 
 
 def linear_plan(
@@ -108,9 +112,12 @@ def linear_plan(
         module_type: of the layer, in those roles, too: "linear" or "grouped_linear".
         weight_elements: how many the weight has; those of a small one are quantized once. None: never once.
     Raises:
-        ValueError: ``save_original_input`` under delayed scaling, or what a custom recipe's factory returned.
+        ValueError: ``save_original_input`` under delayed scaling, what a custom recipe's factory returned, or in the
+            batch-invariant mode a recipe that scales a row by other rows.
     """
-    flags = _FLAGS[8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over]
+    batch_invariant = is_batch_invariant()
+    bits = 8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over
+    flags = _FLAGS[16 * batch_invariant + bits]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
     key = flags + module_type
@@ -119,7 +126,8 @@ def linear_plan(
     compiling = while_tracing(_remember_while_tracing)
     plan = getattr(recipe, key, None)
     if plan is None:
-        plan = _build(recipe, name, needs_input, needs_weight, save_original_input, hands_over, module_type)
+        wanted = needs_input, needs_weight, save_original_input, hands_over
+        plan = _build(recipe, name, *wanted, module_type, batch_invariant)
         if not compiling:
             remember(recipe, key, plan)
     if weight_elements is not None and weight_elements <= SMALL_WEIGHT:
@@ -132,7 +140,9 @@ def _remember_while_tracing(context: Any) -> None:
     if recipe is None:
         return
     if not hasattr(recipe, key):
-        names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type")
+        names = (
+            "name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type", "batch_invariant",
+        )  # fmt: skip
         # traced code runs into the same error, and raises it where the user sees it
         with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
@@ -149,6 +159,7 @@ def _build(
     save_original_input: bool,
     hands_over: bool,
     module_type: str,
+    batch_invariant: bool,
 ) -> LinearPlan:
     kinds = (("input", "weight", "output"), ("grad_output", "grad_input"))
     if not hands_over:
@@ -159,6 +170,8 @@ def _build(
     override = recipe.backward_override
     operands = [forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]]
     inp, weight, grad = with_own_gemm(operands, name) if recipe.custom() else operands
+    if batch_invariant:
+        _check_rows_alone(recipe, inp)
     if save_original_input and inp._is_delayed():
         if recipe.delayed():
             raise ValueError(
@@ -189,10 +202,25 @@ def _build(
         forward_state=forward_state,
         backward_state=backward_state,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
+        batch_invariant=batch_invariant,
     )
     if not repeatable:
         return plan
     return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, dgrad_weight=None))
+
+
+def _check_rows_alone(recipe: Recipe, quantizer: Quantizer) -> None:
+    """Check that each row of an input is quantized by itself.
+
+    Raises:
+        ValueError: other rows change its codes.
+    """
+    if quantizer._multiplies or quantizer._spans_rows() or quantizer._is_stochastic():
+        raise ValueError(
+            f"{type(recipe).__name__} quantizes a row of the input by {type(quantizer).__name__}, whose result depends "
+            "on the rows beside it; in the batch-invariant mode use Float8BlockScaling, MXFP8BlockScaling, "
+            "DelayedScaling, or NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)"
+        )
 
 
 def eager_only(quantizers: Iterable[Quantizer]) -> str:
@@ -205,9 +233,15 @@ def eager_only(quantizers: Iterable[Quantizer]) -> str:
     return ""
 
 
-# needs_input, needs_weight, save_original_input, hands_over
-_FLAGS = tuple(f"_plan_{bits:04b}_" for bits in range(16))
+# batch_invariant, needs_input, needs_weight, save_original_input, hands_over
+_FLAGS = tuple(f"_plan_{bits:05b}_" for bits in range(32))
 _IN_HIGH_PRECISION = {
-    flags: LinearPlan(bool(bits & 8), bool(bits & 4), quantized=False, backward_override="high_precision")
+    flags: LinearPlan(
+        bool(bits & 8),
+        bool(bits & 4),
+        quantized=False,
+        backward_override="high_precision",
+        batch_invariant=bool(bits & 16),
+    )
     for bits, flags in enumerate(_FLAGS)
 }

@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  # by these names the operators find the numerics
     activation,
     adam,
+    batch_invariant,
     block_scaling,
     codecs,
     cross_entropy,

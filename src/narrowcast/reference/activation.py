@@ -15,7 +15,7 @@ from .._device import HIGH_PRECISION
 from ..formats import FLT_MAX
 from .reduction import round_to_dtype
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 _MAGIC = 1.5 * 2**23 + 127
 _EXP2 = (
     0.0013269521296024323,
@@ -53,15 +53,22 @@ def sigmoid(x: Tensor) -> Tensor:
         within 1e-7. The relative error is below ``(0.7 * |x| + 3) * 2**-23`` down to 2**-125, where the result stays;
         NaN gives NaN.
     """
-    t = (x * -_LOG2_E).clamp(-125.0, 125.0)
+    denominator = exp2((x * -LOG2_E).clamp(-125.0, 125.0)) + 1.0
+    return torch.ones_like(denominator) / denominator
+
+
+def exp2(t: Tensor) -> Tensor:
+    """Return ``2**t``, as :func:`sigmoid` computes it.
+
+    Args:
+        t: fp32 in [-125, 125], any shape.
+    """
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
     p = torch.full_like(f, _EXP2[0])
     for coefficient in _EXP2[1:]:
         p = p * f + coefficient
-    power = (shifted.view(torch.int32) << 23).view(torch.float32)
-    denominator = p * power + 1.0
-    return torch.ones_like(denominator) / denominator
+    return p * (shifted.view(torch.int32) << 23).view(torch.float32)
 
 
 def tanh(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .._device import HIGH_PRECISION
+from .batch_invariant import logsumexp
+from .reduction import row_sum
 
 
 def check(logits: Tensor, target: Tensor) -> None:
@@ -50,7 +52,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
         at_target = torch.where(here, x.gather(1, column[:, None])[:, 0], 0.0)
     else:
         at_target = x.new_zeros(x.shape[0])
-    return torch.stack((torch.logsumexp(x, 1), at_target, x.sum(1)))
+    return torch.stack((logsumexp(x), at_target, row_sum(x)))
 
 
 def gradient(

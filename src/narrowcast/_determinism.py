@@ -1,0 +1,45 @@
+"""``set_deterministic``: whether a row's result may depend on the rows beside it.
+
+The mode belongs to the process, like PyTorch's ``use_deterministic_algorithms``: a recomputation in a backward, which
+another thread runs, reads the mode of its forward. Compiled code is guarded on it.
+"""
+
+from __future__ import annotations
+
+BATCH_INVARIANT = "batch-invariant"
+MODES = (None, BATCH_INVARIANT)
+
+
+class _Setting:
+    mode: str | None = None
+
+
+_SETTING = _Setting()
+
+
+def set_deterministic(mode: str | None) -> None:
+    """Set how the results of this process may depend on the batch, until the next call.
+
+    In the mode "batch-invariant" the output of a row has the same bits alone and in every batch, and under tensor
+    parallelism over 1, 2, 4 or 8 processes. It covers the forward of linear layers, norms and attention, and the loss
+    :func:`narrowcast.linear_cross_entropy`. See the page on reinforcement learning.
+
+    Args:
+        mode: None, in which libraries choose the order of sums by the sizes, or "batch-invariant".
+
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"deterministic mode is {mode!r}; use None or 'batch-invariant'")
+    _SETTING.mode = mode
+
+
+def get_deterministic() -> str | None:
+    """Return the mode that :func:`set_deterministic` has set."""
+    return _SETTING.mode
+
+
+def is_batch_invariant() -> bool:
+    """Return whether the mode is "batch-invariant"; compiled code is guarded on the answer."""
+    return _SETTING.mode is not None

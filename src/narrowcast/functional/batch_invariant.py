@@ -1,0 +1,104 @@
+"""Products and softmax whose rows have the same bits in every batch: a GEMM of operands, and the parts of attention.
+
+On a CPU the reference multiplies, on a GPU a Triton kernel, operands decoded to bf16. See ``reference.batch_invariant``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ._library import QUANTIZER, define, give_backward
+from .gemm import decoded_operands, scale_of_product
+from .numerics import computed_by, numerics_for
+from .quantizer_value import QuantizerValue
+
+
+def _gemm(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+) -> Tensor:
+    a, b = decoded_operands(kind, left, left_quantizer, right, right_quantizer, rows, columns)
+    scale = scale_of_product(a, b)
+    out = numerics_for(left[0]).batch_invariant.matmul(a.values, b.values, scale).to(dtype)
+    return out if bias is None else out.add_(bias.to(dtype))
+
+
+gemm_batch_invariant = define(
+    f"gemm_batch_invariant(str kind, Tensor[] left, {QUANTIZER} left_quantizer, Tensor[] right, "
+    f"{QUANTIZER} right_quantizer, Tensor? bias, ScalarType dtype, SymInt rows, SymInt columns) -> Tensor",
+    _gemm,
+    lambda kind, left, *arguments: left[0].new_empty(arguments[5:7], dtype=arguments[4]),
+)
+"""Multiply two operands, quantized or not, so that a row of the left one has the same result in every batch.
+
+Args:
+    kind, left, right, bias, dtype, rows, columns: as :data:`gemm` takes them.
+
+Returns:
+    (rows, columns) of ``dtype``, contiguous.
+
+Numerics:
+    ``RN_dtype(RN_dtype(left @ right.T) + RN_dtype(bias))``: the product is rounded before the bias, which a
+    row-parallel layer adds after the sum over its processes.
+"""
+
+matmul_batch_invariant = define(
+    "matmul_batch_invariant(Tensor left, Tensor right) -> Tensor",
+    computed_by("batch_invariant", "matmul"),
+    lambda left, right: left.new_empty((*left.shape[:-1], right.shape[-2]), dtype=torch.float32),
+)
+"""``left @ right.mT`` of (*batch, M, K) and (*batch, N, K), fp32."""
+
+mix_batch_invariant = define(
+    "mix_batch_invariant(Tensor weights, Tensor values) -> Tensor",
+    computed_by("batch_invariant", "mix"),
+    lambda weights, values: weights.new_empty((*weights.shape[:-1], values.shape[-1])),
+)
+"""``weights @ values`` of (*batch, M, K), not negative, and (*batch, K, N), fp32."""
+
+softmax_batch_invariant = define(
+    "softmax_batch_invariant(Tensor logits) -> Tensor",
+    lambda logits: reference.batch_invariant.softmax(logits),
+    torch.empty_like,
+)
+"""The softmax over the last dim, fp32; zeros for a row of -inf."""
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    left, right = ctx.saved_tensors
+    return (grad @ right.float()).to(left.dtype), (grad.mT @ left.float()).to(right.dtype)
+
+
+def _mix_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    weights, values = ctx.saved_tensors
+    return grad @ values.float().mT, (weights.mT @ grad).to(values.dtype)
+
+
+def _save_output(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx: Any, grad: Tensor) -> Tensor:
+    (weights,) = ctx.saved_tensors
+    scaled = grad * weights
+    return scaled - weights * scaled.sum(-1, keepdim=True)
+
+
+give_backward("matmul_batch_invariant", _matmul_backward, _save_inputs)
+give_backward("mix_batch_invariant", _mix_backward, _save_inputs)
+give_backward("softmax_batch_invariant", _softmax_backward, _save_output)

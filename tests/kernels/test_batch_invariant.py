@@ -1,0 +1,106 @@
+"""Products whose rows do not depend on each other: the kernel and the reference, each to its own order of sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowcast.reference import batch_invariant as reference
+
+from .conftest import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+if HAS_TRITON:
+    from narrowcast.kernels import batch_invariant as kernel
+
+
+def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(M + N + K)
+    left, right = (torch.randn(size, K, generator=generator) for size in (M, N))
+    spread = torch.randn(M, 1, generator=generator).mul(3).exp()
+    return (left * spread).to(dtype).to(device), right.to(dtype).to(device)
+
+
+def assert_close_to_exact(made: Tensor, left: Tensor, right: Tensor, scale: Tensor | float = 1.0) -> None:
+    exact, sizes = (a.double() @ b.double().mT for a, b in ((left, right), (left.abs(), right.abs())))
+    assert bool(((made - exact * scale).abs() <= sizes * scale * 2**-19 + 1e-30).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(70, 65, 100), (3, 130, 512), (1, 7, 1024)])
+def test_matmul(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+    left, right = operands(M, N, K, dtype, device)
+    scale = torch.rand(M, 1, device=device) * torch.rand(1, N, device=device)
+    for matmul in (reference.matmul, kernel.matmul):
+        made, scaled = matmul(left, right), matmul(left, right, scale)
+        assert made.dtype == torch.float32
+        assert_close_to_exact(made, left, right)
+        assert_close_to_exact(scaled, left, right, scale)
+        for at in (0, M // 2, M - 1):  # a row alone, at another place of its tile
+            assert torch.equal(matmul(left[at:], right)[0], made[at])
+        if reference.splits_of(K) > 1:  # as two processes add their sums
+            halves = (matmul(a, b, scale) for a, b in zip(left.chunk(2, 1), right.chunk(2, 1)))
+            assert torch.equal(sum(halves), scaled)
+
+
+@pytest.mark.parametrize("part", [reference, "kernel"], ids=["reference", "kernel"])
+def test_mix(part: object, device: torch.device) -> None:
+    numerics = kernel if part == "kernel" else reference
+    weights = torch.rand(2, 3, 9, 300, device=device)
+    weights[..., 0, 150:] = 0
+    weights[..., 280:] = 0
+    values = torch.randn(2, 3, 300, 17, device=device) * torch.rand(300, 1, device=device).mul(9).exp()
+    values[..., 290:, :] = float("nan")
+    made = numerics.mix(weights, values)
+    assert_close_to_exact(made, weights[..., :280], values[..., :280, :].mT)
+    first = numerics.mix(weights[..., :1, :150], values[..., :150, :])
+    assert torch.equal(first, made[..., :1, :])
+
+
+def test_empty(device: torch.device) -> None:
+    for numerics in (reference, kernel):
+        for M, N, K in ((0, 3, 5), (3, 0, 5), (3, 5, 0)):
+            left, right = torch.ones(M, K, device=device), torch.ones(N, K, device=device)
+            assert torch.equal(numerics.matmul(left, right), torch.zeros(M, N, device=device))
+        no_keys = numerics.mix(torch.ones(2, 3, 0, device=device), torch.ones(2, 0, 4, device=device))
+        assert torch.equal(no_keys, torch.zeros(2, 3, 4, device=device))
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    left, right = operands(5, 6, 200, torch.float32, torch.device("cpu"))
+    expected = reference.matmul(left, right)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        spoiled = left.clone()
+        spoiled[2, 150] = bad
+        made = reference.matmul(spoiled, right)
+        assert not bool(made[2].isfinite().any())
+        assert torch.equal(made[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+
+
+def test_exponentials_and_logarithms() -> None:
+    """Of any length, since PyTorch's own differ by a bit between a vector and what is left after the last."""
+    x = torch.cat((-torch.rand(997) * 90, torch.tensor([0.0, float("-inf"), float("nan")])))
+    made, exact = reference.exp(x), x.double().exp()
+    tolerance = (0.7 * x.abs() + 3) * 2**-23
+    assert torch.equal(made[-3:].nan_to_num(7.0), torch.tensor([1.0, 0.0, 7.0]))
+    seen = x > -86
+    assert bool(((made - exact).abs() <= tolerance * exact)[seen].all())
+    y = torch.cat((torch.rand(997).mul(60).sub(30).exp(), torch.tensor([0.0, 1.0, float("inf"), 1e-42])))
+    assert torch.equal(reference.log(y), y.double().log().float())
+    logits = torch.randn(5, 700) * 20
+    logits[1, :650] = float("-inf")
+    assert torch.allclose(reference.softmax(logits), logits.softmax(1), rtol=2e-5, atol=1e-30)
+    assert torch.allclose(reference.logsumexp(logits), logits.logsumexp(1), rtol=1e-6)
+    nothing = torch.full((1, 4), float("-inf"))
+    assert torch.equal(reference.softmax(nothing), torch.zeros(1, 4))
+    assert float(reference.logsumexp(nothing)) == float("-inf")
+    a, b = logits[0], logits[2]
+    assert torch.allclose(reference.logaddexp(a, b), torch.logaddexp(a, b), rtol=1e-6, atol=1e-6)
+    assert torch.equal(reference.logaddexp(nothing, logits[:1, :4]), logits[:1, :4])
+
+
+def test_refuses(device: torch.device) -> None:
+    left = torch.ones(2, 3, device=device)
+    with pytest.raises(ValueError, match=r"right is torch\.float16; give fp32, bf16 or fp16 on both sides"):
+        kernel.matmul(left, left.half())

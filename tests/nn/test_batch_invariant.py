@@ -1,0 +1,251 @@
+"""The mode "batch-invariant": a row has the same bits alone, in every batch, and on one process or two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+import narrowcast as nc
+from narrowcast._determinism import BATCH_INVARIANT
+from narrowcast.reference.batch_invariant import splits_of
+
+BY_ROW = nc.recipe.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+RECIPES = {
+    "none": None,
+    "block": nc.recipe.Float8BlockScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+    "delayed": nc.recipe.DelayedScaling(),
+    "nvfp4": BY_ROW,
+}
+SPLIT = ("none", "block", "mxfp8", "delayed")  # a shard of an NVFP4 weight has an amax of its own
+ROWS, BATCHES = 64, (1, 7, 64)
+
+
+@pytest.fixture
+def mode() -> Iterator[None]:
+    nc.set_deterministic(BATCH_INVARIANT)
+    yield
+    nc.set_deterministic(None)
+
+
+def layer(recipe: str, **options: Any) -> nc.TransformerLayer:
+    """With state of delayed scaling from a step, and then frozen."""
+    torch.manual_seed(0)
+    formats = {"attn_input_format": "bshd", "self_attn_mask_type": "causal", **options}
+    made = nc.TransformerLayer(
+        136, 264, 4, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, **formats,
+        recipe=RECIPES[recipe], device="cpu",
+    )  # fmt: skip
+    if recipe == "delayed":
+        made(torch.randn(2, 3, 136)).sum().backward()
+    return made.eval()
+
+
+def batches(function: Any, x: Tensor) -> list[Tensor]:
+    """The results of rows 5 to 12, from batches of 1, 7 and 64."""
+    return [torch.cat([function(part) for part in x[5:12].split(1)]), function(x[5:12]), function(x)[5:12]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.usefixtures("mode")
+def test_rows_of_a_transformer_layer(recipe: str) -> None:
+    made, x = layer(recipe), torch.randn(ROWS, 5, 136)
+    with torch.no_grad():
+        alone, few, many = batches(made, x)
+        assert torch.equal(alone, many) and torch.equal(few, many)
+        assert torch.equal(made(x[5:12, :3]), many[:, :3])  # later keys are not seen
+    assert bool(many.isfinite().all())
+
+
+@pytest.mark.parametrize("recipe", ["none", "block", "delayed"])
+def test_compiled_rows(recipe: str) -> None:
+    """Of a norm with a linear layer. A graph of the other mode is not run in this one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made, x = nc.LayerNormLinear(136, 50, recipe=RECIPES[recipe], device="cpu"), torch.randn(ROWS, 136)
+    made(x).sum().backward()
+    run = torch.compile(made.eval(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        run(x)
+        nc.set_deterministic(BATCH_INVARIANT)
+        try:
+            assert torch.equal(run(x)[5:12], made(x[5:12]))
+        finally:
+            nc.set_deterministic(None)
+
+
+@pytest.mark.usefixtures("mode")
+def test_compiled_attention() -> None:
+    torch._dynamo.reset()
+    attention = nc.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0)
+    run = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    q, k, v = (torch.randn(3, 7, 2, 16).requires_grad_() for _ in range(3))
+    out, expected = run(q, k, v), attention(q, k, v)
+    assert torch.equal(out, expected) and torch.equal(expected[1:2], attention(q[1:2], k[1:2], v[1:2]))
+    gradients = (torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (out, expected))
+    assert all(torch.allclose(*pair) for pair in zip(*gradients))
+
+
+@pytest.mark.parametrize("recipe", ["none", "block", "mxfp8", "nvfp4"])
+@pytest.mark.usefixtures("mode")
+def test_rows_of_a_head(recipe: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(ROWS, 136, generator=generator), torch.randn(2100, 136, generator=generator)
+    target = torch.randint(2100, (ROWS, 1), generator=generator)
+
+    def loss(rows: Tensor) -> Tensor:
+        where = rows[:, 136:].long()[:, 0]
+        return nc.linear_cross_entropy(
+            rows[:, :136], weight, where, reduction="none", recipe=RECIPES[recipe]
+        )
+
+    alone, few, many = batches(loss, torch.cat((hidden, target), 1))
+    assert torch.equal(alone, many) and torch.equal(few, many)
+    exact = torch.nn.functional.cross_entropy(hidden @ weight.t(), target[:, 0], reduction="none")[5:12]
+    assert torch.allclose(many, exact, rtol=1e-5) or recipe != "none"
+
+
+@pytest.mark.usefixtures("mode")
+def test_gradients_are_those_of_the_library() -> None:
+    """To the order of sums, of every parameter and of the input."""
+    found = []
+    for mode in (BATCH_INVARIANT, None):
+        nc.set_deterministic(mode)
+        made = layer("none").train()
+        x = torch.randn(3, 7, 136, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        made(x).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in made.parameters())])
+    for invariant, library in zip(*found, strict=True):
+        assert torch.allclose(invariant, library, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("mode")
+def test_a_cached_token_is_the_token_of_the_full_forward() -> None:
+    """A sampler with a KV cache, and a trainer without, compute the same bits."""
+    attention = nc.DotProductAttention(
+        4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1,
+        attention_dropout=0.0,
+    ).eval()  # fmt: skip
+    q, k, v = (torch.randn(2, 9, heads, 16) for heads in (4, 2, 2))
+    full = attention(q, k, v, attn_mask_type="causal")
+    cache = nc.InferenceParams(2, 32, 2, 16, torch.float32)
+    with torch.no_grad():
+        steps = []
+        for part in (slice(0, 6), slice(6, 7), slice(7, 9)):
+            cache.pre_step({0: part.stop - part.start, 1: part.stop - part.start})
+            steps.append(attention(q[:, part], k[:, part], v[:, part], inference_params=cache))
+    assert torch.equal(torch.cat(steps, 1), full)
+
+
+@pytest.mark.usefixtures("mode")
+def test_refuses_what_depends_on_the_batch() -> None:
+    x = torch.randn(4, 32)
+    for recipe in (nc.recipe.Float8CurrentScaling(), nc.recipe.NVFP4BlockScaling()):
+        with pytest.raises(ValueError, match="rows beside it; in the batch-invariant mode use Float8Block"):
+            nc.Linear(32, 16, recipe=recipe, device="cpu")(x)
+    square = nc.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+    with pytest.raises(ValueError, match="rows beside it"):
+        nc.Linear(32, 16, recipe=square, device="cpu")(x)
+    grouped = nc.GroupedLinear(2, 32, 16, device="cpu")
+    with pytest.raises(NotImplementedError, match=r"use one nc\.Linear per group"):
+        grouped(x, [2, 2])
+    attention = nc.DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding", attention_dropout=0.0)
+    packed, lengths = torch.randn(4, 2, 16), torch.tensor([0, 1, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="give sequences as bshd, padded at the end"):
+        attention(packed, packed, packed, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+
+
+def test_refuses_another_mode() -> None:
+    with pytest.raises(ValueError, match="use None or 'batch-invariant'"):
+        nc.set_deterministic("batch")
+    assert nc.get_deterministic() is None
+
+
+# -- processes that share the layer ---------------------------------------------------------------------------------
+
+IN, HIDDEN, OUT = 256, 512, 130
+
+
+def mlp(recipe: str, group: Any = None) -> Any:
+    """A norm with a feed-forward block; ``group``: shares it."""
+    parallel = {} if group is None else {"tp_group": group, "tp_size": 2, "set_parallel_mode": True}
+    made = nc.LayerNormMLP(IN, HIDDEN, recipe=RECIPES[recipe], params_dtype=torch.bfloat16, device="cpu", **parallel)
+    return made.eval()
+
+
+def row(recipe: str, group: Any = None, sequence: bool = False) -> Any:
+    parallel = {} if group is None else {"tp_group": group, "parallel_mode": "row", "sequence_parallel": sequence}
+    return nc.Linear(IN, OUT, recipe=RECIPES[recipe], device="cpu", **parallel).eval()
+
+
+def load(made: Any, whole: Any, rank: int) -> None:
+    """This process's part of each parameter, and the whole state of delayed scaling."""
+    for name, value in whole.state_dict().items():
+        own = made.state_dict()[name]
+        for dim in range(value.dim()):
+            if own.shape[dim] != value.shape[dim]:
+                value = value.chunk(2, dim)[rank]
+        own.copy_(value)
+
+
+@torch.enable_grad()
+def wholes(recipe: str) -> tuple[Any, Any, Tensor]:
+    torch.manual_seed(0)
+    whole, other = mlp(recipe), row(recipe)
+    x = torch.randn(ROWS, IN).bfloat16()
+    if recipe == "delayed":
+        for made, dtype in ((whole, torch.bfloat16), (other, torch.float32)):
+            made.train()(x.to(dtype)).sum().backward()
+            made.eval()
+    return whole, other, x
+
+
+@torch.no_grad()
+def on_a_rank(rank: int) -> dict[str, list[Tensor]]:
+    nc.set_deterministic(BATCH_INVARIANT)
+    group, found = dist.group.WORLD, {}
+    for recipe in SPLIT:
+        whole, other, x = wholes(recipe)
+        made = mlp(recipe, group)
+        load(made, whole, rank)
+        found[f"mlp {recipe}"] = batches(made, x)
+        for sequence in (False, True):
+            part = row(recipe, group, sequence)
+            load(part, other, rank)
+            columns = x.float().chunk(2, 1)[rank]
+            found[f"row {recipe} {sequence}"] = [part(columns)]
+    torch._dynamo.reset()
+    run = torch.compile(part, fullgraph=True, backend="aot_eager")  # row-parallel, of row shards
+    found["compiled"] = [run(columns)]
+    refused = nc.Linear(IN, OUT, recipe=BY_ROW, tp_group=group, parallel_mode="column", device="cpu")
+    short = nc.Linear(96, OUT, tp_group=group, parallel_mode="row", device="cpu")
+    for what, inp in ((refused, x.float()), (short, torch.randn(2, 48))):
+        with pytest.raises(ValueError, match="in the batch-invariant mode use"):
+            what(inp)
+    return found
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.usefixtures("mode")
+def test_two_processes_compute_the_bits_of_one(tmp_path: Path) -> None:
+    ranks = run_ranks(on_a_rank, tmp_path, 2, 120)
+    for recipe in SPLIT:
+        whole, other, x = wholes(recipe)
+        with torch.no_grad():
+            expected, row_expected = whole(x), other(x.float())
+        for rank, found in enumerate(ranks):
+            assert all(torch.equal(out, expected[5:12]) for out in found[f"mlp {recipe}"]), recipe
+            assert torch.equal(found[f"row {recipe} False"][0], row_expected)
+            assert torch.equal(found[f"row {recipe} True"][0], row_expected.chunk(2)[rank])
+    assert all(torch.equal(found["compiled"][0], found["row delayed True"][0]) for found in ranks)
+
+
+def test_a_contraction_is_split_into_whole_blocks() -> None:
+    assert [splits_of(size) for size in (0, 64, 128, 256, 384, 1024, 1792, 14336)] == [1, 1, 1, 2, 1, 8, 2, 8]
