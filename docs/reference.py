@@ -26,7 +26,7 @@ TOPICS = {
     "layers": Topic("Layers", ("nn",), ("nn",)),
     "conversion": Topic("Conversion and recipes per layer", ("convert", "layers"), ("convert",)),
     "recipes": Topic("Recipes", ("recipe", "custom_recipes", "roles"), ("recipe", "custom_recipes")),
-    "contexts": Topic("Contexts, checkpoints and random states", ("state",)),
+    "contexts": Topic("Contexts, checkpoints and random states", ("state", "_determinism")),
     "quantizers": Topic("Quantizers", ("quantizers", "formats")),
     "tensors": Topic("Quantized tensors", ("tensors",)),
     "attention": Topic("Attention", ("attention",)),

@@ -84,7 +84,9 @@ def test_compiled_rows(recipe: str) -> None:
 @pytest.mark.usefixtures("mode")
 def test_compiled_attention() -> None:
     torch._dynamo.reset()
-    attention = nc.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0)
+    attention = nc.DotProductAttention(
+        2, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
+    )
     run = torch.compile(attention, fullgraph=True, backend="aot_eager")
     q, k, v = (torch.randn(3, 7, 2, 16).requires_grad_() for _ in range(3))
     out, expected = run(q, k, v), attention(q, k, v)
@@ -102,9 +104,7 @@ def test_rows_of_a_head(recipe: str) -> None:
 
     def loss(rows: Tensor) -> Tensor:
         where = rows[:, 136:].long()[:, 0]
-        return nc.linear_cross_entropy(
-            rows[:, :136], weight, where, reduction="none", recipe=RECIPES[recipe]
-        )
+        return nc.linear_cross_entropy(rows[:, :136], weight, where, reduction="none", recipe=RECIPES[recipe])
 
     alone, few, many = batches(loss, torch.cat((hidden, target), 1))
     assert torch.equal(alone, many) and torch.equal(few, many)
@@ -156,7 +156,9 @@ def test_refuses_what_depends_on_the_batch() -> None:
     grouped = nc.GroupedLinear(2, 32, 16, device="cpu")
     with pytest.raises(NotImplementedError, match=r"use one nc\.Linear per group"):
         grouped(x, [2, 2])
-    attention = nc.DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding", attention_dropout=0.0)
+    attention = nc.DotProductAttention(
+        2, 16, qkv_format="thd", attn_mask_type="padding", attention_dropout=0.0
+    )
     packed, lengths = torch.randn(4, 2, 16), torch.tensor([0, 1, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="give sequences as bshd, padded at the end"):
         attention(packed, packed, packed, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
@@ -176,12 +178,16 @@ IN, HIDDEN, OUT = 256, 512, 130
 def mlp(recipe: str, group: Any = None) -> Any:
     """A norm with a feed-forward block; ``group``: shares it."""
     parallel = {} if group is None else {"tp_group": group, "tp_size": 2, "set_parallel_mode": True}
-    made = nc.LayerNormMLP(IN, HIDDEN, recipe=RECIPES[recipe], params_dtype=torch.bfloat16, device="cpu", **parallel)
+    made = nc.LayerNormMLP(
+        IN, HIDDEN, recipe=RECIPES[recipe], params_dtype=torch.bfloat16, device="cpu", **parallel
+    )
     return made.eval()
 
 
 def row(recipe: str, group: Any = None, sequence: bool = False) -> Any:
-    parallel = {} if group is None else {"tp_group": group, "parallel_mode": "row", "sequence_parallel": sequence}
+    parallel = (
+        {} if group is None else {"tp_group": group, "parallel_mode": "row", "sequence_parallel": sequence}
+    )
     return nc.Linear(IN, OUT, recipe=RECIPES[recipe], device="cpu", **parallel).eval()
 
 

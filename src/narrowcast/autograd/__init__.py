@@ -3,8 +3,8 @@
 from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
-from .grouped_linear import grouped_linear
 from .gemms import multiply_forward
+from .grouped_linear import grouped_linear
 from .groups import Groups
 from .linear import LinearFunction
 from .norm import NormSettings, normalize

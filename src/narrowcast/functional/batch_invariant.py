@@ -1,6 +1,6 @@
 """Products and softmax whose rows have the same bits in every batch: a GEMM of operands, and the parts of attention.
 
-On a CPU the reference multiplies, on a GPU a Triton kernel, operands decoded to bf16. See ``reference.batch_invariant``.
+On a CPU the reference multiplies, on a GPU a Triton kernel, of operands decoded to bf16.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _chunk(
 
 
 def _linear_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, in_order: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, in_order: bool = False
 ) -> Tensor:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
@@ -110,8 +110,8 @@ def _linear_statistics(
 
 
 linear_cross_entropy_statistics = define(
-    "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk, bool in_order) "
-    "-> Tensor",
+    "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk, "
+    "bool in_order) -> Tensor",
     _linear_statistics,
     lambda hidden, *_: hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
 )
@@ -131,7 +131,7 @@ def _linear_gradients(
     label_smoothing: float,
     chunk: int,
     wanted: list[bool],
-    in_order: bool,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)

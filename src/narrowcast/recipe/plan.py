@@ -140,9 +140,8 @@ def _remember_while_tracing(context: Any) -> None:
     if recipe is None:
         return
     if not hasattr(recipe, key):
-        names = (
-            "name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type", "batch_invariant",
-        )  # fmt: skip
+        names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type")
+        names += ("batch_invariant",)
         # traced code runs into the same error, and raises it where the user sees it
         with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))

@@ -33,9 +33,9 @@ def matmul(left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
         scale: fp32, of one element, or (M, 1), (1, N) or (M, N) without a batch; None for 1.
 
     Numerics:
-        fp32 (*batch, M, N). The contraction has :func:`splits_of` parts, whose sums are multiplied by the
-        scale, rounded, and added by :func:`sum_of_halves`.
-        A part is a sequence of blocks of 128. In a block, every row of an operand is rounded to a multiple of ``2**(e - 23)``, ``2**e`` the power of two above its amax; the sum of the
+        fp32 (*batch, M, N). The contraction has :func:`splits_of` parts, whose sums are multiplied by the scale,
+        rounded, and added by :func:`sum_of_halves`. A part is a sequence of blocks of 128. In a block, every row of an
+        operand is rounded to a multiple of ``2**(e - 23)``, ``2**e`` the power of two above its amax; the sum of the
         products of a block is exact, rounded once to fp32, and added to the fp32 sum of the blocks before it.
     """
     parts = splits_of(left.shape[-1])
@@ -114,8 +114,6 @@ def softmax(logits: Tensor) -> Tensor:
     Numerics:
         fp32. ``e / row_sum(e)`` with ``e = exp(logits - max)``, :func:`exp` of this module.
     """
-    if not logits.shape[-1]:
-        return logits.clone()
     e = _exponentials(logits)[0]
     total = row_sum(e)[..., None]
     return e / total.masked_fill(total == 0, 1.0)
@@ -149,6 +147,8 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
 def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return exponentials of the logits below the largest of their row, and that; 0 in place of -inf."""
+    if not logits.shape[-1]:
+        return logits, logits.new_zeros(*logits.shape[:-1], 1)
     highest = logits.amax(-1, keepdim=True)
     highest = torch.where(highest == float("-inf"), 0.0, highest)
     return exp(logits - highest), highest
@@ -174,8 +174,8 @@ def log(x: Tensor) -> Tensor:
         x: fp32, any shape, positive or 0.
 
     Numerics:
-        In fp64: ``e * ln(2) + 2 * atanh(s)`` of ``x = m * 2**e`` with ``m`` in [0.75, 1.5) and ``s = (m - 1) / (m + 1)``,
-        nine terms of the series in Horner form; rounded once to fp32. 0 gives -inf, infinity itself, NaN itself.
+        In fp64: ``e * ln(2) + 2 * atanh(s)`` of ``x = m * 2**e`` with ``m`` in [0.75, 1.5) and ``s = (m - 1) / (m +
+        1)``, nine terms of the series in Horner form; rounded once to fp32. 0 gives -inf, infinity itself, NaN itself.
     """
     mantissa, exponent = torch.frexp(x.double())
     low = mantissa < 0.75
