@@ -22,24 +22,6 @@ TILE_N = 64
 TILE_K = 64
 
 
-@triton.jit
-def _part(
-    left, right, inner, rows, columns, length, left_step, right_step,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EMULATE: tl.constexpr,
-):  # fmt: skip
-    """Return fp32 tile of a product over ``length`` of the contraction, from pointers to the first step."""
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for step in tl.range(0, length, TILE_K):
-        there = step + inner < length
-        a = tl.load(left + step * left_step, mask=rows[:, None] & there[None, :], other=0.0)
-        b = tl.load(right + step * right_step, mask=there[:, None] & columns[None, :], other=0.0)
-        if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-            a = to_float32(a, EMULATE)
-            b = to_float32(b, EMULATE)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    return total
-
-
 @triton.jit(do_not_specialize=["M"])
 def _matmul_kernel(
     out_ptr,
@@ -49,6 +31,7 @@ def _matmul_kernel(
     M,
     N,
     K,
+    length,
     right_batch,
     right_row,
     right_column,
@@ -68,28 +51,23 @@ def _matmul_kernel(
     inner = tl.arange(0, TILE_K)
     left = left_ptr + (batch * M + row)[:, None] * K + inner[None, :]
     right = right_ptr + batch * right_batch + column[None, :] * right_column + inner[:, None] * right_row
-    length = K // SPLITS
     inside = (row < M)[:, None] & (column < N)[None, :]
     # The sums of parts that wait for their neighbor: of 1, 2 and 4 parts.
-    one = tl.zeros([TILE_M, TILE_N], tl.float32)
-    two = one
-    four = one
-    total = one
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    one = total
+    two = total
+    four = total
     for part in tl.static_range(SPLITS):
-        total = _part(
-            left + part * length,
-            right + part * length * right_row,
-            inner,
-            row < M,
-            column < N,
-            length,
-            1,
-            right_row,
-            TILE_M,
-            TILE_N,
-            TILE_K,
-            EMULATE,
-        )
+        total = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for step in range(0, length, TILE_K):
+            there = step + inner < length
+            at = part * length + step
+            a = tl.load(left + at, mask=(row < M)[:, None] & there[None, :], other=0.0)
+            b = tl.load(right + at * right_row, mask=there[:, None] & (column < N)[None, :], other=0.0)
+            if EMULATE:  # the interpreter multiplies bf16 as if it were integers
+                a = to_float32(a, EMULATE)
+                b = to_float32(b, EMULATE)
+            total = tl.dot(a, b, total, input_precision="ieee")
         if SCALED:
             factor = scale_ptr + row[:, None] * scale_row + column[None, :] * scale_column
             total = total * tl.load(factor, mask=inside, other=0.0)
@@ -131,7 +109,7 @@ def _product(
         scale_strides = (0, 0) if scale is None else factor.stride()
         _matmul(
             (cdiv(M, TILE_M) * cdiv(columns, TILE_N), batch, 1),
-            (out, left, right, factor, M, columns, K, *strides, *scale_strides),
+            (out, left, right, factor, M, columns, K, K // splits, *strides, *scale_strides),
             (splits, scale is not None, TILE_M, TILE_N, TILE_K, INTERPRETING),
         )
     return out
