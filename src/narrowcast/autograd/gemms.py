@@ -241,11 +241,10 @@ def _forward_in_high_precision(
     elif plan.batch_invariant:
         rows, features = rows_of(inp), weight.shape[0]
         matrix = in_high_precision(x, args.dtype, (rows, inp.shape[-1]))
-        operands = (
-            OperandBuffers([values], [], _PLAIN)
-            for values in (matrix, in_high_precision(w, args.dtype, weight.shape))
-        )
-        out = multiply_forward(plan, *operands, bias, dtype, rows, features).view(*inp.shape[:-1], features)
+        left = OperandBuffers([matrix], [], _PLAIN)
+        right = OperandBuffers([in_high_precision(w, args.dtype, weight.shape)], [], _PLAIN)
+        out = multiply_forward(plan, left, right, bias, dtype, rows, features)
+        out = out.view(*inp.shape[:-1], features)
     else:
         out = F.linear(
             in_high_precision(x, args.dtype, inp.shape),
