@@ -32,15 +32,16 @@ def assert_close_to_exact(made: Tensor, left: Tensor, right: Tensor, scale: Tens
 def test_matmul(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
     left, right = operands(M, N, K, dtype, device)
     scale = torch.rand(M, 1, device=device) * torch.rand(1, N, device=device)
+    splits = reference.splits_of(K)
     for matmul in (reference.matmul, kernel.matmul):
-        made, scaled = matmul(left, right), matmul(left, right, scale)
+        made, scaled = matmul(left, right, splits), matmul(left, right, splits, scale)
         assert made.dtype == torch.float32
         assert_close_to_exact(made, left, right)
         assert_close_to_exact(scaled, left, right, scale)
         for at in (0, M // 2, M - 1):  # a row alone, at another place of its tile
-            assert torch.equal(matmul(left[at:], right)[0], made[at])
-        if reference.splits_of(K) > 1:  # as two processes add their sums
-            halves = (matmul(a, b, scale) for a, b in zip(left.chunk(2, 1), right.chunk(2, 1)))
+            assert torch.equal(matmul(left[at:], right, splits)[0], made[at])
+        if splits > 1:  # as two processes add their sums
+            halves = (matmul(a, b, splits // 2, scale) for a, b in zip(left.chunk(2, 1), right.chunk(2, 1)))
             assert torch.equal(sum(halves), scaled)
 
 

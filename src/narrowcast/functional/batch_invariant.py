@@ -29,8 +29,8 @@ def _gemm(
     columns: int,
 ) -> Tensor:
     a, b = decoded_operands(kind, left, left_quantizer, right, right_quantizer, rows, columns)
-    scale = scale_of_product(a, b)
-    out = numerics_for(left[0]).batch_invariant.matmul(a.values, b.values, scale).to(dtype)
+    splits, scale = reference.batch_invariant.splits_of(a.values.shape[1]), scale_of_product(a, b)
+    out = numerics_for(left[0]).batch_invariant.matmul(a.values, b.values, splits, scale).to(dtype)
     return out if bias is None else out.add_(bias.to(dtype))
 
 

@@ -87,7 +87,8 @@ def _chunk(
 ) -> Tensor:
     rows = weight[start : start + size]
     if in_order:
-        logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows).to(hidden.dtype)
+        splits = batch_invariant.splits_of(hidden.shape[1])
+        logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows, splits).to(hidden.dtype)
         return logits if bias is None else logits + bias[start : start + size]
     if bias is None:
         return torch.mm(hidden, rows.t())

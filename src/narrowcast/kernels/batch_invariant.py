@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from ..reference.batch_invariant import splits_of
 from .codecs import to_float32
 from .launch import INTERPRETING, Launcher, check_device
 
@@ -119,11 +118,11 @@ def _matrices(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x.flatten(0, -3)
 
 
-def matmul(left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
+def matmul(left: Tensor, right: Tensor, splits: int = 1, scale: Tensor | None = None) -> Tensor:
     """Compute ``reference.batch_invariant.matmul`` in an order of its own, and of operands that are not rounded."""
     a, b = _matrices(left).contiguous(), _matrices(right)
     strides = b.stride(0), b.stride(2), b.stride(1)
-    out = _product(a, b, strides, b.shape[1], splits_of(left.shape[-1]), scale)
+    out = _product(a, b, strides, b.shape[1], splits, scale)
     return out.view(*left.shape[:-1], right.shape[-2])
 
 

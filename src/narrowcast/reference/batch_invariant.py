@@ -24,29 +24,29 @@ _LEAST_EXPONENT = -125.0
 _ATANH_TERMS = 9
 
 
-def matmul(left: Tensor, right: Tensor, scale: Tensor | None = None) -> Tensor:
+def matmul(left: Tensor, right: Tensor, splits: int = 1, scale: Tensor | None = None) -> Tensor:
     """Return ``(left @ right.mT) * scale`` of rows that do not depend on each other.
 
     Args:
         left: fp32, bf16 or fp16, (*batch, M, K).
         right: the same, (*batch, N, K).
+        splits: into how many equal parts the contraction is split, 1, 2, 4 or 8; see :func:`splits_of`.
         scale: fp32, of one element, or (M, 1), (1, N) or (M, N) without a batch; None for 1.
 
     Numerics:
-        fp32 (*batch, M, N). The contraction has :func:`splits_of` parts, whose sums are multiplied by the scale,
-        rounded, and added by :func:`sum_of_halves`. A part is a sequence of blocks of 128. In a block, every row of an
+        fp32 (*batch, M, N). The sums of the parts are multiplied by the scale, rounded, and added by
+        :func:`sum_of_halves`. A part is a sequence of blocks of 128. In a block, every row of an
         operand is rounded to a multiple of ``2**(e - 23)``, ``2**e`` the power of two above its amax; the sum of the
         products of a block is exact, rounded once to fp32, and added to the fp32 sum of the blocks before it.
     """
-    parts = splits_of(left.shape[-1])
-    length = left.shape[-1] // parts
-    pairs = [(left, right)] if parts == 1 else zip(left.split(length, -1), right.split(length, -1))
+    length = left.shape[-1] // splits
+    pairs = [(left, right)] if splits == 1 else zip(left.split(length, -1), right.split(length, -1))
     sums = [_in_sequence(a, b) for a, b in pairs]
     return sum_of_halves(sums if scale is None else [each * scale for each in sums])
 
 
 def splits_of(contraction: int) -> int:
-    """Return into how many equal parts a contraction is split: the largest of 8, 4, 2, 1 whose parts are blocks."""
+    """Return into how many parts a linear layer's contraction is split: the largest of 8, 4, 2, 1 of whole blocks."""
     return next(n for n in (8, 4, 2, 1) if n == 1 or (contraction and contraction % (n * BLOCK) == 0))
 
 
