@@ -40,7 +40,7 @@ def expert_parallel(
         raise TypeError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as init_device_mesh(...)")
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions; pass one of them, such as mesh['ep']")
-    layers = [layer for layer in model.modules() if hasattr(layer, "exchange_tokens")]
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "exchange_tokens")]
     if not layers:
         raise ValueError(
             "the model has no converted experts; call nc.convert first, on a model whose experts are 3-D parameters"
@@ -48,7 +48,7 @@ def expert_parallel(
     factor = 1 / mesh.size() if average_gradients else 1.0
     sharded: set[nn.Parameter] = set()
     for layer in layers:
-        exchange = MoEDispatch(int(layer.num_experts), mesh.get_group(), **wires)  # type: ignore[arg-type]
+        exchange = MoEDispatch(int(layer.num_experts), mesh.get_group(), **wires)
         stack = layer.stack_of(layer)
         names = [*stack.weights, *(f"{name}_bias" for name in stack.weights if stack.biased)]
         for name in names:
