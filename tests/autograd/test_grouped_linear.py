@@ -53,6 +53,25 @@ def test_groups_are_linear_layers(name: str, known: bool) -> None:
         assert torch.equal(a, b)
 
 
+def test_what_is_saved_of_a_plain_input_is_itself() -> None:
+    """No view of it, which a hook on saved tensors would take for another tensor."""
+    x, weights, biases = operands()
+    whole, saved = x.detach().view(2, -1, 32).requires_grad_(), []
+    args = LinearFwdArgs(
+        linear_plan(None, "", True, True, module_type="linear"),
+        DTYPE,
+        DelayedScales(),
+        None,
+        LinearWgrad(),
+        True,
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        grouped_linear(
+            whole, torch.tensor(SIZES), weights, biases, args, Groups(3, 48, 32, True, True, False)
+        )
+    assert any(one is whole for one in saved)
+
+
 @pytest.mark.parametrize("wanted", ["input", "weight", "bias", "nothing"])
 @pytest.mark.parametrize("name", ["high precision", "current"])
 def test_one_gradient_alone(name: str, wanted: str) -> None:

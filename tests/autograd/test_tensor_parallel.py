@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ from quantizers.catalog import E4M3, VARIANTS
 from reference.checks import normal
 from torch import Tensor
 
+import narrowcast as nc
+from narrowcast.autograd import DelayedScales, LinearFunction, LinearFwdArgs, LinearWgrad, gemms
 from narrowcast.autograd import tensor_parallel as module
 from narrowcast.autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
 from narrowcast.quantizers import DelayedFloat8Quantizer, Operand
+from narrowcast.recipe import linear_plan
 
 
 def test_one_process_is_not_split() -> None:
@@ -46,20 +50,38 @@ def test_who_gathers_and_the_shapes_that_follow(sequence_parallel: bool) -> None
             assert one and shape_of((7, 2, 16), 48, 2) == (7, 2, 48)
 
 
+FAKES: dict[str, Any] = {
+    "group_size": lambda group: 2,
+    "registered_name": lambda group: "",
+    "arrived": lambda x: x,
+    "start_gather": lambda x, group: torch.cat([x, x]),
+    "gather_rows": lambda x, group: torch.cat([x, x]),
+    "largest_of": lambda x, group: 2 * x,
+    "smallest_of": lambda x, group: x / 2,
+    "scatter_rows": lambda x, group: 2 * x[: len(x) // 2],
+    "start_scatter": lambda x, group: 2 * x[: len(x) // 2],
+    "sum_over": lambda x, group: 2 * x,
+    "start_sum": lambda x, group: 2 * x,
+}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
+    for name, fake in {**FAKES, **others}.items():
+        for user in (module, gemms):
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, fake)
+
+
 @pytest.fixture
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The group has a second process, which holds the same as this one; its amax is twice as large."""
-    fakes: dict[str, Any] = {
-        "group_size": lambda group: 2,
-        "arrived": lambda x: x,
-        "start_gather": lambda x, group: torch.cat([x, x]),
-        "largest_of": lambda x, group: 2 * x,
-        "smallest_of": lambda x, group: x / 2,
-        "scatter_rows": lambda x, group: 2 * x[: len(x) // 2],
-        "sum_over": lambda x, group: 2 * x,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(module, name, fake)
+    pretend(monkeypatch)
+
+
+@pytest.fixture
+def equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group has a second process, which holds the same as this one."""
+    pretend(monkeypatch, largest_of=lambda x, group: x, smallest_of=lambda x, group: x)
 
 
 def test_features_are_split_along_the_mode_s_dim(twins: None) -> None:
@@ -108,6 +130,49 @@ def test_shares_are_quantized_with_the_scale_of_all(twins: None) -> None:
     assert parallel.shared_scale(blocks, scale) is scale and parallel.shared_scale(delayed, None) is None
     ours, theirs = parallel.share(x, blocks, None, None, None), blocks.quantize(x)
     assert all(map(torch.equal, ours.rowwise, theirs.rowwise))
+
+
+SPLIT_RECIPES: dict[str, Any] = {
+    "none": None,
+    "current": nc.recipe.Float8CurrentScaling(),
+    "mxfp8": nc.recipe.MXFP8BlockScaling(),
+    "dequantized": nc.recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "high precision": nc.recipe.MXFP8BlockScaling(backward_override="high_precision"),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("name", SPLIT_RECIPES)
+def test_a_split_layer_is_the_whole_one(name: str, mode: str, sequence_parallel: bool, equals: None) -> None:
+    plan = linear_plan(SPLIT_RECIPES[name], "", True, True, module_type="linear")
+    weight = normal((48, 32), torch.bfloat16).requires_grad_()
+    for rows, biased in (
+        (64, mode == "column"),
+        (4, False),
+    ):  # the second are too few to be gathered as bytes
+        bias = torch.randn(48, dtype=torch.bfloat16, requires_grad=True) if biased else None
+        wanted = [weight] if bias is None else [weight, bias]
+        alone = LinearFwdArgs(plan, torch.bfloat16, DelayedScales(), None, LinearWgrad(), biased)
+        split = replace(alone, parallel=TensorParallel(mode, None, sequence_parallel))
+        inp, dy = (normal((rows, 2, size), torch.bfloat16, seed) for size, seed in ((32, 1), (48, 2)))
+        both = [torch.cat([one, one]) for one in (inp, dy)]
+        given, expected = inp.requires_grad_(), (both[0] if sequence_parallel else inp).requires_grad_()
+        if mode == "row" and sequence_parallel:
+            given = expected.detach().requires_grad_()
+        ours = LinearFunction.apply(weight, given, bias, split)
+        theirs = LinearFunction.apply(weight, expected, bias, alone)
+        grad = both[1] if sequence_parallel else dy
+        grads = torch.autograd.grad(theirs, [expected, *wanted], grad)
+        if sequence_parallel and mode == "row":
+            assert torch.equal(ours, 2 * theirs[:rows])
+            own = torch.autograd.grad(ours, [given, *wanted], dy)
+        else:
+            assert torch.equal(ours, 2 * theirs if mode == "row" else theirs)
+            own = torch.autograd.grad(ours, [given, *wanted], grad)
+        dgrad = grads[0][: len(own[0])]
+        assert torch.equal(own[0], 2 * dgrad if mode == "column" else dgrad)
+        assert all(map(torch.equal, own[1:], grads[1:]))
 
 
 @pytest.mark.parametrize("columns", [8, 12, 16])

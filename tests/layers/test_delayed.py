@@ -217,6 +217,20 @@ def test_evaluation_changes_nothing(how: str) -> None:
     assert_same(steps(evaluation_in_between, how, None), steps(once, how, None))
 
 
+def test_evaluation_of_a_part_or_in_a_checkpoint_changes_nothing() -> None:
+    x = torch.randn(16, 32)
+    model = nc.set_recipe(nn.Sequential(*[nc.Linear(32, 32, device="cpu") for _ in range(2)]), RECIPE)
+    model(x).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    assert before["0.amax_fwd"].any()
+    model.eval()
+    model[0](100 * x)
+    for use_reentrant in (False, True):
+        big = (100 * x).requires_grad_()
+        torch.utils.checkpoint.checkpoint(model, big, use_reentrant=use_reentrant).sum().backward()
+    assert_same(list(model.state_dict().values()), list(before.values()))
+
+
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved_hooks", "reentrant"])
 def test_recomputation_changes_nothing(how: str, use_reentrant: bool) -> None:
@@ -437,6 +451,7 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
 
     for seed in range(5):
         run(layer, seed, 100.0 if not seed else 1.0)
+    assert len(layer.amax_history_fwd) == len(layer.amax_history_bwd) == 6
     copied = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
     for name, tensor in layer.state_dict().items():
         assert torch.equal(copied.state_dict()[name], tensor), name
@@ -449,7 +464,7 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
     assert len(copied.amax_history_fwd) == own
 
 
-@pytest.mark.parametrize("then", ["recipe", "to", "reset", "load"])
+@pytest.mark.parametrize("then", ["recipe", "to", "reset", "load", "forward"])
 def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> None:
     """A graph collects first, for it may be the first run of a checkpoint; whatever comes next finds it taken back."""
     layer, plain = (nc.Linear(32, 32, device="cpu", recipe=RECIPE) for _ in range(2))
@@ -463,13 +478,15 @@ def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> 
             call(x).sum().backward()
             with torch.no_grad():
                 call(100 * x)
+            if then == "forward":
+                one(2 * x).sum().backward()
         if then == "recipe":
             one.recipe = Float8CurrentScaling()
         elif then == "to":
             one.half().float()
         elif then == "reset":
             one.reset_delayed_scaling()
-        else:
+        elif then == "load":
             one.load_state_dict(saved)
         found.append(copy.deepcopy(one.state_dict()))
         if then != "recipe":
@@ -477,6 +494,19 @@ def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> 
             found[-1]["renewed"] = one.scale_fwd.clone()
     for name, tensor in found[1].items():
         assert torch.equal(found[0][name], tensor), name
+
+
+@pytest.mark.parametrize("own", [2, 5])
+def test_a_loaded_history_has_the_length_of_the_layer_s_recipe(own: int) -> None:
+    trained = nc.Linear(32, 32, device="cpu", recipe=DelayedScaling(amax_history_len=3))
+    for step in range(4):
+        trained(torch.randn(16, 32) * (1 + step)).sum().backward()
+    layer = nc.Linear(32, 32, device="cpu", recipe=DelayedScaling(amax_history_len=own))
+    layer.load_state_dict(trained.state_dict())
+    kept = min(own, 3)
+    assert trained.amax_history_fwd[1].any() and layer.amax_history_fwd.shape == (own, 3)
+    assert torch.equal(layer.amax_history_fwd[:kept], trained.amax_history_fwd[:kept])
+    assert not layer.amax_history_fwd[kept:].any() and len(layer.amax_history_bwd) == own
 
 
 @pytest.mark.parametrize("kind", ["copied", "loaded"])

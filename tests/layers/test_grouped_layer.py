@@ -124,13 +124,22 @@ def test_parameters_of_all_groups_are_one_allocation(single):
     assert all(weight.any() for weight in weights) and not any(bias.any() for bias in layer._parts_of("bias"))
 
 
-def test_both_forms_draw_the_same_weights():
+@pytest.mark.parametrize("init_method", [None, torch.nn.init.normal_])
+def test_both_forms_draw_the_same_weights(init_method):
     drawn = []
     for single in (True, False):
-        torch.manual_seed(5)
-        layer = nc.GroupedLinear(3, 16, 32, single_grouped_weight=single)
-        drawn.append(torch.stack(list(layer._parts_of("weight"))).view(3, 32, 16))
+        torch.manual_seed(
+            5
+        )  # of an odd number of elements, the values of three matrices are not those of one
+        layer = nc.GroupedLinear(3, 5, 7, single_grouped_weight=single, init_method=init_method)
+        drawn.append(torch.stack(list(layer._parts_of("weight"))).view(3, 7, 5))
     assert torch.equal(*drawn)
+
+
+def test_groups_in_separate_buffers_keep_both_directions():
+    layer = nc.GroupedLinear(2, 32, 32)
+    for name, common in ((nc.MXFP8Tensor._BARE_NAME, True), (nc.HybridQuantizedTensor._BARE_NAME, False)):
+        assert layer._takes_rows(name) is common and layer._makes_columns(layer.weight0) is common
 
 
 @pytest.mark.parametrize("single", [True, False])

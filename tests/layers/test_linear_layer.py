@@ -142,7 +142,7 @@ def test_a_group_of_another_size_is_refused() -> None:
     for group in (None, "nobody's"):
         with pytest.raises((ValueError, RuntimeError, TypeError)):
             layer.set_tensor_parallel_group(group)
-    with pytest.raises(ValueError, match="tp_size=2; give that many"):
+    with pytest.raises(ValueError, match="tp_group is None, and .* tp_size=2; give that many"):
         layer.set_tensor_parallel_group(None)
     nc.Linear(16, 16, device="cpu").set_tensor_parallel_group(None)  # which is not split
 
@@ -183,8 +183,40 @@ def test_the_split_dim_of_a_group_s_weight_is_not_the_groups(single: bool) -> No
     for mode, dims in (("column", (0, 0)), ("row", (1, None))):
         split = nc.Linear(16, 16, device="cpu", parallel_mode=mode, tp_size=2)
         assert tuple(getattr(p, "partition_dim", None) for p in (split.weight, split.bias)) == dims
+        assert not hasattr(split.weight, "sequence_parallel")
     assert not hasattr(nc.GroupedLinear(2, 16, 16, device="cpu").weight0, "partition_dim")
     assert not hasattr(nc.Linear(16, 16, device="cpu").weight, "partition_dim")
+
+
+def test_a_reset_drops_kept_weights() -> None:
+    layer = nc.Linear(32, 32, device="cpu", recipe=Float8CurrentScaling())
+    layer(torch.randn(4, 32), is_first_microbatch=True)
+    assert layer._fp8_workspaces["weight"] is not None
+    layer.reset_parameters()
+    assert layer._fp8_workspaces["weight"] is None
+
+
+def test_a_layer_that_hands_nothing_over_has_no_quantizer_of_its_output() -> None:
+    recipe = nc.recipe.CustomRecipe(qfactory=lambda role: nc.MXFP8Quantizer(nc.DType.kFloat8E4M3))
+    layer = nc.Linear(32, 32, device="cpu", recipe=recipe)
+    given = recipe, layer._stages[0], True, layer.weight
+    plain, handing = layer._plan(*given), layer._plan(*given, hands_over=True)
+    assert isinstance(handing.output.quantizer, nc.MXFP8Quantizer)
+    assert not isinstance(plain.output.quantizer, nc.MXFP8Quantizer)
+
+
+def test_delayed_gradients_mark_main_grads_and_their_ticket_moves_with_the_layer() -> None:
+    layer = nc.Linear(
+        16, 16, bias=False, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=True
+    )
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(16, 16), False
+    layer(torch.ones(4, 16)).sum().backward()
+    assert not layer.weight.main_grad.any()
+    layer.weight.grad_added_to_main_grad = False
+    layer.backward_dw()
+    assert layer.weight.grad_added_to_main_grad and (layer.weight.main_grad == 4).all()
+    (store,) = layer.to("meta").wgrad_stores.values()
+    assert store.ticket.is_meta
 
 
 def test_later_microbatches_read_the_kept_weight() -> None:
@@ -239,13 +271,14 @@ def test_a_factory_sees_the_name_of_the_layer(name: str | None) -> None:
     assert seen == {name or ""}
 
 
+@pytest.mark.parametrize("recipe", ["none", "current"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
-def test_under_autocast_inputs_are_cast(kind: str) -> None:
+def test_under_autocast_inputs_are_cast(kind: str, recipe: str) -> None:
     x = torch.randn(4, 32)
     layer: Any = (
         nc.Linear(32, 32, device="cpu") if kind == "linear" else nc.GroupedLinear(2, 32, 32, device="cpu")
     )
-    more = () if kind == "linear" else ([2, 2],)
+    more, layer.recipe = () if kind == "linear" else ([2, 2],), RECIPES[recipe]
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x, *more)
         assert out.dtype == torch.bfloat16 and torch.equal(out, layer(x.bfloat16(), *more))

@@ -9,6 +9,7 @@ import torch
 from quantizers.catalog import ONE_OF_EACH, VARIANTS, buffers, quantize
 
 import narrowcast as nc
+from narrowcast.layers import quantized_weight
 from narrowcast.nn import quantize_weight, scatter_workspace
 
 W = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
@@ -74,6 +75,31 @@ def test_a_missing_direction_is_made_once() -> None:
     assert weight.get_usages()["columnwise"] and len(made) == 3
     quantize_weight(tensor=weight, quantizer=quantizer)
     assert pointers(weight) == made
+
+
+@each
+def test_the_parts_of_two_ranks_are_gathered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer, scattered = ONE_OF_EACH[name].replace(internal=True), []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        _, kept = quantize_weight(tensor=W, quantizer=quantizer, cache=True)
+        expected = [None if one is None else one.clone() for one in kept.get_data_tensors()]
+        scatter_workspace(kept, "two")
+        scattered.append(kept)
+    first, second = (buffers(one) for one in scattered)
+    parts = {part.data_ptr(): second[name] for name, part in first.items()}
+
+    def gather(whole: torch.Tensor, part: torch.Tensor, group: str) -> None:
+        assert whole.numel() == 2 * part.numel() and group == "two"
+        whole.copy_(torch.cat([part, parts[part.data_ptr()]]))
+
+    monkeypatch.setattr(quantized_weight, "all_gather_single", gather)
+    weight, _ = quantize_weight(
+        quantizer=quantizer, workspace=scattered[0], update_workspace=False, fsdp_group="two"
+    )
+    for ours, theirs in zip(weight.get_data_tensors(), expected, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
 
 
 @each

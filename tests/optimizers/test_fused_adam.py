@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import narrowcast as nc
+from narrowcast.optimizers import fused_adam
 from narrowcast.testing import assert_close
 
 FusedAdam = nc.optimizers.FusedAdam
@@ -103,6 +104,13 @@ def test_quantized_parameters_step_through_unrounded_masters(name: str, device: 
     expected = weight._quantizer.quantize(stepped).dequantize()
     assert torch.equal(weight.detach().dequantize(), expected)
     assert pointers == [b.data_ptr() for b in weight.get_data_tensors() if b is not None]
+
+
+def test_a_step_writes_no_quantized_parameter_itself() -> None:
+    assert fused_adam._is_direct(torch.ones(2, dtype=torch.bfloat16))
+    quantized = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3).quantize(torch.ones(32, 32, dtype=torch.bfloat16))
+    assert quantized.dtype == torch.bfloat16 and not fused_adam._is_direct(quantized)
+    assert not fused_adam._is_direct(torch.ones(2, dtype=torch.float64))
 
 
 def test_a_loaded_parameter_does_not_fall_back_to_its_first_value() -> None:
