@@ -22,9 +22,11 @@ compressors = pytest.importorskip("compressed_tensors.compressors", reason=NEEDE
 quantization = pytest.importorskip("compressed_tensors.quantization", reason=NEEDED)
 
 
-def written(model: Any, path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def written(
+    model: Any, path: Path, format: str = "compressed-tensors"
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The quantization_config and the tensors of an exported model."""
-    nc.export(model, path, format="compressed-tensors")
+    nc.export(model, path, format=format)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     return config, safetensors.torch.load_file(path / "model.safetensors")
 
@@ -52,11 +54,13 @@ def test_what_it_decompresses_is_what_training_read(name: str, tmp_path: Path) -
         torch.testing.assert_close(found, expected, rtol=2**-7 if name == "nvfp4" else 0, atol=0)
 
 
-@pytest.mark.parametrize("format", ["fp8-channel", "fp8-tensor"])
+@pytest.mark.parametrize("format", ["fp8-channel", "fp8-tensor", "fp8-static"])
 def test_its_own_forward_gives_the_log_probabilities(format: str, tmp_path: Path) -> None:
     """It quantizes the inputs of each token itself; the product is PyTorch's on both sides."""
     model = trained("transformers", format)
-    config, tensors = written(model, tmp_path / "out")
+    config, tensors = written(
+        model, tmp_path / "out", "fp8-static" if format == "fp8-static" else "compressed-tensors"
+    )
     other = nc.revert(copy.deepcopy(model))
     quantization.apply_quantization_config(
         other, quantization.QuantizationConfig.model_validate(config | {"quantization_status": "frozen"})
@@ -68,6 +72,8 @@ def test_its_own_forward_gives_the_log_probabilities(format: str, tmp_path: Path
             module.weight.data = tensors[f"{name}.weight"].float() * scale
             module.weight_scale.data = scale.reshape(module.weight_scale.shape)  # type: ignore[union-attr]
             assert module.quantization_status == quantization.QuantizationStatus.FROZEN
+            if format == "fp8-static":
+                module.input_scale.data = tensors[f"{name}.input_scale"]  # type: ignore[union-attr]
             quantized += 1
     own, found = log_probabilities(model), log_probabilities(other)
     assert quantized == 4

@@ -132,14 +132,27 @@ class Blocks(nn.Module):
         return (out + self.bias).to(x.dtype)
 
 
+class Static(Rows):
+    """static_scaled_fp8_quant: a product with the reciprocal of one scale."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor, of_inputs: Tensor) -> None:
+        def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+            return (x * (1 / of_inputs)).clamp(-448, 448).to(E4M3), of_inputs
+
+        super().__init__(weight, scale, bias, quantize)
+
+
 def engine_of(model: Words, engine: str, format: str) -> Words:
     """The model as an engine loads it: from served tensors by their names."""
-    served = dict(nc.serving.weights(model, format if format.startswith("hf") else "compressed-tensors"))
+    served_as = format if format in ("hf-fp8-block128", "fp8-static") else "compressed-tensors"
+    served = dict(nc.serving.weights(model, served_as))
     other = nc.revert(copy.deepcopy(model))
     for name in [name for name, _ in other.named_modules()]:
         if f"{name}.weight_scale" in served:
             scale = served[f"{name}.weight_scale"]
-            quantized = Rows(served[f"{name}.weight"], scale, served[f"{name}.bias"], TOKENS[engine])
+            parts = served[f"{name}.weight"], scale, served[f"{name}.bias"]
+            of_inputs = served.get(f"{name}.input_scale")
+            quantized = Rows(*parts, TOKENS[engine]) if of_inputs is None else Static(*parts, of_inputs)
         elif f"{name}.weight_scale_inv" in served:
             scale = served[f"{name}.weight_scale_inv"]
             quantized = Blocks(served[f"{name}.weight"], scale, served[f"{name}.bias"], IN_GROUPS[engine])
@@ -195,5 +208,7 @@ def test_wrong_inputs() -> None:
         nc.serving.forward_like(nn.Linear(4, 4), "trt")
     with pytest.raises(ValueError, match="format is 'int8'"):
         nc.serving.forward_like(nn.Linear(4, 4), "vllm", format="int8")
+    with pytest.raises(ValueError, match="scales inputs, which engine='weight-only' leaves"):
+        nc.serving.forward_like(trained("weight-only", "fp8-tensor"), "weight-only", format="fp8-static")
     with pytest.raises(ValueError, match="no layer of the model has a recipe"):
         nc.serving.forward_like(nn.Linear(4, 4), "vllm")

@@ -126,8 +126,8 @@ def in_bf16() -> bool:
     return differences(found, expected) == []
 
 
-def split(name: str, sharded: bool = False) -> Any:
-    """One column-parallel and one row-parallel layer."""
+def split(name: str, mesh: Any = None) -> Any:
+    """One column-parallel and one row-parallel layer; with a mesh of two dims, also sharded over the first."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -136,11 +136,11 @@ def split(name: str, sharded: bool = False) -> Any:
     model[0].weight.data[:128] *= 0.5  # the first rank's rows
     nc.convert(model, QUANTIZED[name])
     expected = served(model, name)
-    mesh = mesh_of_all()
+    tp = mesh_of_all() if mesh is None else mesh["tp"]
     styles = {"0": nc.distributed.ColwiseParallel(), "1": nc.distributed.RowwiseParallel()}
-    parallelize_module(model, mesh, styles)
-    if sharded:
-        fully_shard(model)
+    parallelize_module(model, tp, styles)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh["dp"])
     try:
         return differences(served(model, name), expected)
     except ValueError as error:
@@ -158,6 +158,20 @@ def split_by_a_group() -> list[str]:
     for own, all_rows in zip(layer.parameters(), whole.parameters()):
         own.data.copy_(all_rows.data.chunk(2)[dist.get_rank()])
     return differences(served(layer, "block"), served(whole, "block"))
+
+
+def checks_of_four(folder: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def replicated() -> list[str]:
+        model = make("block")
+        expected = served(model, "block")
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        return differences(served(model, "block"), expected)
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return {"split": functools.partial(split, "block", mesh), "replicated": replicated}
 
 
 def checks(folder: str) -> dict[str, Any]:
@@ -198,3 +212,9 @@ def test_weights_are_served_in_the_dtype_of_their_forward(results: list[dict[str
 def test_scales_of_ranks_that_differ_are_refused(results: list[dict[str, Any]]) -> None:
     for found in of_all(results, "split current"):
         assert "processes that each have a scale of their own" in found[0]
+
+
+@pytest.mark.slow
+def test_four_ranks_that_shard_and_split_or_replicate(tmp_path: Any) -> None:
+    found = run_checks(checks_of_four, tmp_path, 4)
+    assert of_all(found, "split") == of_all(found, "replicated") == [[]] * 4

@@ -54,6 +54,7 @@ class WeightFormat:
         activations: of its scheme for inputs, which are quantized when served; none if they stay as they are.
         name: compressed-tensors' name of the format.
         inputs: the record of the inputs that it is for; None for all others.
+        static: inputs have the scale of delayed scaling, which is served beside the weight.
     """
 
     layout: Layout
@@ -63,6 +64,7 @@ class WeightFormat:
     arguments: dict[str, Any]
     activations: dict[str, Any] | None
     inputs: Layout | None = None
+    static: bool = False
 
     @property
     def granule(self) -> int:
@@ -71,7 +73,7 @@ class WeightFormat:
 
     def group(self, targets: list[str]) -> dict[str, Any]:
         """compressed-tensors' group that says how the weights of ``targets`` lie, and how inputs are rounded."""
-        activations = None if self.activations is None else _scheme(self.activations, dynamic=True)
+        activations = None if self.activations is None else _scheme(self.activations, not self.static)
         return {
             "targets": targets,
             "format": self.name,
@@ -192,6 +194,15 @@ WEIGHT_FORMATS = (
         {"num_bits": 4, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
         None,
     ),
+    WeightFormat(
+        FLOAT8,
+        _one_byte_codes,
+        1,
+        "float-quantized",
+        {"num_bits": 8, "strategy": "tensor"},
+        {"num_bits": 8, "strategy": "tensor"},
+        static=True,
+    ),
 )
 
 
@@ -215,20 +226,21 @@ class CheckpointFormat:
             return None
         layouts = quantizer._format_layout(), None if inputs is None else inputs._format_layout()
         found = (one for one in self.weights if one.layout is layouts[0] and one.inputs in (None, layouts[1]))
-        return next(found, None)
+        return next((one for one in found if quantizer._is_delayed() or not one.static), None)
 
 
-_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4 = WEIGHT_FORMATS
+_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4, _STATIC = WEIGHT_FORMATS
 CHECKPOINT_FORMATS = {
     "hf-fp8-block128": CheckpointFormat((_TILES,), "Float8BlockScaling", fine_grained=True),
     "compressed-tensors": CheckpointFormat(
-        WEIGHT_FORMATS,
+        WEIGHT_FORMATS[:-1],
         "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, "
         "MXFP4BlockScaling",
     ),
     "mxfp8": CheckpointFormat((_MXFP8,), "MXFP8BlockScaling"),
     "nvfp4": CheckpointFormat((_NVFP4,), "NVFP4BlockScaling"),
     "mxfp4": CheckpointFormat((_MXFP4,), "MXFP4BlockScaling"),
+    "fp8-static": CheckpointFormat((_STATIC,), "DelayedScaling"),
     "bf16": CheckpointFormat((), "any recipe"),
 }
 

@@ -23,7 +23,7 @@ from ..quantizers import (
     IdentityQuantizer,
     Quantizer,
 )
-from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe
+from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe, DelayedScaling, Recipe
 from ..roles import QuantizerRole
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -45,7 +45,8 @@ GROUPS: dict[str, dict[str, Any]] = {
 WEIGHT_ONLY = "weight-only"
 """What runs as an engine that decodes weights, and leaves inputs as they are."""
 
-FORMATS = ("hf-fp8-block128", "fp8-channel", "fp8-tensor")
+STATIC = "fp8-static"
+FORMATS = ("hf-fp8-block128", "fp8-channel", "fp8-tensor", STATIC)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def forward_like(
         engine: "vllm", "sglang" or "transformers", whose rule inputs are quantized by; or "weight-only", which leaves
             inputs and gradients in high precision: Transformers on a CPU, and Marlin's kernels.
         format: "hf-fp8-block128" (weights in 128 x 128 tiles, inputs in 1 x 128 groups), "fp8-channel" (a scale per
-            row of a weight and per token), or "fp8-tensor" (a scale per weight and per token).
+            row of a weight and per token), "fp8-tensor" (a scale per weight and per token), or "fp8-static" (delayed
+            scaling: a scale per weight and one for the inputs of a layer, the same rule in all engines).
         emulate: decode operands before they are multiplied, which all but "hf-fp8-block128" with quantized inputs need
             on a GPU; None does it for them.
 
@@ -103,7 +105,7 @@ def forward_like(
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: the engine or format is unknown, or no layer has a recipe.
+        ValueError: the engine or format is unknown, they do not go together, or no layer has a recipe.
     """
     _checks.module("model", model)
     if engine not in (*ROWS, WEIGHT_ONLY):
@@ -117,6 +119,10 @@ def forward_like(
     ]
     if not names:
         raise ValueError("no layer of the model has a recipe; convert it first: nc.convert(model, recipe)")
+    if format == STATIC and engine == WEIGHT_ONLY:
+        raise ValueError(f"format={format!r} scales inputs, which engine={engine!r} leaves in high precision")
     decodes = format != "hf-fp8-block128" or engine == WEIGHT_ONLY if emulate is None else emulate
-    recipe = CustomRecipe(qfactory=EngineQuantizers(engine, format), emulate=decodes)
+    recipe: Recipe = CustomRecipe(qfactory=EngineQuantizers(engine, format), emulate=decodes)
+    if format == STATIC:
+        recipe = DelayedScaling(emulate=bool(emulate))
     return set_recipe(model, dict.fromkeys(names, recipe))

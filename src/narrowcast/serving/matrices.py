@@ -17,8 +17,9 @@ from ..convert.experts import StackedExpertsLayer
 from ..layers import GroupedLinearLayer, Stage
 from ..layers.fitted_scales import fitted_to_weights
 from ..quantizers import Operand, buffers_of
-from ..recipe import WEIGHT_SLOT, linear_plan
+from ..recipe import INPUT_SLOT, WEIGHT_SLOT, linear_plan
 from ..reference import delayed
+from ..reference.scaling import reciprocal
 from ..state import asks_callables, fp8_max
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import is_distributed
@@ -108,6 +109,12 @@ def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
     if plan.forward_state is not None and not is_distributed(layer._parts_of(stage.weight)[0]):
         scale = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, scale)
     return scale[WEIGHT_SLOT * layer._groups + group].expand(WEIGHT_SLOT + 1).contiguous()
+
+
+def input_scale(layer: Any, stage: Stage, group: int) -> Tensor:
+    """Return the scale that decodes the inputs of a group under delayed scaling, fp32 (1,)."""
+    scale = getattr(layer, f"{stage.prefix}scale_fwd")
+    return reciprocal(scale[INPUT_SLOT * layer._groups + group].reshape(1))
 
 
 def _fit(layer: Any, stage: Stage) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -26,7 +26,7 @@ from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan
 from ..upstream.fsdp import compute_dtypes
 from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat, is_codes
-from .matrices import packed, shape_of
+from .matrices import input_scale, packed, shape_of
 from .names import CheckpointNames
 from .shards import plain, splits_of
 
@@ -229,6 +229,8 @@ class Served:
             for suffix, tensor in tensors.items():
                 suffix = suffix.replace("_scale", "_scale_inv") if self.kind.fine_grained else suffix
                 yield own.name + suffix, tensor.contiguous()
+            if written_as.static:
+                yield f"{own.name.removesuffix('weight')}input_scale", input_scale(layer, stage, group)
 
 
 def _sliced(tensors: Packed, rows: Rows, granule: int) -> Packed:
