@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from covering import covering
+from interpreting import fast_interpreter
 from ranks import process_group_removed
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
@@ -89,6 +90,12 @@ def _missing_compiler() -> str | None:
     if not (headers / "Python.h").exists():
         return f"needs the headers of Python: no Python.h in {headers}"
     return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> Iterator[None]:
+    with fast_interpreter():
+        yield
 
 
 @pytest.fixture(autouse=True)
