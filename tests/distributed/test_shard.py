@@ -315,6 +315,23 @@ def grouped(recipe: str, mesh: Any) -> dict[str, Any]:
     return {"losses": losses, "equal": equal, "share": receipt.gathered_bytes / receipt.plain_bytes}
 
 
+def frozen(weights: Any, mesh: Any) -> dict[str, Any]:
+    """Frozen weights in four bits, in shards and in one process."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 192)).bfloat16()
+    nc.convert(model.requires_grad_(False), QUANTIZED["current"], weights=weights)
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> list[torch.Tensor]:
+        out = model(x)
+        return [out, *torch.autograd.grad(out.float().square().sum(), x)]
+
+    alone = step()
+    receipt: Any = nc.receipt(shard(model, mesh)).sharding
+    equal = all(map(torch.equal, step(), alone))
+    return {"equal": equal, "share": receipt.gathered_bytes / receipt.plain_bytes}
+
+
 def checks_of_two(folder: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -347,6 +364,8 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     for recipe in GROUPED:
         checks[f"grouped {recipe}"] = lambda recipe=recipe: grouped(recipe, mesh)
     checks["operations"] = lambda: operations(mesh)
+    for weights in ("nvfp4", "mxfp4"):
+        checks[f"frozen {weights}"] = lambda weights=weights: frozen(weights, mesh)
     for count in (1, 2):
         for dtype in (torch.float32, None):
             checks[f"reduced {count} {dtype}"] = lambda count=count, dtype=dtype: reduced(mesh, count, dtype)
@@ -392,6 +411,12 @@ def test_the_bits_of_quantizing_what_was_gathered(name: str, two: list[dict[str,
             assert result["seen"] == {SEEN.get(name.split()[0], "Float8Tensor")}
         reduced = not name.startswith(("block", "mxfp8"))
         assert result["reductions"] == 3 * reduced  # one a step, whatever the microbatches
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4"])
+def test_frozen_weights_in_four_bits(weights: str, two: list[dict[str, Any]]) -> None:
+    for result in of_all(two, f"frozen {weights}"):
+        assert result["equal"] and result["share"] < 0.3
 
 
 @pytest.mark.parametrize("recipe", GROUPED)

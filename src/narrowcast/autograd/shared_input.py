@@ -5,9 +5,10 @@ itself. In eager code this file remembers the last input of a thread, weakly, an
 written to, or another one comes. Layers with stored weights use it: no weight gradient saves their input, and no stage
 of theirs is replayed.
 
-A call is not shared if others could see that it is missing, or if its buffers could be read before they are written:
-under dispatch modes, profilers and ``torch.autocast``, on another stream, and while a CUDA graph is captured, which
-must quantize what it reads.
+Only results of recorded operations are shared. Other tensors, such as static outputs of a CUDA graph, may be written to
+by kernels that raise no version. Nor is a call shared if others could see that it is missing, or if its buffers could
+be read before they are written: under dispatch modes, profilers and ``torch.autocast``, on another stream, and while a
+CUDA graph is captured, which must quantize what it reads.
 """
 
 from __future__ import annotations
@@ -85,6 +86,6 @@ def quantize_shared(inp: Tensor, flat: Tensor, operand: Operand) -> list[Tensor]
 def _can_share(inp: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(inp) is not Tensor or watcher() is not NOBODY:
         return False
-    if inp.is_inference() or inp.is_meta:
+    if inp.grad_fn is None or inp.is_meta:
         return False
     return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())
