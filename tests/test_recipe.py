@@ -64,7 +64,7 @@ KINDS = [
     CustomRecipe,
 ]
 ATTENTION = {"fp8_dpa": False, "fp8_mha": False}
-COMMON = {**ATTENTION, "backward_override": None, "emulate": False}
+COMMON = {**ATTENTION, "backward_override": None, "emulate": False, "saved_activations": None}
 DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
     DelayedScaling: {
         "margin": 0,
@@ -94,6 +94,7 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "backward_override": None,
         "enable_2d_quantization": False,
         "emulate": False,
+        "saved_activations": None,
     },
     MXFP6BlockScaling: {
         "forward_format": Format.E2M3,
@@ -102,12 +103,14 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "backward_override": None,
         "enable_2d_quantization": False,
         "emulate": False,
+        "saved_activations": None,
     },
     MXFP4BlockScaling: {
         **ATTENTION,
         "backward_override": None,
         "enable_2d_quantization": False,
         "emulate": False,
+        "saved_activations": None,
     },
     Float8BlockScaling: {
         "use_f32_scales": False,
@@ -146,6 +149,7 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "backward_override": None,
         "quantization_alignment": 128,
         "emulate": False,
+        "saved_activations": None,
     },
 }
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

@@ -190,7 +190,8 @@ def apply_fused_qkv_rotary_pos_emb(
     positions = token_positions(qkv, *where)
     positions = _within(k_freqs, _within(q_freqs, positions))
     rows, first = (qkv[None] if tensor_format == "thd" else qkv), tensor_format == "sbhd"
-    tables = (*_tables(q_freqs), *_tables(k_freqs))
+    of_keys = (None, None) if k_freqs is q_freqs else _tables(k_freqs)
+    tables = (*_tables(q_freqs), *of_keys)
     q, k, v = _RotateQKV.apply(rows, *tables, positions, first, interleaved, widths, by_group)
     return (q[0], k[0], v[0]) if tensor_format == "thd" else (q, k, v)
 
@@ -224,8 +225,8 @@ class _RotateQKV(torch.autograd.Function):
         qkv: Tensor,
         q_cos: Tensor,
         q_sin: Tensor,
-        k_cos: Tensor,
-        k_sin: Tensor,
+        k_cos: Tensor | None,
+        k_sin: Tensor | None,
         positions: Tensor | None,
         first: bool,
         interleaved: bool,
@@ -234,15 +235,20 @@ class _RotateQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(q_cos, q_sin, k_cos, k_sin, positions)
         ctx.how = (first, interleaved, by_group)
-        tables = [q_cos, q_sin, k_cos, k_sin]
+        tables = _of_both(q_cos, q_sin, k_cos, k_sin)
         return functional.rotate_qkv(qkv, tables, positions, first, interleaved, widths, by_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *tables, positions = ctx.saved_tensors
-        dqkv = functional.rotate_qkv_backward(list(grads), tables, positions, *ctx.how)
+        dqkv = functional.rotate_qkv_backward(list(grads), _of_both(*tables), positions, *ctx.how)
         return dqkv, None, None, None, None, None, None, None, None, None
+
+
+def _of_both(q_cos: Any, q_sin: Any, k_cos: Any, k_sin: Any) -> list[Tensor]:
+    """Return the tables of queries and keys, which share them if there are none of keys."""
+    return [q_cos, q_sin, q_cos if k_cos is None else k_cos, q_sin if k_sin is None else k_sin]
 
 
 def _tables(freqs: Tensor) -> tuple[Tensor, Tensor]:

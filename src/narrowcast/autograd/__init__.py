@@ -10,9 +10,11 @@ from .linear import LinearFunction
 from .norm import NormSettings, normalize
 from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, ProgramFunction
 from .quantized_boundary import quantize_input_gradient, quantize_output
+from .saved_activation import CODES, kept_for_backward
 from .weight_gradient import add_to_main_grad_, compute_wgrad
 
 __all__ = [
+    "CODES",
     "Activation",
     "ActivationSettings",
     "DelayedScales",
@@ -33,6 +35,7 @@ __all__ = [
     "compute_wgrad",
     "concatenate",
     "grouped_linear",
+    "kept_for_backward",
     "multiply_forward",
     "normalize",
     "quantize_input_gradient",

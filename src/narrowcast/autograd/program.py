@@ -48,6 +48,7 @@ from .gemms import (
 )
 from .linear import saved_tensors
 from .norm import NormSettings, norm_gradients
+from .saved_activation import kept_for_backward, pop_kept
 
 
 class Value(NamedTuple):
@@ -134,7 +135,9 @@ class Norm:
             beside.append(output.view(inp.shape))
         if args.returns_input:
             beside.append(inp)
-        saved: list[Any] = [inp, weight, mean, rstd] if plan.needs_input else [None, None, None, None]
+        saved: list[Any] = [None, None, None, None]
+        if plan.needs_input:
+            saved = [*kept_for_backward(inp, plan.saves_codes), weight, mean, rstd]
         return Value(output, operand, value.lead, x.shape[0]), [SavedOperand(saved, None)]
 
     def backward(
@@ -148,8 +151,9 @@ class Norm:
         beside: list[Tensor],
     ) -> None:
         """Put the gradient of its input into ``flow``, those of its other tensors into ``grads``."""
-        inp, weight, mean, rstd = _pop_last(saved, 4)
         grad: Any = flow.pop().plain
+        weight, mean, rstd = _pop_last(saved, 3)
+        inp = pop_kept(saved, grad.dtype)
         grad_input = beside.pop() if args.returns_input else None
         if args.returns_output:
             grad = grad + beside.pop().reshape(grad.shape)
@@ -175,7 +179,8 @@ class Activation:
         """Return the output and the backward's data."""
         hidden: Any = value.plain
         plan, scales, name, parameters = behind.plan, behind.scales, args.activation, list(args.parameters)
-        saved = [SavedOperand([hidden if plan.needs_input else None], None)]  # type: ignore[list-item]
+        kept: list[Any] = kept_for_backward(hidden, plan.saves_codes) if plan.needs_input else [None]
+        saved = [SavedOperand(kept, None)]
         if plan.needs_weight and plan.backward_override == "high_precision":
             output = act(hidden, name, parameters)
             operand = plan.input.quantize(output, scales.scale_fwd, scales.amax_fwd)
@@ -198,7 +203,7 @@ class Activation:
     ) -> None:
         """Put what the linear layer before it reads into ``flow``; ``scale``: of that layer."""
         grad: Any = flow.pop().plain
-        hidden, plan, sums = saved.pop(), front.plan, None
+        hidden, plan, sums = pop_kept(saved, grad.dtype), front.plan, None
         name, parameters = args.activation, list(args.parameters)
         if plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
             flow.append(Grad(act_backward(grad, hidden, name, parameters)))
@@ -465,8 +470,8 @@ def _recomputed(
     norm_weight = tensors[place]
     tensors[place] = after(dy, norm_weight)
     _, _, kept = run_forward(again.stages, args, tensors, last_gemm=False)
-    if kept[0][0].tensors[1] is not None:
-        kept[0][0].tensors[1] = norm_weight
+    if kept[0][0].tensors[-3] is not None:
+        kept[0][0].tensors[-3] = norm_weight
     for at in program.linears:
         records[at] = with_saved(records[at], *kept[at])
     return records, [x for stage in kept for operand in stage for x in operand.tensors]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..nn import LayerNormLinear, LayerNormMLP
 from ..recipe import Recipe, linear_plan
 from .decisions import Decision, decisions_so_far, norms_so_far
 from .find import Found, FoundNorm, Weight, gemm_modules
@@ -42,6 +43,7 @@ class GemmRecord:
         padding: multiplications added by padding, as a share.
         stored: the weight is kept as one quantized copy.
         stored_as: "nvfp4" or "mxfp4" if that copy has four bits; "" if it has the recipe's format.
+        saved_activations: "fp8" if the layer's norm and activation keep their inputs in codes, else "".
     """
 
     name: str
@@ -55,6 +57,7 @@ class GemmRecord:
     padding: float
     stored: bool
     stored_as: str = ""
+    saved_activations: str = ""
 
     @property
     def covered(self) -> bool:
@@ -328,7 +331,14 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         0.0 if one.recipe is None else _padding(one.recipe, one, weight),
         bool(one.stored),
         one.stored if one.stored in FOUR_BITS else "",
+        _saved_activations(one),
     )
+
+
+def _saved_activations(one: Decision) -> str:
+    """Return in what format a layer keeps the inputs of its norm and activation; "" if in theirs, or without any."""
+    has_norm = isinstance(one.found.module, (LayerNormLinear, LayerNormMLP))
+    return (one.recipe.saved_activations or "") if has_norm and one.recipe is not None else ""
 
 
 def _padding(recipe: Recipe, one: Decision, weight: Weight) -> float:

@@ -80,8 +80,16 @@ def _totals(receipt: Receipt) -> list[str]:
         f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "
         f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
         f"before {_bytes(memory.saved_per_token_before)}",
+        *_saved(receipt),
         *([f"sharding:\n{receipt.sharding}"] if receipt.sharding is not None else []),
     ]
+
+
+def _saved(receipt: Receipt) -> list[str]:
+    """Return a line if inputs of norms and activations are kept in codes."""
+    formats = [one.saved_activations for one in receipt.gemms if one.saved_activations]
+    counts = {name: formats.count(name) for name in formats}
+    return [f"saved activations: {name} around {count} weights" for name, count in counts.items()]
 
 
 def _bytes(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flags, positive, tensor, text
+from .._tracing import can_check
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
     checked_format,
+    saving_codes,
 )
 from ..layers import parameter_device
 from ..layers.neutral import AttentionOptions, check_neutral
@@ -295,32 +298,39 @@ class MultiheadAttention(OfParts):
             query, key = self._rotated(query, key, rotation)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
-        context = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            checkpoint_core_attention=checkpoint_core_attention,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            fast_zero_fill=fast_zero_fill,
-            inference_params=inference_params,
-            pad_between_seqs=pad_between_seqs,
-        )
+        in_codes = core_attention_bias is None and alibi_slopes is None and self._saves_codes()
+        with saving_codes(query) if in_codes else contextlib.nullcontext():
+            context = self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_q_padded=cu_seqlens_q_padded,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_kv=max_seqlen_kv,
+                attn_mask_type=attn_mask_type,
+                window_size=window_size,
+                bottom_right_diagonal=bottom_right_diagonal,
+                checkpoint_core_attention=checkpoint_core_attention,
+                core_attention_bias_type=core_attention_bias_type,
+                core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes,
+                fast_zero_fill=fast_zero_fill,
+                inference_params=inference_params,
+                pad_between_seqs=pad_between_seqs,
+            )
         out = self.proj(context, is_first_microbatch=first)
         if not beside:
             return out
         return (*out, *beside) if self.return_bias else (out, *beside)
+
+    def _saves_codes(self) -> bool:
+        """Return whether the recipe keeps saved activations in codes; the attention of a graph does not."""
+        recipe = self.proj._recipe_in_force() if can_check() else None
+        return recipe is not None and recipe.saved_activations == "fp8"
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .delayed import DelayedScaling
 
 BackwardOverride = Literal["high_precision", "dequantized"] | None
+SavedActivations = Literal["fp8"] | None
 
 
 class _Name(str):
@@ -191,8 +192,9 @@ class Recipe(Sealable):
     """Base of all recipes.
 
     Fields every recipe has: ``backward_override`` (None, "high_precision": backward on the original operands,
-    "dequantized": backward on the dequantized row-wise operands) and ``emulate`` (run on a GPU without the native
-    GEMM by decoding to bf16; default from NARROWCAST_EMULATE).
+    "dequantized": backward on the dequantized row-wise operands), ``emulate`` (run on a GPU without the native
+    GEMM by decoding to bf16; default from NARROWCAST_EMULATE) and ``saved_activations`` (None, "fp8": what norms and
+    activations of fused layers keep for their backward is E4M3 codes with a scale per 128 elements).
     """
 
     _family: ClassVar[str] = ""
@@ -205,6 +207,7 @@ class Recipe(Sealable):
     if TYPE_CHECKING:  # a declaration that dataclass saw would be every recipe's first field
         backward_override: ClassVar[BackwardOverride]
         emulate: ClassVar[bool]
+        saved_activations: ClassVar[SavedActivations]
 
     fp8_gemm_fprop = MMParams(False)
     fp8_gemm_dgrad = MMParams(True)
@@ -260,6 +263,8 @@ class Recipe(Sealable):
             raise ValueError(
                 f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'"
             )
+        if self.saved_activations not in (None, "fp8"):
+            raise ValueError(f"saved_activations is {self.saved_activations!r}; use None or 'fp8'")
         for name in ("fp8_dpa", "fp8_mha"):
             if getattr(self, name, False):
                 raise NotImplementedError(

@@ -14,6 +14,7 @@ from .base import (
     MMParams,
     QParams,
     Recipe,
+    SavedActivations,
     fill_qparams,
     flag_field,
     fp8_dtype,
@@ -53,6 +54,7 @@ class Float8BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _derive(self) -> None:
         fill_qparams(self, not self.use_f32_scales)
@@ -142,6 +144,7 @@ class NVFP4BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
     fp4_quant_fwd_inp: QParams | None = None
     fp4_quant_fwd_weight: QParams | None = None
     fp4_quant_bwd_grad: QParams | None = None

@@ -11,6 +11,7 @@ from .base import (
     MMParams,
     QParams,
     Recipe,
+    SavedActivations,
     fill_qparams,
     flag_field,
     fp8_dtype,
@@ -45,6 +46,7 @@ class Float8CurrentScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _derive(self) -> None:
         fill_qparams(self, self.use_power_2_scales)

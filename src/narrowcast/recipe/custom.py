@@ -14,6 +14,7 @@ from .base import (
     Format,
     Mode,
     Recipe,
+    SavedActivations,
     flag_field,
     fp8_dtype,
     recipe_class,
@@ -47,6 +48,7 @@ class CustomRecipe(Recipe):
     backward_override: BackwardOverride = None
     quantization_alignment: int = field(default_factory=lambda: 128)
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _check(self) -> None:
         super()._check()

@@ -12,6 +12,7 @@ from .base import (
     BackwardOverride,
     Format,
     Recipe,
+    SavedActivations,
     flag_field,
     fp8_dtype,
     recipe_class,
@@ -48,6 +49,7 @@ class DelayedScaling(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _check(self) -> None:
         if self.initial_scale not in ("range", "one"):

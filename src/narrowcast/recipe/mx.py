@@ -14,6 +14,7 @@ from .base import (
     Format,
     Mode,
     Recipe,
+    SavedActivations,
     flag_field,
     fp8_dtype,
     recipe_class,
@@ -43,6 +44,7 @@ class MXFP8BlockScaling(Recipe):
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _check(self) -> None:
         super()._check()
@@ -96,6 +98,7 @@ class MXFP6BlockScaling(Recipe):
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def _check(self) -> None:
         super()._check()
@@ -132,6 +135,7 @@ class MXFP4BlockScaling(Recipe):
     backward_override: BackwardOverride = None
     enable_2d_quantization: bool = False
     emulate: bool = flag_field("EMULATE")
+    saved_activations: SavedActivations = None
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
         return MXFP4Quantizer(with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight")

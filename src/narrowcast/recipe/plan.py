@@ -57,6 +57,7 @@ class LinearPlan:
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: a row of the output has the
     same bits in every batch (:func:`narrowcast.set_deterministic`). ``weight_once``: the plan with ``kept_weight``
     instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
+    ``saves_codes``: a norm or an activation before the layer keeps its input for the backward in codes.
     """
 
     needs_input: bool
@@ -80,6 +81,7 @@ class LinearPlan:
     backward_state: DelayedScaling | None = None
     eager_only: str = ""
     batch_invariant: bool = False
+    saves_codes: bool = False
     weight_once: LinearPlan | None = None
 
     def __hash__(self) -> int:
@@ -198,6 +200,7 @@ def _build(
         fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,
         fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
         save_original_input=save_original_input,
+        saves_codes=recipe.saved_activations == "fp8",
         forward_state=forward_state,
         backward_state=backward_state,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),

@@ -144,6 +144,11 @@ def _hooks_in_force() -> list[Any]:
     return hooks[::-1]
 
 
+def innermost_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Return the pair of hooks, pack and unpack, that gets saved tensors now; None if there is none."""
+    return _top_hooks(True) if _are_hooks_enabled() else None  # type: ignore[no-any-return]
+
+
 def _checkpoints_of(hooks: list[Any]) -> list[Running]:
     found = []
     for pack, _ in hooks:

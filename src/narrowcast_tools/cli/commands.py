@@ -219,6 +219,15 @@ def plan(
     fp8_gather: Annotated[
         bool | None, typer.Option(help="Gather weights quantized.", show_default="with FP8")
     ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (fp32), adamw-bf16, fused-bf16 or fused-e4m3 (FusedAdam).")
+    ] = "adamw",
+    saved_activations: Annotated[
+        str | None, typer.Option(help="fp8: norms, activations and attention keep codes.")
+    ] = None,
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="Loss without whole logits: linear_cross_entropy.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes and seconds.")] = False,
 ) -> None:
     """Estimate memory, traffic and time of a training step on many GPUs; nothing runs."""

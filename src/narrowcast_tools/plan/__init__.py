@@ -1,13 +1,14 @@
 """Estimates of training on many GPUs: memory, bytes on the wire and time of a step, from measured rates."""
 
-from .estimate import Estimate, estimate
-from .hardware import GPUS, RECIPES, Gpu
+from .estimate import Estimate, estimate, held
+from .hardware import GPUS, OPTIMIZERS, RECIPES, Gpu
 from .layout import Layout, plan
 from .models import MODELS, Model, find_model
 
 __all__ = [
     "GPUS",
     "MODELS",
+    "OPTIMIZERS",
     "RECIPES",
     "Estimate",
     "Gpu",
@@ -15,5 +16,6 @@ __all__ = [
     "Model",
     "estimate",
     "find_model",
+    "held",
     "plan",
 ]

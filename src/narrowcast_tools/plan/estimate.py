@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from typing import Any
 
-from .hardware import ATTENTION, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
+from .hardware import ATTENTION, CODED, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
 from .models import Model
+
+LOGITS = 2**27  # what a chunk of ``linear_cross_entropy`` holds, and 1024 classes at least
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Layout:
     are sharded. ``reduced`` are the bytes of a gradient that FSDP sends: 2 where it is computed in bf16 and summed in
     fp32 on arrival, as :func:`narrowcast.distributed.shard` does; 4 where PyTorch's FSDP2 reduces in fp32.
     ``overlap_experts``: the exchange of experts runs beside computation and sends a token once to a host and to at most
-    four of them, as DeepSeek-V3 does.
+    four of them, as DeepSeek-V3 does. ``saved_fp8``: the recipe has ``saved_activations="fp8"``, in eager code.
+    ``chunked_loss``: the loss is ``linear_cross_entropy``.
     """
 
     gpus: int
@@ -34,6 +37,8 @@ class Layout:
     recompute: bool = False
     fp8_gather: bool = False
     overlap_experts: bool = False
+    saved_fp8: bool = False
+    chunked_loss: bool = False
     state: tuple[float, float, float] = (4.0, 4.0, 8.0)
     reduced: float = 2.0
 
@@ -122,6 +127,7 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
             f"({layout.fsdp * layout.micro_batch * layout.length}); raise the batch, tp or pp",
         ),
         (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
+        (layout.saved_fp8 and recipe == "bf16", "saved activations in FP8 need an FP8 recipe"),
     )
     for broken, rule in rules:
         if broken:
@@ -140,7 +146,7 @@ def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:
     rates = find_rates(recipe)
     check(model, layout, recipe)
     result = Estimate(model.name, recipe, layout)
-    result.memory = _memory(model, layout, rates)
+    result.memory = held(model, layout, recipe)
     result.wire, exposed, hidden = _traffic(model, layout, rates, gpu)
     work = _work(model, layout, rates, gpu)
     forward = sum(work.values()) / (4 if layout.recompute else 3)
@@ -179,7 +185,14 @@ def _shards(model: Model, layout: Layout) -> float:
     return (layers + ends) / ranks + experts / (ranks // layout.ep)
 
 
-def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
+def held(model: Model, layout: Layout, recipe: str) -> dict[str, float]:
+    """Return the bytes that one GPU holds at the peak of a step, by part; which GPU makes no difference.
+
+    Raises:
+        ValueError: as :func:`estimate`.
+    """
+    rates = find_rates(recipe)
+    check(model, layout, recipe)
     layers, experts, ends = _weights(model, layout)
     count = ceil(model.layers / layout.pp)
     shards = _shards(model, layout)
@@ -197,13 +210,16 @@ def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
         ranks = layout.fsdp * layout.cp
         memory["codes of shards"] = (layers / ranks + experts / (ranks // layout.ep)) * gathered * (ranks > 1)
     rows = layout.tokens / layout.tp
-    saved = _saved(model, rates)
+    saved = _saved(model, rates, layout.saved_fp8)
     in_flight = min(layout.micro_batches, layout.pp) + (layout.pp - 1) / layout.stages * (layout.stages > 1)
     in_flight = min(in_flight, layout.micro_batches)
     kept = 2.0 * model.dim if layout.recompute else saved
     memory["activations"] = rows * (kept * count * in_flight + (saved if layout.recompute else 0.0))
     working = rows * 2 * (2 * model.dim + 2 * model.active_hidden)
-    memory["logits, or a layer's gradients"] = max(rows * model.vocabulary * 6.0, working)
+    logits = rows * model.vocabulary * 6.0
+    if layout.chunked_loss:  # one chunk in bf16, and the gradient of the head's input in fp32
+        logits = min(logits, 2.0 * max(LOGITS, 1024 * rows) + 4.0 * rows * model.dim)
+    memory["logits, or a layer's gradients"] = max(logits, working)
     if layout.micro_batches == 1:  # gradients come as activations go
         memory["not at the same time"] = -min(
             memory["gradient shards"] + memory["full gradients"], memory["activations"]
@@ -211,14 +227,14 @@ def _memory(model: Model, layout: Layout, rates: Rates) -> dict[str, float]:
     return memory
 
 
-def _saved(model: Model, rates: Rates) -> float:
+def _saved(model: Model, rates: Rates, in_codes: bool) -> float:
     """Return bytes that one layer keeps of one token for its backward; linear layers keep their input in the codes."""
     d, f, k = model.dim, model.active_hidden, model.kv_heads * model.head_dim
     h, q = model.heads * model.head_dim, model.heads * model.key_dim
     copies = model.active_experts + model.shared_experts if model.experts else 1
     # Inputs of both norms, queries, keys, values, output, gate and up; inputs of the projections and of the
     # feed-forward layer's two.
-    own = 2.0 * (2 * d + q + 2 * k + h + 2 * f)
+    own = (CODED if in_codes else 2.0) * (2 * d + q + 2 * k + h + 2 * f)
     linear = d + d * copies + f
     return own + linear * rates.code + (0.0 if rates.code == 2 else h * rates.code)
 

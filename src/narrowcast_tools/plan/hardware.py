@@ -42,6 +42,16 @@ RECIPES = {
     "current": Rates(1320 * TERA, 1270 * TERA, 1270 * TERA, 1.0, 6.0),
     "block": Rates(1120 * TERA, 1120 * TERA, 925 * TERA, 1.03, 4.06),
 }
+OPTIMIZERS = {
+    "adamw": (4.0, 4.0, 8.0),
+    "adamw-bf16": (2.0, 2.0, 4.0),
+    "fused-bf16": (2.0, 2.0, 2.0 + 4.0),
+    "fused-e4m3": (2.0, 2.0, 2.0 + 2 * (1.0 + 8.0 / 128)),
+}
+"""Bytes of a weight, its gradient and its optimizer state: AdamW with everything in fp32 or in bf16; ``FusedAdam`` with
+bf16 weights, the remainders of fp32 master weights, and moments in bf16 or expanded E4M3.
+"""
+CODED = 1.0 + 4.0 / 128  # bytes of an element of a saved activation in codes
 # operations per second of attention in bf16, forward and backward, causal ones counted
 ATTENTION = 350 * TERA
 ELEMENTWISE = 0.75  # share of a copy's bandwidth that norms, activations and quantizing reach
@@ -54,6 +64,17 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"unknown GPU {name!r}; --gpu takes one of {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def find_optimizer(name: str) -> tuple[float, float, float]:
+    """Return the bytes of a weight, its gradient and its state.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}; --optimizer takes one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
 
 
 def find_rates(recipe: str) -> Rates:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from .estimate import Estimate, Layout, check, estimate, gib
-from .hardware import RESERVE, find_gpu, find_rates
+from .hardware import RESERVE, find_gpu, find_optimizer, find_rates
 from .models import find_model
 
 BATCH = 16 * 2**20  # tokens of a step on many GPUs
@@ -34,16 +34,23 @@ def plan(
     ep: int = 0,
     recompute: bool | None = None,
     fp8_gather: bool | None = None,
+    optimizer: str = "adamw",
+    saved_activations: str | None = None,
+    chunked_loss: bool = False,
 ) -> Estimate:
     """Return the estimate of a layout that fits; zeros and None are searched, other values are kept.
 
     Of the layouts within 3% of the fastest, it is the one with the fewest ranks of tensor and pipeline parallelism.
-    ``batch`` is the tokens of a step; None takes `default_batch`.
+    ``batch`` is the tokens of a step; None takes `default_batch`. ``optimizer`` is a name of `OPTIMIZERS`.
+    ``saved_activations`` is the recipe's; ``chunked_loss`` is `nc.linear_cross_entropy`.
 
     Raises:
         ValueError: an unknown name; numbers that do not divide; or nothing fits, with the bytes that are missing.
     """
     shape, machine, _ = find_model(model), find_gpu(gpu), find_rates(recipe)
+    if saved_activations not in (None, "fp8"):
+        raise ValueError(f"--saved-activations is {saved_activations!r}; use fp8, or leave it out")
+    held = {"state": find_optimizer(optimizer), "saved_fp8": saved_activations == "fp8"}
     if gpus < 1:
         raise ValueError(f"--gpus is {gpus}; it must be at least 1")
     if batch is None:
@@ -51,7 +58,7 @@ def plan(
     if length < 1 or batch < length:
         raise ValueError(f"--batch is {batch} tokens and --length {length}; a step needs a sequence at least")
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"
-    base = Layout(gpus, batch, length, fp8_gather=gathers)
+    base = Layout(gpus, batch, length, fp8_gather=gathers, chunked_loss=chunked_loss, **held)
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
     refused = ""

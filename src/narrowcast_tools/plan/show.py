@@ -20,6 +20,8 @@ def title(result: Estimate, gpu: str) -> str:
         + (f", {layout.stages} stages a rank" if layout.pp > 1 else "")
         + (", FP8 gather" if layout.fp8_gather else "")
         + (", recomputing" if layout.recompute else "")
+        + (", saved activations in FP8" if layout.saved_fp8 else "")
+        + (", loss in chunks" if layout.chunked_loss else "")
     )
 
 

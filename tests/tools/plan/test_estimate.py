@@ -12,16 +12,16 @@ from types import ModuleType
 import pytest
 
 from narrowcast_tools import cli
-from narrowcast_tools.plan import GPUS, MODELS, Layout, estimate, plan
+from narrowcast_tools.plan import GPUS, MODELS, OPTIMIZERS, Layout, estimate, held, plan
 from narrowcast_tools.plan.hardware import RESERVE
 from narrowcast_tools.plan.layout import default_batch
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _tables() -> ModuleType:
-    """``docs/scaling_tables.py``, which has the steps that ran."""
-    spec = importlib.util.spec_from_file_location("scaling_tables", ROOT / "docs" / "scaling_tables.py")
+def _tables(name: str) -> ModuleType:
+    """A script of ``docs``; ``scaling_tables`` has the steps that ran."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec and spec.loader
     tables = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = tables
@@ -29,7 +29,7 @@ def _tables() -> ModuleType:
     return tables
 
 
-TABLES = _tables()
+TABLES, FINE_TUNE = _tables("scaling_tables"), _tables("fine_tune_tables")
 
 
 @pytest.mark.parametrize("case", TABLES.CASES, ids=lambda case: f"{case.name}, {case.recipe}")
@@ -168,3 +168,34 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture) -> No
 
 def test_the_page_shows_what_the_model_says() -> None:
     assert TABLES.page() == TABLES.PAGE.read_text(), "run python docs/scaling_tables.py"
+
+
+def test_the_page_of_one_gpu_has_what_the_planner_says() -> None:
+    assert FINE_TUNE.page() == FINE_TUNE.PAGE.read_text(), "run python docs/fine_tune_tables.py"
+    assert "8B, 16,384 tokens" in FINE_TUNE.largest()
+
+
+def test_options_of_memory() -> None:
+    """Bytes of the 8B shape by hand: 8.125 of a weight; a saved element in codes is 33/32 of a byte."""
+    model, tokens = MODELS["8b"], 4096
+    plain = Layout(1, 2 * tokens, tokens, state=OPTIMIZERS["fused-e4m3"])
+    small = replace(plain, saved_fp8=True, chunked_loss=True)
+    before, after = held(model, plain, "current"), held(model, small, "current")
+    state = sum(after[name] for name in ("parameter shards", "gradient shards", "optimizer state"))
+    assert state == 8.125 * model.parameters
+    own = 2 * 4096 + 4096 + 2 * 1024 + 4096 + 2 * 14336
+    assert before["activations"] - after["activations"] == 32 * tokens * own * (2 - 33 / 32)
+    logits = "logits, or a layer's gradients"
+    assert before[logits] == 6 * tokens * 128256 and after[logits] < before[logits] / 4
+    with pytest.raises(ValueError, match="saved activations in FP8 need an FP8 recipe"):
+        held(model, small, "bf16")
+    result = plan(
+        "8b", 1, "current", "h100", optimizer="fused-e4m3", saved_activations="fp8", chunked_loss=True
+    )
+    assert result.layout.recompute and result.layout.saved_fp8 and result.total_memory < RESERVE * 78 * 2**30
+    for options, message in (
+        ({"optimizer": "sgd"}, "takes one of adamw,"),
+        ({"saved_activations": "fp4"}, "use fp8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan("8b", 1, **options)

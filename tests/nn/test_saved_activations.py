@@ -1,0 +1,133 @@
+"""``saved_activations="fp8"``: norms, activations and attention keep codes; the forward and its graph stay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from recipes import RECIPES
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.testing import assert_close
+
+
+def block(saved: str | None, recipe: Any = nc.recipe.Float8CurrentScaling, width: int = 512) -> nn.Module:
+    """A Transformer layer of the 8B shape over 8: heads of 128 channels, four to a key."""
+    torch.manual_seed(0)
+    return nc.TransformerLayer(
+        width, width * 7 // 2, width // 128, num_gqa_groups=width // 512, activation="swiglu",
+        normalization="RMSNorm", bias=False, hidden_dropout=0.0, attention_dropout=0.0, device="cpu",
+        params_dtype=torch.bfloat16, self_attn_mask_type="causal",
+        recipe=None if recipe is None else recipe(saved_activations=saved),
+    )  # fmt: skip
+
+
+def mlp(saved: str | None, name: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    torch.manual_seed(0)
+    kind: Any = type(RECIPES[name])
+    recipe = kind(saved_activations=saved)
+    options = {"activation": "swiglu", "normalization": "RMSNorm", **options}
+    return nc.LayerNormMLP(192, 328, device="cpu", params_dtype=dtype, recipe=recipe, **options)
+
+
+def given(rows: int = 7, width: int = 192, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, width, generator=generator).to(dtype).requires_grad_()
+
+
+def saved_bytes(layer: nn.Module, x: torch.Tensor, **others: Any) -> int:
+    """What a forward keeps besides parameters, each storage once."""
+    own = {p.data_ptr() for p in layer.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x, **others)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def gradients(layer: nn.Module, x: torch.Tensor, run: Any = None, **others: Any) -> list[torch.Tensor]:
+    """Output, then gradients of input and parameters."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    out = (layer if run is None else run)(x, **others)
+    out.float().square().mean().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8", "block"])
+def test_the_forward_stays_and_gradients_are_close(name: str) -> None:
+    plain, coded = (mlp(saved, name) for saved in (None, "fp8"))
+    x = given()
+    before, after = gradients(plain, x), gradients(coded, x)
+    assert torch.equal(before[0], after[0])
+    for expected, made in zip(before[1:], after[1:]):
+        assert_close(made, expected, "fp8_saved_activations")
+    assert not torch.equal(before[1], after[1])
+    assert saved_bytes(coded, x) < saved_bytes(plain, x)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalization": "LayerNorm", "activation": "gelu"}], ids=str)
+def test_compiled_and_recomputed_layers_have_the_same_bits(options: dict[str, Any]) -> None:
+    layer, x = mlp("fp8", "current", torch.float32, **options), given(dtype=torch.float32)
+    again = copy.deepcopy(layer)
+    recomputing = mlp("fp8", "current", torch.float32, checkpoint=True, **options)
+    recomputing.load_state_dict(layer.state_dict())
+    expected = gradients(layer, x)
+    compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
+    ways = {
+        "compiled": gradients(again, x, compiled),
+        "nc.checkpoint": gradients(layer, x, lambda x: nc.checkpoint(layer, x)),
+        "checkpoint=True": gradients(recomputing, x),
+    }
+    for way, made in ways.items():
+        for ours, theirs in zip(made, expected, strict=True):
+            assert torch.equal(ours, theirs), way
+
+
+def test_a_transformer_layer_keeps_little_more_than_half() -> None:
+    """Bytes of a layer of the 8B shape over 8, counted by the hooks of saved tensors, beside bf16's."""
+    rope, x = nc.RotaryPositionEmbedding(128)(32), given(32, 512)
+    layers = {"bf16": block(None, None), "fp8 GEMMs": block(None), "fp8": block("fp8")}
+    kept = {name: saved_bytes(layer, x, rotary_pos_emb=rope) for name, layer in layers.items()}
+    assert 0.8 < kept["fp8 GEMMs"] / kept["bf16"] < 0.9 and kept["fp8"] / kept["bf16"] < 0.56, kept
+    plain, coded = (gradients(layers[name], x, rotary_pos_emb=rope) for name in ("fp8 GEMMs", "fp8"))
+    assert torch.equal(plain[0], coded[0])
+    assert not torch.equal(plain[1], coded[1])
+    for ours, theirs in zip(coded[1:], plain[1:], strict=True):
+        assert_close(ours, theirs, "fp8_saved_activations")
+    layer = layers["fp8"]
+    recomputed = gradients(
+        layer, x, lambda x, **others: nc.checkpoint(layer, x, **others), rotary_pos_emb=rope
+    )
+    assert all(torch.equal(a, b) for a, b in zip(recomputed, coded, strict=True))
+    again = gradients(
+        layer, x, torch.compile(layer, fullgraph=True, backend="aot_eager"), rotary_pos_emb=rope
+    )
+    assert torch.equal(again[0], coded[0])  # attention in a graph keeps its tensors as they are
+    assert_close(again[1], coded[1], "fp8_saved_activations")
+
+
+def test_the_receipt_names_the_layers_that_keep_codes() -> None:
+    model = nn.Sequential(mlp("fp8", "current"), mlp(None, "current"), nc.Linear(192, 192, device="cpu"))
+    nc.set_recipe(model, {"2": nc.recipe.Float8CurrentScaling(saved_activations="fp8")})
+    receipt = nc.receipt(model)
+    assert [one.saved_activations for one in receipt.gemms] == ["fp8", "fp8", "", "", ""]
+    assert "saved activations: fp8 around 2 weights" in str(receipt)
+    assert "saved activations" not in str(nc.receipt(model[1]))
+
+
+@pytest.mark.parametrize("name", nc.recipe.NAMES)
+def test_the_option_is_a_value_of_every_recipe(name: str) -> None:
+    chosen = nc.recipe.recipe_from_name(name, saved_activations="fp8")
+    assert nc.recipe.recipes_from_json(nc.recipe.recipes_to_json({"": chosen})) == {"": chosen}
+    assert chosen != nc.recipe.recipe_from_name(name)
+    with pytest.raises(ValueError, match="saved_activations is 'fp16'; use None or 'fp8'"):
+        nc.recipe.recipe_from_name(name, saved_activations="fp16")
