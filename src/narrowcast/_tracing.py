@@ -30,7 +30,7 @@ def while_tracing(function: Callable[[Any], None]) -> bool:
     Returns:
         Whether code is traced.
     """
-    if not torch.compiler.is_compiling():
+    if is_eager():
         return False
     from .upstream.dynamo import comptime  # loads Dynamo, which is there already where code is traced
 
@@ -109,7 +109,7 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
         RuntimeError: in a graph that hides what requires a gradient.
     """
     use = f"use torch.autograd.grad with torch.func.functional_call{instead}"
-    if not torch.compiler.is_compiling():
+    if is_eager():
         raise NotImplementedError(
             f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; "
             f"{use}"
@@ -123,7 +123,7 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
 
 def refuse_in_graphs(message: str, error: type[Exception] = RuntimeError) -> None:
     """Raise an error with this message in traced code, and do nothing in eager code."""
-    if torch.compiler.is_compiling():
+    if not is_eager():
         raise error(message)
 
 
@@ -143,29 +143,21 @@ def warn_of_old_name(message: str) -> None:
         warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
-def can_check() -> bool:
-    """Return whether a check or a log sees the objects and numbers themselves: in eager code."""
+def is_eager() -> bool:
+    """Return whether code runs on real objects, rather than being traced. Its other names say why a caller asks."""
     return not torch.compiler.is_compiling()
 
 
-def can_remember() -> bool:
-    """Return whether a call may write to objects for the next one: in eager code. A graph repeats no such write."""
-    return not torch.compiler.is_compiling()
-
-
-def can_overwrite() -> bool:
-    """Return whether to write a result over an operand that ends here: in eager code. A graph plans its memory."""
-    return not torch.compiler.is_compiling()
-
-
-def can_return_quantized() -> bool:
-    """Return whether code that others call may return a quantized tensor: in eager code. A graph returns values."""
-    return not torch.compiler.is_compiling()
-
-
-def has_addresses() -> bool:
-    """Return whether tensors are memory that has an address: in eager code."""
-    return not torch.compiler.is_compiling()
+can_check = is_eager
+"""A check or a log sees the objects and numbers themselves."""
+can_remember = is_eager
+"""A call may write to objects for the next one. A graph repeats no such write."""
+can_overwrite = is_eager
+"""A result may be written over an operand that ends here. A graph plans its memory."""
+can_return_quantized = is_eager
+"""Code that others call may return a quantized tensor. A graph returns values."""
+has_addresses = is_eager
+"""Tensors are memory that has an address."""
 
 
 def host_values(x: Tensor) -> Any:

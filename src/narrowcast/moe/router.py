@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._checks import flags, numbers, positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
-from .._tracing import host_reads
+from .._tracing import host_reads, is_eager
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 EPSILON = 1e-20
@@ -224,25 +224,20 @@ def _choose(scores: Tensor, topk: int, num_groups: int | None, group_topk: int |
 # index: Inductor (PyTorch 2.13) fuses what reads a scattered tensor with kernels that run before the scattering.
 
 
-def _indexes() -> bool:
-    """Return whether scores are gathered and scattered by index: in eager code."""
-    return not torch.compiler.is_compiling()
-
-
 def _is_chosen(chosen: Tensor, experts: int) -> Tensor:
     return chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)
 
 
 def _gather(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return the scores (*lead, topk) of the chosen."""
-    if _indexes():
+    if is_eager():
         return scores.gather(-1, chosen)
     return torch.where(_is_chosen(chosen, scores.shape[-1]), scores.unsqueeze(-2), 0).sum(-1)
 
 
 def _scatter(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
     """Return the weights (*lead, E), zero where not chosen."""
-    if _indexes():
+    if is_eager():
         zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=weights.dtype, device=weights.device)
         return zeros.scatter(-1, chosen, weights)
     return torch.where(_is_chosen(chosen, experts), weights.unsqueeze(-1), 0).sum(-2)
@@ -250,7 +245,7 @@ def _scatter(weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 def _mask(chosen: Tensor, experts: int) -> Tensor:
     """Return which (*lead, E) are chosen."""
-    if _indexes():
+    if is_eager():
         zeros = torch.zeros((*chosen.shape[:-1], experts), dtype=torch.bool, device=chosen.device)
         return zeros.scatter(-1, chosen, True)
     return _is_chosen(chosen, experts).any(-2)
