@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.serving.forward_like import FORMATS, GROUPS
 from serving.test_export import decoded
+from serving.test_weights import mixture
 
 E4M3 = torch.float8_e4m3fn
 
@@ -192,6 +193,24 @@ def test_the_operands_are_those_of_the_engine_to_the_bit(engine: str) -> None:
         decoded_x = torch.cat([codes.float() * scale for codes, scale in parts], -1)
         expected = F.linear(decoded_x, decoded(served, "0.weight").to(DEVICE), model[0].bias)
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@torch.no_grad()
+def test_experts_multiply_the_operands_of_the_engine(engine: str) -> None:
+    x, splits = torch.randn(9, 96).to(DEVICE, torch.bfloat16), torch.tensor([2, 3, 4], device=DEVICE)
+    for format, quantize, inner in (("fp8-channel", TOKENS, 28), ("hf-fp8-block128", IN_GROUPS, 128)):
+        model = mixture(nc.recipe.Float8CurrentScaling(), inner)
+        nc.serving.forward_like(model, engine, format=format, emulate=True)
+        served_as = "compressed-tensors" if format == "fp8-channel" else format
+        served = {key: value.cpu() for key, value in nc.serving.weights(model, served_as)}
+        layer: Any = model["experts"]
+        found = layer._grouped(layer._stages[0], x, splits).cpu()
+        codes, scale = quantize[engine](x.float().cpu())  # 96 columns are one group
+        for i, rows in enumerate((codes.float() * scale).split(splits.tolist())):
+            parts = [decoded(served, f"experts.{i}.{part}.weight") for part in ("gate_proj", "up_proj")]
+            expected = (rows @ torch.cat(parts).t()).bfloat16()
+            torch.testing.assert_close(found.split(splits.tolist())[i], expected, rtol=2**-8, atol=1e-5)
 
 
 def test_layers_without_a_recipe_and_compiled_code() -> None:

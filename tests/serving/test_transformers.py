@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_experts_load_under_the_names_of_their_architecture(
         gate, up, down = (decoded(files, f"{prefix.format(i)}{part}.weight").bfloat16() for part in parts)
         assert torch.equal(experts.gate_up_proj[i], torch.cat([gate, up]))
         assert torch.equal(experts.down_proj[i], down)
+
+
+def test_experts_that_stay_are_named_for_transformers_and_for_servers(tmp_path: Path) -> None:
+    """Tiles of 128 x 128 that gate and up share; Transformers loads the experts in high precision."""
+    model = mixture("Mixtral", QUANTIZED["block"], 192)
+    path = nc.export(model, tmp_path / "out", format="hf-fp8-block128").path
+    kept = json.loads((path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert {"lm_head", "model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts.2.w3"} <= set(
+        kept
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    experts, own = again.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj, own.gate_up_proj)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 _LOADING = "transformers.core_model_loading"
-_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_ROOM = 2**20
+"""Values of each tensor's sketch: more than twice its experts."""
 
 
 class CheckpointNames:
@@ -31,19 +33,41 @@ class CheckpointNames:
         # a model of Transformers has imported it
         loading: Any = sys.modules.get(_LOADING) if hasattr(model, "save_pretrained") else None
         self._revert: Any = getattr(loading, "revert_weight_conversion", None)
-        self._keeps_names = self._revert is None or self._is_unchanged(state)
+        # the tensors of the checkpoint that hold one of the state dict: by name, which of its values
+        self._holders: dict[str, dict[str, list[float]]] = {}
+        if self._revert is not None:
+            sketch = {key: _sketch(i, value) for i, (key, value) in enumerate(state.items())}
+            self._find_holders(sketch, list(sketch))
 
-    def _is_unchanged(self, state: dict[str, Tensor]) -> bool:
-        sketch = {key: torch.empty(value.shape, device="meta") for key, value in state.items()}
-        return set(self._revert(self._model, sketch)) == set(state)
+    def _find_holders(self, sketch: dict[str, Tensor], keys: list[str]) -> None:
+        """Convert small tensors, whose values say which tensor and which rows of it they are."""
+        try:
+            converted = self._revert(self._model, {key: sketch[key] for key in keys})
+        except Exception:  # a conversion of some tensor needs its sizes
+            for key in keys if len(keys) > 1 else ():
+                self._find_holders(sketch, [key])
+            return
+        order = list(sketch)
+        for name, held in converted.items():
+            key = order[int(held.flatten()[0].item() // _ROOM)]
+            if held.shape == sketch[key].shape or sketch[key].dim() == 3:
+                own = self._holders.setdefault(key, {})
+                own[name] = held.remainder(_ROOM).flatten().tolist()
 
     def converted(self, key: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors of the checkpoint that hold one of the state dict."""
-        return [(key, tensor)] if self._keeps_names else self._revert(self._model, {key: tensor}).items()
+        name = key if self._revert is None else self.of(key)
+        return self._revert(self._model, {key: tensor}).items() if name is None else [(name, tensor)]
+
+    def all_of(self, key: str) -> list[str]:
+        """Return the names of the checkpoint's tensors that hold one of the state dict; its own if it is not known."""
+        return list(self._holders.get(key, {key: []}))
 
     def of(self, key: str) -> str | None:
-        """Return the name of a matrix; None if the checkpoint holds it in several tensors."""
-        names = [name for name, _ in self.converted(key, torch.empty(2, 1))]
+        """Return the name of the checkpoint's tensor that is this one; None if it is arranged otherwise there."""
+        if self._revert is None:
+            return key
+        names = list(self._holders.get(key, ()))
         return names[0] if len(names) == 1 else None
 
     def of_experts(self, key: str, experts: int) -> list[list[str]] | None:
@@ -53,22 +77,24 @@ class CheckpointNames:
         """
         if self._revert is None:
             owner, _, last = key.rpartition(".")
-            parts = _STACKED.get(last, ())
-            return (
-                [[f"{owner}.{i}.{part}.weight".lstrip(".") for part in parts] for i in range(experts)]
-                if parts
-                else None
-            )
-        if self._keeps_names:
-            return None
-        # the values say which rows of which expert a tensor of the checkpoint holds
-        rows = torch.arange(2.0 * experts).view(experts, 2, 1)
-        found = {name: rows.flatten().tolist() for name, rows in self.converted(key, rows)}
-        names: list[list[str]] = []
-        for expert in range(experts):
-            halves, whole = [2.0 * expert, 2.0 * expert + 1], [[2.0 * expert, 2.0 * expert + 1]]
-            for parts in ([[half] for half in halves], whole):
-                named = [[name for name, held in found.items() if held == part] for part in parts]
-                if all(len(one) == 1 for one in named):
-                    names.append([one[0] for one in named])
-        return names if len(names) == experts else None
+            names = [
+                [f"{owner}.{i}.{part}.weight".lstrip(".") for part in _PARTS.get(last, ())]
+                for i in range(experts)
+            ]
+            return names if last in _PARTS else None
+        holders = self._holders.get(key, {}).items()
+        found: list[list[str]] = []
+        for first in range(0, 2 * experts, 2):
+            whole = [name for name, rows in holders if rows == [first, first + 1]]
+            halves = [name for half in (first, first + 1) for name, rows in holders if rows == [half]]
+            found.append(whole or halves)
+        return found if {len(names) for names in found} in ({1}, {2}) else None
+
+
+def _sketch(index: int, value: Tensor) -> Tensor:
+    """Return a small tensor that stands for one of the state dict: experts with two rows each, a matrix with two."""
+    if value.dim() == 3:
+        rows = torch.arange(2.0 * len(value), dtype=torch.float64).view(-1, 2, 1)
+    else:
+        rows = torch.zeros((2, 1) if value.dim() == 2 else (1,) * value.dim(), dtype=torch.float64)
+    return rows + index * _ROOM

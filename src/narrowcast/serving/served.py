@@ -147,9 +147,19 @@ class Served:
             own = planned.get(weight.name) or ("high precision", _why_not(found, None, self.kind, uses))
             self.weights.append(ExportedWeight(f"{found.name}.{weight.name}".lstrip("."), *own))
         if all(one.reason for one in self.weights[-len(found.weights) :]):
-            self.kept.append(
-                (self.names.of(f"{found.name}.weight") or "").removesuffix(".weight") or found.name
-            )
+            keys = [f"{found.name}.{weight.name}".lstrip(".") for weight in found.weights]
+            self.kept += self._kept_names(found.name, keys)
+
+    def _kept_names(self, module: str, keys: list[str]) -> list[str]:
+        """Return the names of a module in high precision.
+
+        Of experts that the checkpoint holds one by one, those of the checkpoint, which servers read, come after that of
+        the module, which Transformers reads.
+        """
+        named = [name.removesuffix(".weight") for key in keys for name in self.names.all_of(key)]
+        if len(named) == 1 and named != keys:
+            return named
+        return [module, *(name for name in named if name not in keys)]
 
     def _keys(self, found: Found, stage: Stage) -> list[str]:
         layer: Any = found.module
@@ -172,7 +182,7 @@ class Served:
             )
         named = self._rows_of(layer, stage, keys, rows)
         if named is None:
-            return [], "its checkpoint does not hold its experts one by one"
+            return [], "its checkpoint arranges it otherwise"
         granule = written_as.granule
         if any(one.first % granule for group in named for one in group):
             return [], f"its parts begin within tiles of {granule} rows"
