@@ -136,17 +136,58 @@ def bytes_sent(rank: int, options: dict[str, Any]) -> list[int]:
         sent.append(x.numel())
         return send(x, *arguments)
 
-    def exchange(*arguments: Any) -> Tensor:
+    def begin(*arguments: Any) -> Any:
         sent.append(-1)  # where a wire begins
-        return travel(*arguments)
+        return depart(*arguments)
 
-    travel = moe_exchange.travel
+    depart = moe_exchange.depart
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_exchange, "all_to_all_op", count)
-        patch.setattr(moe_exchange, "travel", exchange)
+        patch.setattr(moe_exchange, "depart", begin)
         share(rank, "even", nc.distributed.MoEDispatch(EXPERTS, **options), torch.bfloat16)
     begins = [place for place, size in enumerate(sent) if size < 0]
     return [sum(sent[begin + 1 : end]) for begin, end in zip(begins, [*begins[1:], len(sent)], strict=True)]
+
+
+class Noted(torch.autograd.Function):
+    """A tensor passed on, there and back, with a note of when."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, notes: list[str]) -> Tensor:
+        ctx.notes = notes
+        notes.append("shared")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.notes.append("shared backward")
+        return grad, None
+
+
+def beside_a_shared_expert(rank: int, options: dict[str, Any]) -> tuple[Results, Results, list[str], Results]:
+    """With a shared expert inside and added afterwards, what happened in which order, and in a graph."""
+    layer, notes = nc.distributed.MoEDispatch(EXPERTS, **options), []
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)) / 8
+
+    def shared(x: Tensor) -> Tensor:
+        return torch.tanh(x) @ weight
+
+    def noted(x: Tensor) -> Tensor:
+        return shared(Noted.apply(x, notes))
+
+    def inside(*arguments: Any) -> Tensor:
+        return layer(*arguments, shared=noted)
+
+    def in_graph(*arguments: Any) -> Tensor:
+        return torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments, shared=shared)
+
+    after = share(rank, "uneven", lambda x, *rest: layer(x, *rest) + shared(x))
+    send, wait = moe_exchange.all_to_all_op, moe_exchange.wait_op
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_exchange, "all_to_all_op", lambda *given: (notes.append("start"), send(*given))[1])
+        patch.setattr(moe_exchange, "wait_op", lambda *given: (notes.append("wait"), wait(*given))[1])
+        ours = share(rank, "uneven", inside)
+    return ours, after, notes, share(rank, "uneven", in_graph)
 
 
 def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
@@ -176,6 +217,7 @@ def work(rank: int) -> Any:
         results["wire", name] = share(
             rank, "even", nc.distributed.MoEDispatch(EXPERTS, **{**PLAIN, **options})
         )
+    results["shared"] = beside_a_shared_expert(rank, {"capacity": 24, **EVERYWHERE})
     results["bytes"] = [
         bytes_sent(rank, {**one, "capacity": capacity})
         for capacity in (None, 24)
@@ -225,6 +267,18 @@ def test_quantized_in_every_direction(ranks: list[Any]) -> None:
     assert not torch.equal(ours["y"], theirs["y"]) and not torch.equal(ours["dx"], theirs["dx"])
     for key in theirs:
         assert_close(ours[key], theirs[key], "fp8_layer")
+
+
+def test_a_shared_expert_runs_while_rows_travel(ranks: list[Any]) -> None:
+    """The bits of adding it afterwards; starts come before it and waits after it, there and back."""
+    for rank in ranks:
+        ours, after, notes, in_graph = rank["shared"]
+        for key in after:
+            assert_bitwise(ours[key], after[key], key)
+            assert_bitwise(in_graph[key], after[key], key)
+        counts, wire = ["start", "wait"], ["start", "start", "wait", "wait"]
+        forward = [*counts, "start", "start", "shared", "wait", "wait", *wire]
+        assert notes == [*forward, *wire, "start", "start", "shared backward", "wait", "wait"]
 
 
 @pytest.mark.parametrize("name", WIRES)

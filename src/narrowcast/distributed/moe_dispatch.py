@@ -9,17 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import positive
-from .._tracing import can_check
+from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_positions
 from ..moe import moe_unpermute
 from ..moe.permutation import checked_row_map
 from ..quantizers import MXFP8Quantizer, Quantizer
-from .moe_exchange import Exchange, Route, Wires, by_expert, exact_counts, group_of, wire_of
+from .moe_exchange import (
+    Exchange,
+    Returned,
+    Returning,
+    Route,
+    Wires,
+    by_expert,
+    depart,
+    exact_counts,
+    group_of,
+    wire_of,
+)
 from .wire_receipt import WireReceipt, wire_cost
 
 DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
 AS_GRAD = "as grad_quantizer"
+WIRES = ("dispatch", "combine", "dispatch_grad", "combine_grad")
 
 
 class MoEDispatch(nn.Module):
@@ -96,7 +108,8 @@ class MoEDispatch(nn.Module):
         rows = rows.detach()
         if rows.dim() != 2 or not rows.numel():
             raise ValueError(f"rows has shape {tuple(rows.shape)}; pass (R, K), with at least one row")
-        return WireReceipt(tuple(wire_cost(name, wire, rows) for name, wire in self.wires._asdict().items()))
+        named = zip(WIRES, self.wires, strict=True)
+        return WireReceipt(tuple(wire_cost(name, wire, rows) for name, wire in named))
 
     def dispatch(self, rows: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Send rows to their experts.
@@ -147,6 +160,7 @@ class MoEDispatch(nn.Module):
         routing_map: Tensor,
         num_out_tokens: int,
         experts: Callable[[Tensor, Tensor], Tensor],
+        shared: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Run a full mixture: permute, dispatch, experts, combine, sum; the same bits with fewer passes over the rows.
 
@@ -155,6 +169,8 @@ class MoEDispatch(nn.Module):
             probs, routing_map: (T, E), as ``fused_topk_with_score_function`` returns them.
             num_out_tokens: copies of tokens, ``T * topk``, or more than there are.
             experts: called with rows and the number of rows of each local expert; returns (rows, N).
+            shared: a shared expert, (T, K) to (T, N), whose result is added. It runs while rows are on their way to the
+                experts, and its backward, in eager code, while their gradients are on the way back.
 
         Returns:
             (T, N).
@@ -166,10 +182,27 @@ class MoEDispatch(nn.Module):
         # Tokens are quantized once, whatever the number of their experts, and copied to where they leave from; what
         # comes back is added up where it arrives.
         there = route._replace(before=moe_positions(row_map, sum(route.sent)), before_back=row_map)
-        arrived = Exchange.apply(x, there, self.wires.dispatch, self.wires.dispatch_grad)
+        arrived, beside = self._arrived(x, there, shared)
         home = route._replace(before=None, before_back=None).reversed()
         results = Exchange.apply(experts(arrived, splits), home, self.wires.combine, self.wires.combine_grad)
-        return moe_unpermute(results, row_map, probs)
+        y = moe_unpermute(results, row_map, probs)
+        return y if beside is None else y + beside
+
+    def _arrived(
+        self, x: Tensor, route: Route, shared: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of the local experts, and what the shared expert computed while they were on their way."""
+        there, back = self.wires.dispatch, self.wires.dispatch_grad
+        if shared is None:
+            return Exchange.apply(x, route, there, back), None
+        # a graph holds starts and waits as they are; its backward is the compiler's to order
+        returning = Returning() if can_remember() else None
+        # Before the shared expert, so that its backward comes after that of the shared expert.
+        routed = x if returning is None else Returned.apply(x, returning)
+        with torch.no_grad():
+            departed = depart(x, route, there)
+        beside = shared(x)
+        return Exchange.apply(routed, route, there, back, departed, returning), beside
 
     def _plan(self, tokens_per_expert: Tensor, rows: int) -> tuple[Route, Tensor]:
         counts = tokens_per_expert.to(torch.int64).view(self.wires.dispatch.ranks, self.num_local_experts)

@@ -86,14 +86,23 @@ def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> W
     return Wire(group, ranks, quantizer, scales[0].shape[0].size == "K")
 
 
-def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
-    """Return rows for each rank against rows from each rank; they travel as bytes. ``x`` itself if there is one
+def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
+    """Start sending rows to each rank against rows from each rank; they travel as bytes. ``x`` itself if there is one
     rank.
     """
     if wire.ranks == 1:
         return x
-    out = all_to_all_op(bytes_of_rows(x), list(received), list(sent), wire.group)
-    return wait_op(out).view(x.dtype)
+    return all_to_all_op(bytes_of_rows(x), list(received), list(sent), wire.group)
+
+
+def wait_all_to_all(out: Tensor, dtype: torch.dtype, wire: Wire) -> Tensor:
+    """Return what :func:`start_all_to_all` brings of rows of that dtype."""
+    return out if wire.ranks == 1 else wait_op(out).view(dtype)
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
+    """Return rows for each rank against rows from each rank; they travel as bytes."""
+    return wait_all_to_all(start_all_to_all(x, received, sent, wire), x.dtype, wire)
 
 
 def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
@@ -102,8 +111,34 @@ def travel(x: Tensor, route: Route, wire: Wire) -> Tensor:
     Rows that become one are decoded first and summed in fp32. With scales that are powers of two, bf16 holds a decoded
     row exactly.
     """
-    parts = [_moved(part, route, wire) for part in encode(x, wire)]
-    return _added(decode(parts, wire, x.shape[1], x.dtype), route)
+    return arrive(depart(x, route, wire), route, wire, x.shape[1], x.dtype)
+
+
+class Departed(NamedTuple):
+    """What is on its way: the parts of a wire, and their dtypes."""
+
+    parts: list[Tensor]
+    dtypes: list[torch.dtype]
+
+
+def depart(x: Tensor, route: Route, wire: Wire) -> Departed:
+    """Start sending rows (R, K)."""
+    parts = encode(x, wire)
+    if route.before is not None:
+        back = route.before_back
+        copies = 1 if back is None or back.dim() == 1 else back.shape[1]
+        parts = [moe_spread(part, route.before, copies) for part in parts]
+    started = [start_all_to_all(part, route.received, route.sent, wire) for part in parts]
+    return Departed(started, [part.dtype for part in parts])
+
+
+def arrive(departed: Departed, route: Route, wire: Wire, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows (R', ``columns``) of ``dtype`` at the other end, once they are there."""
+    parts = [wait_all_to_all(part, kind, wire) for part, kind in zip(*departed, strict=True)]
+    if route.after is not None and route.after.dim() == 1:
+        parts = [moe_spread(part, route.after, 1) for part in parts]
+    x = decode(parts, wire, columns, dtype)
+    return x if route.after is None or route.after.dim() == 1 else moe_collect(x, route.after, None)
 
 
 def encode(x: Tensor, wire: Wire) -> list[Tensor]:
@@ -126,34 +161,61 @@ def decode(parts: list[Tensor], wire: Wire, columns: int, dtype: torch.dtype) ->
     return dequantize([data, scales], wire.quantizer, False, dtype, [data.shape[0], columns])
 
 
-def _moved(x: Tensor, route: Route, wire: Wire) -> Tensor:
-    if route.before is not None:
-        back = route.before_back
-        x = moe_spread(x, route.before, 1 if back is None or back.dim() == 1 else back.shape[1])
-    x = all_to_all(x, route.received, route.sent, wire)
-    return x if route.after is None or route.after.dim() == 2 else moe_spread(x, route.after, 1)
-
-
-def _added(x: Tensor, route: Route) -> Tensor:
-    return x if route.after is None or route.after.dim() == 1 else moe_collect(x, route.after, None)
-
-
 class Exchange(torch.autograd.Function):
-    """Rows travel along a route, and their gradients back."""
+    """Rows travel along a route, and their gradients back.
+
+    ``departed``: the rows, if they are on their way already. ``returning``: where the backward leaves gradients that
+    are on their way, for :class:`Returned` to wait for; None to wait here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route, there: Wire, back: Wire) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        route: Route,
+        there: Wire,
+        back: Wire,
+        departed: Departed | None = None,
+        returning: Returning | None = None,
+    ) -> Tensor:
         ctx.save_for_backward(*route[:4])
-        ctx.sent, ctx.received, ctx.wire = route.sent, route.received, back
-        y = travel(x, route, there)
+        ctx.sent, ctx.received, ctx.wire, ctx.returning = route.sent, route.received, back, returning
+        ctx.shape = x.shape
+        y = arrive(departed or depart(x, route, there), route, there, x.shape[1], x.dtype)
         return y.view_as(y)  # PyTorch 2.11 loses the gradient of a result that went through a no-op
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         before, before_back, after, after_back = ctx.saved_tensors
         route = Route(before, before_back, after, after_back, ctx.sent, ctx.received).reversed()
-        return travel(grad, route, ctx.wire), None, None, None
+        if ctx.returning is None:
+            return travel(grad, route, ctx.wire), None, None, None, None, None
+        departed = depart(grad, route, ctx.wire)
+        ctx.returning.pending = (departed, route, ctx.wire, grad.shape[1], grad.dtype)
+        return grad.new_zeros(1).expand(ctx.shape), None, None, None, None, None  # a stand-in
+
+
+class Returning:
+    """The gradients of one exchange on their way back."""
+
+    pending: tuple[Departed, Route, Wire, int, torch.dtype]
+
+
+class Returned(torch.autograd.Function):
+    """Rows before an exchange; the backward waits for the gradients that :class:`Exchange` left on their way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, returning: Returning) -> Tensor:
+        ctx.returning = returning
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        pending = ctx.returning.pending
+        del ctx.returning.pending
+        return arrive(*pending), None
 
 
 def exact_counts(counts: Tensor, wire: Wire) -> Tensor:
