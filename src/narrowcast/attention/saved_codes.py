@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import CODES, kept_for_backward
-from ..functional import dequantize
+from ..autograd import decoded, kept_in_codes
 from ..upstream.autograd import innermost_hooks
 
 
 class _Kept(NamedTuple):
-    """Codes and scales, as the hooks around return them, and the dtype and shape of their tensor."""
+    """Codes and scales, as the hooks around return them, and the dtype of their tensor."""
 
     codes: Any
     scales: Any
     dtype: torch.dtype
-    shape: list[int]
 
 
 def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
@@ -37,15 +35,14 @@ def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
         if x.dtype != dtype or x.dim() < 3 or x.shape[-1] != channels:
             return around_pack(x)
         with torch.no_grad():
-            scales, codes = kept_for_backward(x.detach(), True)
-        return _Kept(around_pack(codes), around_pack(scales), dtype, list(x.shape))
+            scales, codes = kept_in_codes(x.detach())
+        return _Kept(around_pack(codes), around_pack(scales), dtype)
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Kept):
             return around_unpack(kept)  # type: ignore[no-any-return]
         with torch.no_grad():
-            buffers = [around_unpack(kept.codes), around_unpack(kept.scales)]
-            return dequantize(buffers, CODES.quantizer, False, kept.dtype, kept.shape)
+            return decoded(around_unpack(kept.codes), around_unpack(kept.scales), kept.dtype)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

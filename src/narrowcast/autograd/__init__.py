@@ -10,11 +10,10 @@ from .linear import LinearFunction
 from .norm import NormSettings, normalize
 from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, ProgramFunction
 from .quantized_boundary import quantize_input_gradient, quantize_output
-from .saved_activation import CODES, kept_for_backward
+from .saved_activation import decoded, kept_in_codes
 from .weight_gradient import add_to_main_grad_, compute_wgrad
 
 __all__ = [
-    "CODES",
     "Activation",
     "ActivationSettings",
     "DelayedScales",
@@ -34,8 +33,9 @@ __all__ = [
     "add_to_main_grad_",
     "compute_wgrad",
     "concatenate",
+    "decoded",
     "grouped_linear",
-    "kept_for_backward",
+    "kept_in_codes",
     "multiply_forward",
     "normalize",
     "quantize_input_gradient",

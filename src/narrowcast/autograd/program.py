@@ -48,7 +48,7 @@ from .gemms import (
 )
 from .linear import saved_tensors
 from .norm import NormSettings, norm_gradients
-from .saved_activation import kept_for_backward, pop_kept
+from .saved_activation import decoded, kept_in_codes
 
 
 class Value(NamedTuple):
@@ -137,7 +137,7 @@ class Norm:
             beside.append(inp)
         saved: list[Any] = [None, None, None, None]
         if plan.needs_input:
-            saved = [*kept_for_backward(inp, plan.saves_codes), weight, mean, rstd]
+            saved = [*(kept_in_codes(inp) if plan.saves_codes else (inp,)), weight, mean, rstd]
         return Value(output, operand, value.lead, x.shape[0]), [SavedOperand(saved, None)]
 
     def backward(
@@ -153,7 +153,9 @@ class Norm:
         """Put the gradient of its input into ``flow``, those of its other tensors into ``grads``."""
         grad: Any = flow.pop().plain
         weight, mean, rstd = _pop_last(saved, 3)
-        inp = pop_kept(saved, grad.dtype)
+        inp = saved.pop()
+        if inp.dtype == torch.uint8:
+            inp = decoded(inp, saved.pop(), grad.dtype)
         grad_input = beside.pop() if args.returns_input else None
         if args.returns_output:
             grad = grad + beside.pop().reshape(grad.shape)
@@ -179,7 +181,9 @@ class Activation:
         """Return the output and the backward's data."""
         hidden: Any = value.plain
         plan, scales, name, parameters = behind.plan, behind.scales, args.activation, list(args.parameters)
-        kept: list[Any] = kept_for_backward(hidden, plan.saves_codes) if plan.needs_input else [None]
+        kept: list[Any] = [hidden if plan.needs_input else None]
+        if plan.needs_input and plan.saves_codes:
+            kept = kept_in_codes(hidden)
         saved = [SavedOperand(kept, None)]
         if plan.needs_weight and plan.backward_override == "high_precision":
             output = act(hidden, name, parameters)
@@ -203,7 +207,9 @@ class Activation:
     ) -> None:
         """Put what the linear layer before it reads into ``flow``; ``scale``: of that layer."""
         grad: Any = flow.pop().plain
-        hidden, plan, sums = pop_kept(saved, grad.dtype), front.plan, None
+        hidden, plan, sums = saved.pop(), front.plan, None
+        if hidden.dtype == torch.uint8:
+            hidden = decoded(hidden, saved.pop(), grad.dtype)
         name, parameters = args.activation, list(args.parameters)
         if plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
             flow.append(Grad(act_backward(grad, hidden, name, parameters)))

@@ -6,8 +6,6 @@ reads them, so nothing asks for coarser scales.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,24 +20,16 @@ CODES = Operand.of(
 )
 
 
-def kept_for_backward(x: Tensor, in_codes: bool) -> list[Tensor]:
-    """Return what to save of ``x`` (*lead, K), without gradient: itself, or scales and codes.
-
-    ``pop_kept`` returns it, or what the codes decode to.
-    """
-    if not in_codes:
-        return [x]
+def kept_in_codes(x: Tensor) -> list[Tensor]:
+    """Return scales and codes of ``x`` (*lead, K), without gradient: what to save in place of it."""
     codes, scales = CODES.quantize(x).rowwise
     return [scales, codes]
 
 
-def pop_kept(saved: list[Any], dtype: torch.dtype) -> Any:
-    """Return the tensor that the list has last, as ``kept_for_backward`` saved it; the list loses it.
+def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what ``kept_in_codes`` kept.
 
     Args:
-        dtype: of the tensor.
+        dtype: of the tensor that was kept.
     """
-    kept = saved.pop()
-    if kept is None or kept.dtype != torch.uint8:
-        return kept
-    return dequantize([kept, saved.pop()], CODES.quantizer, False, dtype, list(kept.shape))
+    return dequantize([codes, scales], CODES.quantizer, False, dtype, list(codes.shape))
