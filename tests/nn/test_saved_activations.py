@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -11,6 +12,7 @@ from recipes import RECIPES
 from torch import nn
 
 import narrowcast as nc
+from narrowcast import offload
 from narrowcast.testing import assert_close
 
 
@@ -113,6 +115,31 @@ def test_a_transformer_layer_keeps_little_more_than_half() -> None:
     )
     assert torch.equal(again[0], coded[0])  # attention in a graph keeps its tensors as they are
     assert_close(again[1], coded[1], "fp8_saved_activations")
+
+
+def test_offloading_moves_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[torch.dtype] = []
+    to_host = offload._Moved.to_host
+    monkeypatch.setattr(offload, "LEAST_ELEMENTS", 2048)
+    monkeypatch.setattr(offload._Moved, "to_host", lambda x: (to_host(x), moved.append(x.on_host.dtype))[0])
+    layers, x = nn.ModuleList([block("fp8") for _ in range(2)]), given(16, 512)
+
+    def run(offloads: bool) -> list[torch.Tensor]:
+        context, sync = (
+            nc.get_cpu_offload_context(True, 1, 2) if offloads else (contextlib.nullcontext(), None)
+        )
+        inp = out = x.detach().requires_grad_()
+        for layer in layers:
+            with context:
+                out = layer(out)
+            out = out if sync is None else sync(out)
+        layers.zero_grad()
+        out.float().square().mean().backward()
+        return [inp.grad, *(p.grad for p in layers.parameters())]  # type: ignore[list-item]
+
+    expected, made = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, made, strict=True))
+    assert moved.count(torch.uint8) >= 8 and torch.bfloat16 not in moved
 
 
 def test_the_receipt_names_the_layers_that_keep_codes() -> None:
