@@ -92,7 +92,8 @@ def sglang_token(x: Tensor) -> tuple[Tensor, Tensor]:
 def sglang_group(x: Tensor) -> tuple[Tensor, Tensor]:
     """sgl_per_token_group_quant_fp8: two factors, each rounded by itself."""
     amax = x.abs().amax(-1, keepdim=True).clamp(min=1e-10)
-    return (x * (448 / amax)).clamp(-448, 448).to(E4M3), amax * torch.tensor(1.0 / 448)
+    factor = torch.full_like(amax, 448) / amax  # PyTorch divides a number by multiplying with the reciprocal
+    return (x * factor).clamp(-448, 448).to(E4M3), amax * torch.tensor(1.0 / 448)
 
 
 def transformers_quant(x: Tensor) -> tuple[Tensor, Tensor]:

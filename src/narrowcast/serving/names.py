@@ -56,8 +56,10 @@ class CheckpointNames:
 
     def converted(self, key: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors of the checkpoint that hold one of the state dict."""
-        name = key if self._revert is None else self.of(key)
-        return self._revert(self._model, {key: tensor}).items() if name is None else [(name, tensor)]
+        name = self.of(key)
+        if name is not None or self._revert is None:
+            return [(name or key, tensor)]
+        return self._revert(self._model, {key: tensor}).items()
 
     def all_of(self, key: str) -> list[str]:
         """Return the names of the checkpoint's tensors that hold one of the state dict; its own if it is not known."""
