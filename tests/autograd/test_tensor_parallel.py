@@ -12,7 +12,15 @@ from reference.checks import normal
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.autograd import DelayedScales, LinearFunction, LinearFwdArgs, LinearWgrad, gemms
+from narrowcast.autograd import (
+    DelayedScales,
+    LinearFunction,
+    LinearFwdArgs,
+    LinearWgrad,
+    NormSettings,
+    gemms,
+    program,
+)
 from narrowcast.autograd import tensor_parallel as module
 from narrowcast.autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
 from narrowcast.quantizers import DelayedFloat8Quantizer, Operand
@@ -67,7 +75,7 @@ FAKES: dict[str, Any] = {
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
     for name, fake in {**FAKES, **others}.items():
-        for user in (module, gemms):
+        for user in (module, gemms, program):
             if hasattr(user, name):
                 monkeypatch.setattr(user, name, fake)
 
@@ -173,6 +181,31 @@ def test_a_split_layer_is_the_whole_one(name: str, mode: str, sequence_parallel:
         dgrad = grads[0][: len(own[0])]
         assert torch.equal(own[0], 2 * dgrad if mode == "column" else dgrad)
         assert all(map(torch.equal, own[1:], grads[1:]))
+
+
+@pytest.mark.parametrize("rows", [64, 4])
+@pytest.mark.parametrize("name", ["none", "current", "mxfp8", "high precision"])
+def test_a_norm_before_a_split_layer(name: str, rows: int, equals: None) -> None:
+    """Its rows are normalized by each process and gathered as bytes, or in high precision if they are too few."""
+    plan, norm = (
+        linear_plan(SPLIT_RECIPES[name], "", True, True, module_type="linear"),
+        NormSettings("RMSNorm", 1e-5, False),
+    )
+    share, dy = (normal((rows, 2, size), torch.bfloat16, seed) for size, seed in ((32, 1), (48, 2)))
+    results = []
+    for parallel in (TensorParallel("column", None, True), None):
+        x = (share if parallel else torch.cat([share, share])).clone().requires_grad_()
+        parameters = [normal(shape, torch.bfloat16).requires_grad_() for shape in ((32,), (48, 32))]
+        linear = LinearFwdArgs(plan, torch.bfloat16, DelayedScales(), None, LinearWgrad(), False)
+        linear = replace(linear, parallel=parallel) if parallel else linear
+        stages = program.Program([program.Norm(1, 2), program.Linear(3, 4)], 5)
+        call = program.ProgramArgs(stages, (program.NormArgs(norm, False, False), linear))
+        y = program.ProgramFunction.apply(call, x, parameters[0], None, parameters[1], None)
+        results.append([y, *torch.autograd.grad(y, [x, *parameters], torch.cat([dy, dy]))])
+    (ours, dx, dnorm, dweight), expected = results
+    assert torch.equal(ours, expected[0]) and torch.equal(dweight, expected[3])
+    assert torch.equal(dx, 2 * expected[1][:rows])
+    torch.testing.assert_close(dnorm, expected[2], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("columns", [8, 12, 16])

@@ -82,6 +82,18 @@ def test_calibrating_leaves_everything_else_as_it_was() -> None:
     assert model[0][0].amax_history_bwd.any()
 
 
+def test_two_passes_unless_told_otherwise() -> None:
+    model, x, calls = nc.set_recipe(two_layers(), RECIPE), torch.randn(32, 64), []
+
+    def step() -> None:
+        calls.append(model(x).sum().backward())
+
+    nc.calibrate_delayed_scaling(model, step)
+    assert len(calls) == 2
+    nc.calibrate_delayed_scaling(model, step, passes=1)
+    assert len(calls) == 3
+
+
 def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
     model = nc.set_recipe(two_layers(), RECIPE)
     model[0].weight.grad = mine = torch.ones(64, 64)

@@ -251,3 +251,5 @@ def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:
     with pytest.raises((ValueError, TypeError), match="policy"):
         nc.set_recipe(model, CURRENT, policy="fastest")
     assert model.lm_head.recipe is None
+    with pytest.raises(ValueError, match="policy is 'fastest'"):  # of layers that no policy chooses for, too
+        nc.set_recipe(nc.GroupedLinear(2, 32, 32, device="cpu"), CURRENT, policy="fastest", rows=8)

@@ -10,7 +10,7 @@ from quantizers.catalog import ONE_OF_EACH, assert_own_memory, assert_same_buffe
 from reference.checks import normal
 from torch import Tensor, nn
 
-from narrowcast.tensors.dequantizing import is_all_of, plain, with_attributes_of
+from narrowcast.tensors.dequantizing import DequantizedView, is_all_of, plain, with_attributes_of
 
 BF16 = torch.bfloat16
 SHAPE = (32, 64)
@@ -74,6 +74,14 @@ def test_copies_and_data(name):
     assert all(torch.equal(buffer, codes[key]) for key, buffer in buffers(tensor).items())
     tensor.data = normal((16, 32), BF16)
     assert_same_buffers(tensor, quantize(ONE_OF_EACH[name], normal((16, 32), BF16)))
+
+
+def test_a_view_with_a_gradient_is_no_array():
+    view = nn.Parameter(quantize(ONE_OF_EACH["mxfp8"], normal(SHAPE, torch.float32, 0)))[:, :3]
+    assert isinstance(view, DequantizedView) and view.requires_grad
+    with pytest.raises(RuntimeError, match="requires grad"):
+        view.numpy()
+    assert view.numpy(force=True).shape == view.detach().numpy().shape == (32, 3)
 
 
 def test_the_kept_initial_value_is_dropped_on_request():
