@@ -1,0 +1,98 @@
+"""Draws ``docs/assets/grpo.png``: reward and KL between sampler and trainer, from the steps of ``examples/16_grpo.py``.
+
+    python docs/grpo_chart.py --measure   # trains on this CPU, and writes benchmarks/results/grpo.csv
+    python docs/grpo_chart.py             # draws those rows
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import narrowcast as nc
+from narrowcast_tools.train.machine import cpu_model
+
+ROOT = Path(__file__).parents[1]
+ROWS, PICTURE = ROOT / "benchmarks" / "results" / "grpo.csv", ROOT / "docs" / "assets" / "grpo.png"
+BLOCK, CURRENT = nc.recipe.Float8BlockScaling(), nc.recipe.Float8CurrentScaling()
+RUNS = {
+    "bf16": (None, None, 1),
+    "FP8, per-tensor scales": (CURRENT, None, 1),
+    "FP8, 1×128 scales": (BLOCK, None, 1),
+    "bf16, batch-invariant": (None, "batch-invariant", 1),
+    "FP8, 1×128 scales, batch-invariant, two processes": (BLOCK, "batch-invariant", 2),
+}
+COLORS = ("#7a7a7a", "#c44e52", "#4c72b0", "#2b2b2b", "#2a9d5c")
+FLOOR = 1e-9  # where a KL of exactly 0 is drawn
+
+
+def measure(steps: int) -> None:
+    """Train every run, and write a row per step."""
+    torch.set_num_threads(1)
+    commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True)
+    where = {
+        "device": f"{cpu_model()}, 1 threads",
+        "torch": torch.__version__,
+        "narrowcast": nc.__version__,
+        "commit": commit.stdout.strip(),
+    }
+    train = runpy.run_path(str(ROOT / "examples" / "16_grpo.py"))["train"]
+    with ROWS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "step", "reward", "kl", *where], lineterminator="\n")
+        writer.writeheader()
+        for name, (recipe, mode, processes) in RUNS.items():
+            for step, (reward, kl) in enumerate(train(recipe, mode, processes, steps)):
+                row = {"run": name, "step": step, "reward": f"{reward:.5f}", "kl": f"{kl:.4e}"}
+                writer.writerow({**row, **where})
+                file.flush()
+
+
+def draw() -> None:
+    """Draw the rows: rewards above, KL below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with ROWS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
+    for at, (name, color) in enumerate(zip(RUNS, COLORS)):
+        own = [row for row in rows if row["run"] == name]
+        steps = [int(row["step"]) for row in own]
+        invariant = "batch-invariant" in name
+        style = {"color": color, "linestyle": "--" if at == 3 else "-", "linewidth": 1.6, "label": name}
+        above.plot(steps, [float(row["reward"]) for row in own], **style)
+        style |= {"marker": "o" if invariant else "", "markersize": 4, "markevery": (at % 2, 2)}
+        below.plot(steps, [max(float(row["kl"]), FLOOR) for row in own], **style)
+    above.set_ylabel("share of right digits")
+    below.set(yscale="log", xlabel="step", ylabel="KL, k3 estimate", ylim=(FLOOR / 2, None))
+    ticks = [FLOOR, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3]
+    below.set_yticks(ticks, ["exactly 0", *(f"1e-{power}" for power in range(8, 2, -1))])
+    below.minorticks_off()
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    above.legend(frameon=False, fontsize=8)
+    figure.savefig(PICTURE, dpi=130)
+
+
+def main() -> None:
+    """Read the options."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--measure", action="store_true", help="train first")
+    options.add_argument("--steps", type=int, default=24, help="of each run (default 24)")
+    chosen = options.parse_args()
+    if chosen.measure:
+        measure(chosen.steps)
+    draw()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
