@@ -144,7 +144,7 @@ def train(
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     for name, recipe in (("bf16", None), ("FP8", nc.recipe.Float8BlockScaling())):
         for mode, processes in ((None, 1), ("batch-invariant", 1 if recipe is None else 2)):
             for step, (reward, kl) in enumerate(train(recipe, mode, processes, steps)):
