@@ -1,7 +1,6 @@
 """Draws ``docs/assets/grpo.png``: reward and KL between sampler and trainer, from the steps of ``examples/16_grpo.py``.
 
-    python docs/grpo_chart.py --measure   # trains on this CPU, and writes benchmarks/results/grpo.csv
-    python docs/grpo_chart.py             # draws those rows
+``python docs/grpo_chart.py`` draws the rows of ``benchmarks/results/grpo.csv``; ``--measure`` trains on this CPU first.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ BLOCK, CURRENT = nc.recipe.Float8BlockScaling(), nc.recipe.Float8CurrentScaling(
 RUNS = {
     "bf16": (None, None, 1),
     "FP8, per-tensor scales": (CURRENT, None, 1),
-    "FP8, 1×128 scales": (BLOCK, None, 1),
+    "FP8, 1x128 scales": (BLOCK, None, 1),
     "bf16, batch-invariant": (None, "batch-invariant", 1),
-    "FP8, 1×128 scales, batch-invariant, two processes": (BLOCK, "batch-invariant", 2),
+    "FP8, 1x128 scales, batch-invariant, two processes": (BLOCK, "batch-invariant", 2),
 }
 COLORS = ("#7a7a7a", "#c44e52", "#4c72b0", "#2b2b2b", "#2a9d5c")
 FLOOR = 1e-9  # where a KL of exactly 0 is drawn

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import narrowcast as nc
 
 PLUS, EQUALS, VOCABULARY = 10, 11, 12
-WIDTH, HEADS, DEPTH, LONGEST, ANSWER = 128, 4, 2, 16, 2
-GROUP = 8  # answers to each question
+WIDTH, HEADS, DEPTH, LONGEST = 128, 4, 2, 16
+ANSWER, GROUP = 2, 8  # tokens of an answer, answers to a question
 
 
 class Model(nn.Module):
@@ -67,8 +67,7 @@ def sample(model: Model, questions: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     for _ in range(ANSWER):
         cache.pre_step(dict.fromkeys(range(rows), new.shape[1]))
         hidden = model(new, cache)[:, -1]
-        weights = model.head(hidden).float().softmax(-1)
-        new = torch.multinomial(weights, 1, generator=generator)
+        new = torch.multinomial(model.head(hidden).float().softmax(-1), 1, generator=generator)
         found.append(-nc.linear_cross_entropy(hidden, model.head.weight, new[:, 0], reduction="none"))
         tokens = torch.cat((tokens, new), 1)
     return tokens, torch.stack(found, 1)
@@ -87,7 +86,6 @@ def load(model: Model, served: dict[str, Tensor]) -> None:
 def serve(connection: Connection, recipe: nc.recipe.Recipe | None, mode: str | None) -> None:
     """Sample in a process of its own, until there are no more weights."""
     nc.set_deterministic(mode)
-    torch.set_num_threads(1)
     model = Model(recipe).eval()
     while (sent := connection.recv()) is not None:
         load(model, sent[0])
@@ -97,9 +95,9 @@ def serve(connection: Connection, recipe: nc.recipe.Recipe | None, mode: str | N
 def questions_of(step: int, count: int = 16) -> tuple[Tensor, Tensor]:
     """Return questions "a+b=", each GROUP times, and the two digits of their answers."""
     a, b = torch.randint(10, (2, count), generator=torch.Generator().manual_seed(step))
-    marks = [torch.full_like(a, mark) for mark in (PLUS, EQUALS)]
-    asked = torch.stack((a, marks[0], b, marks[1]), 1)
-    return (x.repeat_interleave(GROUP, 0) for x in (asked, torch.stack(((a + b) // 10, (a + b) % 10), 1)))
+    asked = torch.stack((a, torch.full_like(a, PLUS), b, torch.full_like(a, EQUALS)), 1)
+    right = torch.stack(((a + b) // 10, (a + b) % 10), 1)
+    return asked.repeat_interleave(GROUP, 0), right.repeat_interleave(GROUP, 0)
 
 
 def train(
@@ -113,10 +111,8 @@ def train(
     if processes == 2:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        sampler = context.Process(target=serve, args=(theirs, recipe, mode), daemon=True)
-        sampler.start()
-    else:
-        twin = Model(recipe).eval()
+        context.Process(target=serve, args=(theirs, recipe, mode), daemon=True).start()
+    twin = Model(recipe).eval()
     for step in range(steps):
         asked, right = questions_of(step)
         in_tiles = isinstance(recipe, nc.recipe.Float8BlockScaling)
@@ -127,11 +123,9 @@ def train(
         else:
             load(twin, served)
             tokens, sampled = sample(twin, asked, step)
-        reward = (tokens[:, -ANSWER:] == right).float().mean(1)
-        groups = reward.view(-1, GROUP)
-        advantage = ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1, 1)
-        now = model.train().log_probabilities(tokens)
-        difference = now - sampled
+        reward = (tokens[:, -ANSWER:] == right).float().mean(1).view(-1, GROUP)
+        advantage = ((reward - reward.mean(1, True)) / (reward.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        difference = model.log_probabilities(tokens) - sampled
         loss = -(torch.exp(difference) * advantage).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -139,7 +133,6 @@ def train(
         yield reward.mean().item(), (difference.exp() - 1 - difference).mean().item()
     if processes == 2:
         ours.send(None)
-        sampler.join()
     nc.set_deterministic(None)
 
 
@@ -147,10 +140,8 @@ def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     for name, recipe in (("bf16", None), ("FP8", nc.recipe.Float8BlockScaling())):
         for mode, processes in ((None, 1), ("batch-invariant", 1 if recipe is None else 2)):
-            for step, (reward, kl) in enumerate(train(recipe, mode, processes, steps)):
-                print(
-                    f"{name}, mode {mode}, {processes} processes, step {step}: reward {reward:.3f}, KL {kl:.1e}"
-                )
+            for reward, kl in train(recipe, mode, processes, steps):
+                print(f"{name}, {mode}, {processes} processes: reward {reward:.3f}, KL {kl:.1e}")
                 assert mode is None or kl == 0.0
 
 
