@@ -140,14 +140,14 @@ def _fork_ranks() -> None:
 
 
 def _idle_clock(processes: Any) -> Callable[[], float]:
-    """Return a clock that is at infinity when no process has run for ``IDLE`` seconds, else at 0."""
-    used, since = -1, time.monotonic()
+    """Return a clock that is at infinity when no process has computed for ``IDLE`` seconds, else at 0."""
+    used, since, little = 0, time.monotonic(), 10 * len(processes)  # ticks: gloo looks around while it waits
 
     def clock() -> float:
         nonlocal used, since
         stats = [_stat(process.pid) for process in processes]
         now = sum(ticks for _, ticks in stats)
-        if now != used or any(runs for runs, _ in stats):
+        if now - used > little or any(runs for runs, _ in stats):
             used, since = now, time.monotonic()
         return float("inf") if time.monotonic() - since > IDLE else 0.0
 
