@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
+from narrowcast.layers import policies
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from narrowcast.state import delayed_scaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -45,11 +47,13 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("initial", ["range", "one"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_first_step_is_as_right_as_current_scaling(initial: Any, compiled: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.covering
+def test_the_first_step_is_as_right_as_current_scaling(initial: Any, compiled: bool, rows: int) -> None:
     model, x = two_layers(), torch.randn(32, 64)
     plain = gradients(model, model, x)
     current = nc.set_recipe(copy.deepcopy(model), Float8CurrentScaling())
-    delayed = nc.set_recipe(model, DelayedScaling(amax_history_len=4, initial_scale=initial))
+    delayed = nc.set_recipe(model, DelayedScaling(amax_history_len=rows, initial_scale=initial))
     run: Any = torch.compile(delayed, backend="aot_eager", fullgraph=True) if compiled else delayed
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -114,6 +118,56 @@ def test_under_an_autocast() -> None:
     assert model[0].scale_bwd[0] != 65536 and model[0].amax_history_bwd.any()
 
 
+@pytest.mark.parametrize("recipe_of", ["root", "autocast", "policy"])
+def test_with_checkpoints(recipe_of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state, the gradients after it, and the random numbers are those of a calibration without checkpoints."""
+
+    def keeps_the_first(recipe: Recipe, shapes: Any, dtype: torch.dtype) -> tuple[Recipe | None, str]:
+        return (recipe if (32, 64, 64) in shapes else None), "the test says so"
+
+    monkeypatch.setitem(policies.POLICIES, "first", keeps_the_first)
+
+    def trained(reentrant: bool | None) -> tuple[dict[str, Tensor], Tensor]:
+        model, x = two_layers(), torch.randn(32, 64, requires_grad=True)
+        model.insert(1, nn.Dropout(0.5))  # type: ignore[operator]
+        if recipe_of != "autocast":
+            chosen = {"policy": "first", "rows": 32} if recipe_of == "policy" else {}
+            nc.set_recipe(model, RECIPE, **chosen)
+
+        def run(x: Tensor) -> Tensor:
+            for block in (model[:2], model[2:]):  # type: ignore[index]
+                x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+            return x
+
+        def step() -> None:
+            under = nc.autocast(recipe=RECIPE) if recipe_of == "autocast" else nullcontext()
+            with under:
+                run(x).sum().backward()
+
+        nc.calibrate_delayed_scaling(model, step)
+        assert all(p.grad is None for p in model.parameters())
+        step()
+        grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}, torch.cat(grads)
+
+    state, grads = trained(None)
+    assert len(state) == (6 if recipe_of == "policy" else 18)
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        found, of_checkpoints = trained(reentrant)
+        assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+        assert torch.equal(of_checkpoints, grads)
+
+
+def test_a_policy_that_keeps_high_precision_leaves_nothing_to_calibrate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(policies.POLICIES, "none", lambda *_: (None, "the test says so"))
+    model, x = nc.set_recipe(two_layers(), RECIPE, policy="none", rows=32), torch.randn(32, 64)
+    with pytest.raises(RuntimeError, match="collected an amax under delayed scaling.*policy"):
+        nc.calibrate_delayed_scaling(model, lambda: model(x).sum().backward())
+
+
 def test_what_cannot_be_calibrated_is_refused() -> None:
     model = two_layers()
     with pytest.raises(ValueError, match="passes is 0"):
@@ -158,17 +212,19 @@ def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
             gradients(another, another, x)
 
 
-@pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded"])
+@pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded", "loaded, a history of one row"])
 def test_nothing_is_told_where_nothing_was_lost(change: str) -> None:
     """An infinite gradient is one that a GradScaler skips; loaded scales are no first ones."""
-    model, x = nc.set_recipe(two_layers(), RECIPE), torch.randn(32, 64)
+    recipe = DelayedScaling(amax_history_len=1) if "one row" in change else RECIPE
+    model, x = nc.set_recipe(two_layers(), recipe), torch.randn(32, 64)
     factor = {"small gradients": 1e-3, "overflow": float("inf")}.get(change, 1.0)
-    if change == "loaded":
-        trained = nc.set_recipe(two_layers(), RECIPE)
+    if "loaded" in change:
+        trained = nc.set_recipe(two_layers(), recipe)
         for _ in range(2):
             gradients(lambda x: trained(x) * 1e-3, trained, x)
         delayed_scaling._SAID.clear()
         model.load_state_dict(trained.state_dict())
+        x *= 1.01
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for _ in range(3):

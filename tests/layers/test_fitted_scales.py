@@ -134,6 +134,27 @@ def test_the_first_step_follows_a_weight_that_was_written(kind: str, how: str, c
         assert distance(ours, wanted) < 0.12
 
 
+@pytest.mark.parametrize("before", ["steps", "calibrated", "compiled"])
+def test_the_first_step_of_a_layer_that_begins_to_train_later(before: str) -> None:
+    """Its scale follows its weight until it trains itself, whatever other layers have collected."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu"), nc.Linear(32, 32, bias=False, device="cpu"))
+    plain = nn.Linear(32, 32, bias=False)
+    nc.set_recipe(model, RECIPE)
+    x = torch.randn(8, 32)
+    model[1].eval()
+    run = compiled(model) if before == "compiled" else model
+    if before == "calibrated":
+        nc.calibrate_delayed_scaling(model, lambda: model(x).sum().backward())
+    else:
+        step(run, model, x)
+        step(run, model, x)
+    rewrite(model[1], 30.0)
+    plain.weight.data.copy_(model[1].weight)
+    for ours, wanted in zip(step(model[1].train(), model[1], x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.12
+
+
 def test_scales_that_steps_have_told_are_left() -> None:
     """In training a written weight is told by the step that sees it."""
     model, _ = pair("Linear")

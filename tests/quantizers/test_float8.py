@@ -130,3 +130,13 @@ def test_column_wise_only_decodes_to_the_same_values() -> None:
     assert columnwise._data is None
     assert torch.equal(both.dequantize(), columnwise.dequantize())
     assert torch.equal(both._transpose, both._data.movedim(-1, 0))
+
+
+def test_what_delayed_scaling_quantized_is_not_written_in_place() -> None:
+    """Its scale is in the state of the operation, which may have moved on."""
+    quantize = nc.set_recipe(nc.ops.Sequential(nc.ops.Quantize(True, False, device="cpu")), "delayed")
+    y = quantize(torch.randn(8, 32))
+    assert isinstance(y, nc.QuantizedTensor)
+    with pytest.raises(RuntimeError, match=r"\(8, 32\).*cannot be written in place.*dequantize\(\) first"):
+        y.relu_()
+    assert y.relu().min() == 0

@@ -302,6 +302,50 @@ def test_a_reentrant_checkpoint_without_gradients_collects_nothing(compiles: boo
     assert not layer.state_dict()["amax_fwd"].any()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_a_layer_in_evaluation_reads_the_scales_of_its_forward(reentrant: bool) -> None:
+    """A frozen block has gradients for its input; a forward in training renews the scales before its backward."""
+
+    def gradients(recomputes: bool) -> list[Tensor]:
+        layer = make_layer(seed=3)
+        layer(draw(0, 0.1)).square().sum().backward()
+        layer.eval()
+        x = draw(1)
+        y = cp.checkpoint(layer, x, use_reentrant=reentrant) if recomputes else layer(x)
+        with torch.no_grad():
+            layer.train()(draw(2))
+            layer.eval()
+        layer.weight.grad = None
+        y.square().sum().backward()
+        return [y.detach(), x.grad, layer.weight.grad]  # type: ignore[list-item]
+
+    def make_layer(seed: int) -> nc.Linear:
+        torch.manual_seed(seed)
+        return nc.Linear(
+            32, 32, bias=False, device="cpu", recipe=nc.recipe.DelayedScaling(amax_history_len=1)
+        )
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False)))
+
+
+def test_a_backward_may_evaluate_what_no_forward_has_run() -> None:
+    layer = nc.Linear(32, 32, device="cpu", recipe=RECIPE).eval()
+
+    class Evaluates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return layer(dy).detach()
+
+    x = draw(0)
+    Evaluates.apply(x).sum().backward()
+    assert torch.equal(x.grad, layer(torch.ones_like(x)))  # type: ignore[arg-type]
+
+
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,10 @@ class Run:
         """Return whether amax counts: in the first run of all. ``recorded``: this run records gradients."""
         return not self.repeats and (recorded or self.gradients)
 
+    def knows(self, amaxes: list[Tensor]) -> bool:
+        """Return whether this is a first run, or one whose first run has read the scales of these states."""
+        return not self.rerun or all(amax.data_ptr() in self.kept for amax in amaxes)
+
     def read(self, amaxes: list[Tensor], read: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Return the scales of some states: what the first run has read, or in a first run what ``read`` returns.
 

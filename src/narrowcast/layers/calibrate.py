@@ -44,14 +44,15 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
             with torch.random.fork_rng():
                 step()
             renew(layers)
-        if not any(slots.amax_history.any() for layer in layers for slots in layer.delayed_slots()):
+        if not any(slots.has_begun() for layer in layers for slots in layer.delayed_slots()):
             raise RuntimeError(
                 f"no layer of this {type(model).__name__} collected an amax under delayed scaling; call "
                 "narrowcast.set_recipe(model, 'delayed') first, or enter narrowcast.autocast in the step, and run the "
-                "backward in it"
+                "backward in it; if a policy kept every layer in high precision, leave the calibration out"
             )
     for layer in layers:
-        layer.__dict__["_starts"] = False
+        if layer._has_trained:
+            layer.__dict__["_starts"] = False
     return model
 
 

@@ -83,6 +83,7 @@ class DelayedLayer(RecipeOwner):
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
     _starts: bool = False  # it may have first scales, which were not checked for saturation yet
+    _has_trained: bool = False  # a training forward may have collected since
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -202,7 +203,7 @@ class DelayedLayer(RecipeOwner):
         self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, from_weights: bool = True
     ) -> None:
         _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
-        self.__dict__["_starts"] = True
+        self.__dict__.update(_starts=True, _has_trained=False)
         history.zero_()
         amax.zero_()
         scale.fill_(first_scale(delayed, mode))
@@ -330,16 +331,19 @@ class DelayedLayer(RecipeOwner):
         if ASIDE:
             self._put_back()
         starts = starts_a_step()
-        run = run_now(functions=self.training and not (recorded and starts))
+        run = run_now(functions=not ((recorded and starts) or torch.is_inference_mode_enabled()))
+        amaxes = [state.amax for stage in states for state in stage if state is not None]
+        if run is not None and not self.training and not run.knows(amaxes):
+            run = None  # a backward may evaluate what no forward has run
         if run is None and self.training and recorded and not starts:
             raise RuntimeError(UNKNOWN_FORWARD)
         if self._starts and self.training and starts:
             if renews:
                 warn_of_saturation([self])
             self._fit_first_scales(prefixes, plans)
+            self.__dict__["_has_trained"] = True
         if run is not None:
             collects = self.training and run.collects(recorded)
-            amaxes = [state.amax for stage in states for state in stage if state is not None]
             copied = run.read(amaxes, partial(_copies, states, renews))
             for own, (fwd, _), copies in zip(scales, states, _by_stage(states, copied)):
                 own.scale_fwd, own.scale_bwd = copies
@@ -582,3 +586,4 @@ def _keep_states_while_tracing(context: Any) -> None:
         layer._keep_state(prefix, forward, backward, tracing=True)
     if layer._starts and layer.training and starts_a_step():
         layer._fit_first_scales(prefixes, plans)
+        layer.__dict__["_has_trained"] = True

@@ -51,7 +51,7 @@ def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
         # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
         is_alike = (fitted / slots.scale - 1).abs() < _ROUNDED
-        slots.scale.copy_(torch.where(is_alike | slots.amax_history.any(), slots.scale, fitted))
+        slots.scale.copy_(torch.where(is_alike | slots.has_begun(), slots.scale, fitted))
 
 
 def fitted_to_weights(

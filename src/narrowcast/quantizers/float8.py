@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -165,6 +165,17 @@ class DelayedFloat8Quantizer(_Float8Base):
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
         raise RuntimeError(
             "a delayed-scaling slot needs its state; use Float8Quantizer(scale, amax, fp8_dtype)"
+        )
+
+    def update_quantized(self, src: Tensor, dst: QuantizedTensorStorage, **options: Any) -> NoReturn:
+        """Refuse: the scale is in the layer's state, which may have moved on.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"a tensor of {tuple(dst.size())} that delayed scaling quantized cannot be written in place; use the "
+            "operation that returns a new tensor, or call dequantize() first"
         )
 
     def is_requantization_safe(self) -> bool:

@@ -22,7 +22,7 @@ from .._tracing import PLAIN
 from ..functional import read_scales, renew_delayed_scaling, renewed_scales, scales_of_run, take_amaxes
 from ..functional.collectives import group_name, group_size
 from ..functional.recomputation import put_back
-from ..recipe import DelayedScaling, Mode
+from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Mode
 from ..upstream.autograd import version_preserved
 
 
@@ -44,11 +44,23 @@ class DelayedSlots(NamedTuple):
         """Largest value of the elements."""
         return fp8_max(self.recipe, self.mode)
 
+    def has_begun(self) -> Tensor:
+        """Return whether a renewal has found an amax, as a tensor.
+
+        A history of one row is empty between steps. There the scale of the first operand tells: input or grad_output.
+        """
+        if self.amax_history.shape[0] > 1:
+            return self.amax_history.any()
+        kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
+        first = self.scale[: self.scale.numel() // kinds]
+        return (first != first_scale(self.recipe, self.mode)).any()
+
 
 class DelayedState(Protocol):
     """A layer, or another object, that keeps state of delayed scaling.
 
-    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at.
+    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at. It has a
+    ``_has_trained``, too: whether a training forward has begun.
     """
 
     def delayed_slots(self) -> list[DelayedSlots]:
@@ -103,19 +115,18 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
 
     The host waits for the device, once in the life of a layer. Only eager code asks: a graph has no host to warn.
     """
-    first = [owner for owner in owners if getattr(owner, "_starts", False)]
-    states = [slots for owner in first for slots in owner.delayed_slots() if _is_readable(slots.scale)]
+    states = _end_of_first_steps(
+        [
+            owner
+            for owner in owners
+            if getattr(owner, "_starts", False) and getattr(owner, "_has_trained", False)
+        ]
+    )
     if not states:
         return
     device = states[0].scale.device
-    amaxes = torch.cat([slots.amax.to(device) for slots in states])
-    if not amaxes.any():
-        return
-    for owner in first:
-        owner.__dict__["_starts"] = False
     shares = [
-        torch.where(slots.amax_history.any(), 0.0, slots.amax * slots.scale / slots.fp8_max)
-        for slots in states
+        torch.where(slots.has_begun(), 0.0, slots.amax * slots.scale / slots.fp8_max) for slots in states
     ]
     share = torch.cat([one.to(device) for one in shares])
     beyond = share[share.isfinite() & (share > _ROUNDED)]
@@ -128,6 +139,24 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
             "whose step runs forward and backward of a batch, before training",
             stacklevel=5,
         )
+
+
+def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
+    """Note which layers have collected an amax, and return their states.
+
+    The first scales of the others still follow their weights.
+    """
+    states = [[slots for slots in owner.delayed_slots() if _is_readable(slots.scale)] for owner in owners]
+    known = [(owner, of_owner) for owner, of_owner in zip(owners, states) if of_owner]
+    if not known:
+        return []
+    device, found = known[0][1][0].scale.device, []
+    amaxes = [torch.cat([slots.amax for slots in of_owner]).amax().to(device) for _, of_owner in known]
+    for (owner, of_owner), has_collected in zip(known, (torch.stack(amaxes) != 0).tolist()):
+        if has_collected:
+            owner.__dict__["_starts"] = False
+            found += of_owner
+    return found
 
 
 def _is_readable(scale: Tensor) -> bool:
