@@ -15,11 +15,10 @@ import contextlib
 import copy
 import gc
 import io
-import math
 import random
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.state import renew
 
+from .measure import Measure
 from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
 from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said, settings
 
@@ -45,6 +45,7 @@ EDITS = (
     "vector",
     "data_copy",
 )
+USES = ("save", "copy", "train a copy", "reload state")
 OPTIMIZERS = (
     "SGD",
     "SGD foreach",
@@ -56,19 +57,6 @@ OPTIMIZERS = (
     "FusedAdam",
     "FusedSGD",
 )
-# Largest relative error of a GEMM's output, and of its gradients: what the elements' bits allow, with room.
-TOLERANCES = {
-    "delayed": (0.08, 0.095),
-    "current": (0.08, 0.095),
-    "block": (0.08, 0.095),
-    "hybrid": (0.08, 0.125),  # gradients in E5M2 blocks: of values that are alike, all may be an eighth off
-    "mxfp8": (0.08, 0.095),
-    "mxfp6": (0.2, 0.25),
-    "mxfp4": (0.4, 0.4),
-    "nvfp4": (0.4, 0.4),
-    "none": (1e-5, 1e-5),
-}
-
 # Errors of ours that are right in a drawn model; what is not here is reported once, and read.
 REVIEWED = (
     "has no low-precision layer",
@@ -80,6 +68,15 @@ REVIEWED = (
     "that renews its own scales runs twice in one compiled function",
     "GroupedLinear quantizes its input itself, pass a plain tensor",
     "collected an amax under delayed scaling",
+    "that delayed scaling quantized cannot be written in place",
+)
+
+# Errors of PyTorch's that depend on which operators run, so that its own modules may do without them: a retained graph
+# whose compiled backward was donated an intermediate, and what a selective checkpoint refuses.
+TORCHS_OWN = (
+    "donated buffers",
+    "backward once on any region computed under selective activation checkpoint",
+    "Tensor cached during selective activation checkpoint has been mutated",
 )
 
 
@@ -172,6 +169,10 @@ def _families(program: Program) -> set[str]:
 def _flags_fit(program: Program) -> bool:
     """Whether kept weights give what weights quantized on every call do: scales have no state, nothing is compiled."""
     return "delayed" not in _families(program) and not any(wrap.get("compile") for wrap in _wraps(program))
+
+
+class Stopped(Exception):
+    """What stops a call in the middle."""
 
 
 class World:
@@ -279,30 +280,19 @@ class World:
                 return x
             return self.run(x, flag)
 
-    def step(self, index: int, item: Program) -> None:
+    def train(self, item: Program) -> None:
+        """Set the mode: for training, but for a block that is left in evaluation."""
         self.model.train()
-        losses, leaves = [], []
-        joined = item["order"] == "joined"
-        flags = list(item["flags"] or ()) + [None] * len(item["batches"])
-        for number, seed in enumerate(item["batches"]):
-            leaf = self.batch(seed).requires_grad_()
-            y = self.forward(leaf, flags[number], bool(item.get("parts")))
-            self.record(f"step {index} output {number}", y)
-            leaves.append(leaf)
-            if not y.requires_grad:
-                continue
-            losses.append(self.loss(y, seed))
-            if item["order"] == "each":
-                self.backward(losses.pop(), bool(item.get("retain")), seed)
-            if item.get("between"):
-                self.look(item["between"], seed + 3, None)
-                self.model.train()
-        if joined and losses:
-            losses = [sum(losses[1:], losses[0])]
-        for loss in losses if item["order"] != "lifo" else reversed(losses):
-            self.backward(loss, bool(item.get("retain")), 5)
-        for number, leaf in enumerate(leaves):
-            self.record(f"step {index} gradient of x {number}", leaf.grad)
+        if item.get("still") is not None:
+            self.block(item["still"]).eval()
+
+    def block(self, which: int) -> nn.Module:
+        return self.model.blocks[which % len(self.model.blocks)]
+
+    def step(self, index: int, item: Program) -> None:
+        around = self.context() if self.program.get("around") else contextlib.nullcontext()
+        with around:
+            self._forwards_and_backwards(index, item)
         for name, parameter in self.model.named_parameters():
             self.record(f"step {index} gradient of {name}", parameter.grad)
         if self.measure is not None:
@@ -313,6 +303,99 @@ class World:
                 self.record(f"step {index} new {name}", _dense(parameter))
         self.optimizer.zero_grad()
 
+    def _forwards_and_backwards(self, index: int, item: Program) -> None:
+        self.train(item)
+        losses, leaves = [], []
+        joined = item["order"] == "joined"
+        flags = list(item["flags"] or ()) + [None] * len(item["batches"])
+        for number, seed in enumerate(item["batches"]):
+            leaf = self.batch(seed).requires_grad_()
+            stopped = item.get("raises") if number == 0 else None
+            with self.raising(stopped) if stopped else contextlib.nullcontext():
+                y = self.forward(leaf, flags[number], bool(item.get("parts")))
+                if stopped and y.requires_grad:
+                    self.loss(y, seed).backward()
+            if stopped:
+                self._forget_gradients(leaf)
+                continue
+            self.record(f"step {index} output {number}", y)
+            leaves.append(leaf)
+            if not y.requires_grad:
+                continue
+            losses.append(self.loss(y, seed))
+            if item["order"] == "each":
+                self.backward(losses.pop(), bool(item.get("retain")), seed)
+            if item["order"] == "1f1b" and len(losses) > 1:
+                self.backward(losses.pop(0), bool(item.get("retain")), seed)
+            if item.get("between"):
+                self.between(item["between"], seed + 3)
+                self.train(item)
+        if joined and losses:
+            losses = [sum(losses[1:], losses[0])]
+        for loss in losses if item["order"] != "lifo" else reversed(losses):
+            self.backward(loss, bool(item.get("retain")), 5)
+        for number, leaf in enumerate(leaves):
+            self.record(f"step {index} gradient of x {number}", leaf.grad)
+
+    @contextlib.contextmanager
+    def raising(self, stopped: Program) -> Iterator[None]:
+        """Let a block raise before its forward, or before its backward."""
+        block, hooks = self.block(stopped["block"] or 0), []
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt("of the case") if stopped.get("interrupt") else Stopped()
+
+        if stopped.get("backward"):
+
+            def stop_backward(_: Any, __: Any, y: Tensor) -> Tensor | None:
+                if not y.requires_grad:
+                    return None
+                y = y.clone()  # what measures the last layer sees no gradient
+                y.register_hook(stop)
+                return y
+
+            hooks = [block.register_forward_hook(stop_backward)]
+        else:
+            hooks = [block.register_forward_pre_hook(stop)]
+        try:
+            with contextlib.suppress(Stopped, KeyboardInterrupt):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _forget_gradients(self, leaf: Tensor) -> None:
+        leaf.grad = None
+        self.optimizer.zero_grad()
+        if self.measure is not None:
+            self.measure.start_of_step()
+
+    def between(self, how: str, seed: int) -> None:
+        """Do something between the forwards and backwards of a step."""
+        if how in ("no_grad", "evaluate", "inference", "dropped"):
+            self.look(how, seed, None)
+        elif how == "failed":
+            self.fail()
+            if self.measure is not None:
+                self.measure.exact.knows_steps = False  # what a failed call has renewed is not modeled
+        elif not self.plain:  # nothing of this may change what follows
+            # entering an autocast renews every layer that ran under one
+            self._use("copy" if self.program["how"] == "autocast" else how, seed)
+
+    def _use(self, how: str, seed: int) -> None:
+        """Save or copy the model, and go on with the original."""
+        state = self.model.state_dict()
+        if how == "save":
+            torch.save(state, io.BytesIO())
+        elif how == "reload state":
+            kept = {name: one.clone() for name, one in state.items() if "scale" in name or "amax" in name}
+            self.model.load_state_dict(kept, strict=False)
+        else:
+            twin = copy.deepcopy(self.model)
+            if how == "train a copy":
+                with self.context():
+                    self.loss(twin(self.batch(seed).requires_grad_(), None), seed).backward()
+
     def calibrate(self) -> None:
         """Find the scales of the first step beforehand."""
         self.model.train()
@@ -322,9 +405,13 @@ class World:
             if y.requires_grad:
                 self.loss(y, 7).backward()
 
+        if self.torchs:
+            step()
+            self.optimizer.zero_grad()
+            return
         nc.calibrate_delayed_scaling(self.model, step)
         if self.measure is not None:
-            self.measure.wanted, self.measure.fitting = {}, {}
+            self.measure.start_of_step()
 
     def backward(self, loss: Tensor, retain: bool, seed: int) -> None:
         if retain:
@@ -373,10 +460,13 @@ class World:
             if not self.torchs:
                 renew(self.delayed())  # as the call does in eager code
             x = torch.zeros_like(x, requires_grad=True)
+            with contextlib.suppress(Exception), self.context():
+                self.run(x, None)
+            # an error of the compiler refers to itself, and keeps the hooks of a checkpoint in force: of plain modules
+            gc.collect()
+            return
         with contextlib.suppress(Exception), self.context():
             self.run(x, None)
-        # an error of the compiler refers to itself, and keeps the hooks of a checkpoint in force: of plain modules, too
-        gc.collect()
 
     def neutral(self, way: str) -> None:
         """What must change nothing; the plain run leaves it out."""
@@ -399,6 +489,8 @@ class World:
         elif way == "evaluated":
             self.look("evaluate", 11, None)
             model.train()
+        elif way in USES:
+            self._use(way, 13)
         else:
             self._replace(way)
 
@@ -431,7 +523,7 @@ class World:
         self.optimizer.load_state_dict(state)
 
     def play(self) -> list[tuple[str, Tensor | None]]:
-        if self.program.get("calibrated") and not self.torchs and "delayed" in _families(self.program):
+        if self.program.get("calibrated") and "delayed" in _families(self.program):
             self.calibrate()
         for index, item in enumerate(self.program["history"]):
             torch.manual_seed(index)
@@ -444,6 +536,8 @@ class World:
                 self.edit(item)
             elif do == "neutral":
                 self.neutral(item["way"] or "to")
+            elif do == "calibrate":
+                self.calibrate()
             elif do == "recipe":
                 self._change_recipe(item["recipe"])
             elif do == "freeze":
@@ -455,18 +549,33 @@ class World:
                 if isinstance(value, Tensor):
                     self.record(f"at the end optimizer's {name} of {of}", _dense(value))
         if not self.torchs:
-            for layer in self.delayed():  # a copy learns of an autocast's recipe in its next forward
-                if self.program["how"] == "autocast" and self.recipe is not None and not layer._delayed:
-                    layer._keep_state_of(self.recipe)
-            renew(self.delayed())  # when scales are renewed does not matter, before the next training forward
+            self._renew()
+            first = [
+                buffer.data_ptr()
+                for layer in self.delayed()
+                for slots in layer.delayed_slots()
+                if layer._starts and not slots.has_begun()
+                for buffer in slots[2:]
+            ]
             for name, tensor in self.model.state_dict().items():
-                if "scale" in name or "amax" in name:
+                if (
+                    "scale" in name or "amax" in name
+                ) and tensor.data_ptr() not in first:  # follows its weight
                     self.record(f"at the end state {name}", tensor)
         return self.trace
+
+    def _renew(self) -> None:
+        """Renew scales now: it does not matter when, before the next training forward."""
+        for layer in self.delayed():  # a copy learns of an autocast's recipe in its next forward
+            if self.program["how"] == "autocast" and self.recipe is not None:
+                layer._keep_state_of(self.recipe)
+        renew(self.delayed())
 
     def _change_recipe(self, described: Program | None) -> None:
         if self.torchs or self.stored or described is None:
             return
+        if self.program["how"] == "autocast":
+            self._renew()  # by the rule that was in force: a copy does not know it
         self.recipe = recipe_of(described)
         if self.program["how"] != "autocast":
             self._give(self.recipe)
@@ -537,159 +646,6 @@ _EDITS: dict[str, Callable[..., None]] = {
 }
 
 
-class Product(NamedTuple):
-    """A product in fp64, and the sums of its squared terms: where terms cancel, their roundings do not."""
-
-    value: Tensor
-    squares: Tensor
-
-    @classmethod
-    def of(cls, a: Tensor, b: Tensor) -> Product:
-        return cls(a @ b, a.square() @ b.square())
-
-    def __add__(self, other: Product) -> Product:  # type: ignore[override]
-        return Product(self.value + other.value, self.squares + other.squares)
-
-    def size(self) -> Tensor:
-        return torch.maximum(self.value.norm(), self.squares.sum().sqrt())
-
-
-class Measure:
-    """What each ``Linear`` does, beside its products in fp64.
-
-    Delayed scaling is held to it where the last calls tell the scales: an operand that is not much larger than in each
-    of them, and not much smaller than in any call before. Before the first call they are constants, which are told to
-    saturate: there it is held to what these hold. A weight has its own scale then, and in each evaluation.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.wanted: dict[nn.Module, Product] = {}
-        self.fitting: dict[nn.Module, bool] = {}
-        self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
-        """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
-        self.steps = 0
-        self.starts = True
-        for module in world.model.modules():
-            if type(module) is nc.Linear:
-                module.register_forward_hook(self.after)
-
-    def forget(self) -> None:
-        """Another recipe is in force, whose scales no call has told."""
-        self.amaxes, self.starts = {}, False
-
-    def recipe(self, layer: Any) -> Any:
-        if self.world.program["how"] == "autocast" and self.world.recipe is not None:
-            return self.world.recipe
-        return layer.recipe
-
-    def fits(self, layer: Any, past: list[float], operand: Tensor, kind: str) -> bool:
-        """Whether the scale that an operand of a layer gets suits it.
-
-        Args:
-            kind: "input", "weight" or "gradient".
-        """
-        recipe, evaluates = self.recipe(layer), not layer.training
-        if kind == "weight" and evaluates:
-            return True
-        if past or not self.starts:
-            return fits_scales(past, operand, layer.training)
-        amax = operand.abs().max().item() if operand.numel() else 0.0
-        if getattr(recipe, "initial_scale", "range") != "range":
-            return False
-        least, largest = {"weight": (0.0, math.inf), "input": (0.01, 28.0), "gradient": (1e-6, 0.875)}[kind]
-        return least <= amax <= largest
-
-    def family(self, layer: Any) -> str:
-        recipe = self.recipe(layer)
-        if recipe is None:
-            return "none"
-        return {"float8_block": "block", "custom": "hybrid"}.get(recipe._family, recipe._family)
-
-    def check(
-        self, layer: Any, found: Tensor, wanted: Product, what: str, gradient: bool, fits: bool = True
-    ) -> None:
-        family = self.family(layer)
-        tolerance = TOLERANCES.get(family, (0.4, 0.4))[gradient]
-        if found.dtype == torch.bfloat16:
-            tolerance = max(tolerance, 0.02)
-        if family == "delayed":
-            tolerance = 0.15
-            if not fits:
-                return
-        size = wanted.size()
-        if min(found.shape) < 8 or layer.in_features < 16 or size < 1e-20:
-            return
-        if not size < torch.finfo(found.dtype).max:  # a run that diverged
-            return
-        error = ((found.double() - wanted.value).norm() / size).item()
-        if not error <= tolerance:
-            when = "a later step" if self.steps else "the first step"
-            raise Difference(f"accuracy of {what} under {family} in {when}: off by {error:.3g}")
-
-    def after(self, layer: Any, inputs: tuple[Tensor, ...], y: Any) -> None:
-        x = inputs[0]
-        if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
-            return
-        weight = layer.weight.detach().double().clone()
-        wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
-        bias = layer.bias.detach().double() if layer.bias is not None else 0.0
-        past = self.amaxes.setdefault(layer, ([], [], []))
-        fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")
-        wanted = Product.of(wide, weight.t())
-        wanted = wanted._replace(value=wanted.value + bias)
-        self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
-        if layer.training and y.requires_grad:
-            collect_amax(past[0], wide)
-            collect_amax(past[1], weight)
-        if not y.requires_grad:
-            return
-        known = list(past[2])
-
-        def seen(dy: Tensor) -> None:
-            flat = dy.detach().double().reshape(-1, dy.shape[-1])
-            part = Product.of(flat.t(), wide)
-            self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
-            fit = fits and self.fits(layer, known, flat, "gradient")
-            self.fitting[layer] = self.fitting.get(layer, True) and fit
-            collect_amax(past[2], flat)
-            if x.requires_grad:
-                x_grads.append((Product.of(flat, weight), fit))
-
-        x_grads: list[tuple[Product, bool]] = []
-
-        def seen_x(dx: Tensor) -> None:
-            if x_grads:
-                grads, fit = x_grads[-1]
-                self.check(layer, dx.detach().reshape(-1, dx.shape[-1]), grads, "dgrad", True, fit)
-
-        y.register_hook(seen)
-        if x.requires_grad and x.grad_fn is not None:
-            x.register_hook(seen_x)
-
-    def end_of_step(self) -> None:
-        for layer, wanted in self.wanted.items():
-            if layer.weight.requires_grad and layer.weight.grad is not None:
-                self.check(layer, layer.weight.grad.detach(), wanted, "wgrad", True, self.fitting[layer])
-        self.wanted, self.fitting = {}, {}
-        self.steps += 1
-
-
-def collect_amax(past: list[float], operand: Tensor) -> None:
-    amax = operand.abs().max().item() if operand.numel() else 0.0
-    if amax:
-        past.append(amax)
-
-
-def fits_scales(past: list[float], operand: Tensor, training: bool) -> bool:
-    """Whether scales that come from any of the last calls, or from the largest of all, suit the operand.
-
-    An evaluation reads those from before the last training forward, a layer that runs twice in a forward, too.
-    """
-    amax = operand.abs().max().item() if operand.numel() else 0.0
-    return len(past) > (not training) and max(past) / 50 <= amax <= 1.1 * min(past[-4:])
-
-
 def refused(error: BaseException) -> bool:
     """Whether the error is one that a user can act on in such a model: each of them was read by a person."""
     return refusal(error) and any(words in str(error) for words in REVIEWED)
@@ -722,10 +678,8 @@ def run(program: Program) -> dict[str, float]:
             raise error
         return {"torch refuses": 1.0}
     ours, error = attempt(lambda: play(program, plain=False))
-    if error is not None and "donated buffers" in str(error):
-        return {
-            "torch refuses": 1.0
-        }  # the compiler's backward of a retained graph, where any intermediate was donated
+    if error is not None and any(words in str(error) for words in TORCHS_OWN):
+        return {"torch refuses": 1.0}
     if error is not None:
         if refused(error):
             return {f"refused wrapped: {said(error)}": 1.0}
@@ -733,13 +687,14 @@ def run(program: Program) -> dict[str, float]:
         if twin is None:
             raise error
         return {"torch refuses": 1.0}
-    tolerance = 0.0
+    # a copy on the host has other strides, and its products sum in another order
+    tolerance = 1e-6 if any(wrap.get("offload") for wrap in _wraps(program)) else 0.0
     compiled = [wrap["compile"] for wrap in _wraps(program) if wrap.get("compile")]
     if compiled:
         tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
-    elif _sums_in_another_order(program):
+    elif sums_in_another_order(program):
         # a rounding more or less, after the quantization that follows; of Adam in bf16 also the sign of a step
-        tolerance = 0.05 if program["dtype"] == "bfloat16" else 0.02
+        tolerance = 0.1 if program["dtype"] == "bfloat16" else 0.02
     how = "+".join(sorted({_how(wrap) for wrap in _wraps(program)})) or "eager"
     found, wanted = dict(ours), dict(theirs)
     for label in [*wanted, *(label for label in found if label not in wanted)]:
@@ -753,16 +708,17 @@ def run(program: Program) -> dict[str, float]:
     return {}
 
 
-def _sums_in_another_order(program: Program) -> bool:
+def sums_in_another_order(program: Program) -> bool:
     """Whether a gradient may be the sum of three or more parts, of which a recomputation adds some first."""
     parts = max(
         (len(item.get("batches") or ()) * (1 + bool(item.get("retain"))) for item in program["history"]),
         default=1,
     )
     calls = 1 + sum(layer["kind"] == "again" for block in program["blocks"] for layer in block["layers"])
-    return parts * calls > 2 and any(wrap.get("checkpoint") for wrap in _wraps(program))
+    recomputes = any(wrap.get("checkpoint") or wrap.get("inner") for wrap in _wraps(program))
+    return parts * calls > 2 and recomputes
 
 
 def _how(wrap: Program) -> str:
-    parts = [str(wrap.get(name)) for name in ("compile", "checkpoint") if wrap.get(name)]
+    parts = [str(wrap.get(name)) for name in ("compile", "checkpoint", "inner") if wrap.get(name)]
     return " in ".join(reversed(parts) if wrap.get("inside") else parts) or "plain"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import narrowcast as nc
 
@@ -269,25 +269,49 @@ def wrapped(run: Callable[..., Tensor], wrap: Program | None, torchs: bool = Fal
     if not wrap:
         return run
 
-    def checkpointed(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        how = wrap["checkpoint"]
+    def checkpointed(inner: Callable[..., Tensor], how: str) -> Callable[..., Tensor]:
         outer = nc.checkpoint if how.startswith("ours") and not torchs else checkpoint
-        reentrant = how.endswith("reentrant")
+        options: dict[str, Any] = {"use_reentrant": how.endswith("reentrant")}
+        if how.endswith("selective"):
+            options["context_fn"] = _save_some
+        if how.endswith("whole"):
+            options["early_stop"] = False
 
         def call(x: Tensor, first: bool | None = None) -> Tensor:
             if wrap.get("keywords") and outer is nc.checkpoint:
-                return outer(inner, x, first=first, use_reentrant=reentrant)
-            return outer(inner, x, first, use_reentrant=reentrant)
+                return outer(inner, x, first=first, **options)
+            return outer(inner, x, first, **options)
 
         return call
 
+    if wrap.get("inner"):
+        run = checkpointed(run, wrap["inner"])
     if wrap.get("checkpoint") and wrap.get("inside"):
-        run = checkpointed(run)
+        run = checkpointed(run, wrap["checkpoint"])
     if wrap.get("compile"):
         run = torch.compile(run, backend=wrap["compile"], fullgraph=bool(wrap.get("fullgraph")))
     if wrap.get("checkpoint") and not wrap.get("inside"):
-        run = checkpointed(run)
-    return run
+        run = checkpointed(run, wrap["checkpoint"])
+    return _saved_on_cpu(run) if wrap.get("offload") else run
+
+
+def _save_some() -> Any:
+    """Save products, and the results of some of our operators, by name, and recompute the others."""
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        saves = "mm" in name or (name.startswith("narrowcast") and len(name) % 2)
+        return CheckpointPolicy.PREFER_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _saved_on_cpu(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(x: Tensor, first: bool | None = None) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return run(x, first)
+
+    return call
 
 
 def draw_wrap(rng: random.Random, inductor: float) -> Program | None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 
-from .histories import collect_amax, fits_scales
+from .measure import collect_amax, fits_scales
 from .models import draw_recipe, recipe_of
 from .programs import Difference, Invalid, Program, attempt, normal, refusal, said
 

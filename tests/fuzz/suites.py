@@ -13,6 +13,7 @@ from . import (
     masks,
     operands,
     options,
+    orders,
     products,
     ranks_drawn,
     recipes_drawn,
@@ -29,6 +30,7 @@ def all_suites() -> list[Suite]:
     """Fresh records of every suite."""
     return [
         Suite("histories", histories.run, 8.0, histories.draw),
+        Suite("orders", histories.run, 2.0, orders.draw),
         Suite("chains", chains.run, 1.0, chains.draw),
         Suite("updates", updates.run, 1.0, updates.draw),
         Suite("masks", masks.run, 0.5, masks.draw),

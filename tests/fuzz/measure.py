@@ -1,0 +1,214 @@
+"""What each ``Linear`` of a plain run does, beside its products in fp64; under delayed scaling also to the rounding."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+from .exact import Exact
+from .programs import Difference
+
+if TYPE_CHECKING:
+    from .histories import World
+
+# Largest relative error of a GEMM's output, and of its gradients: what the elements' bits allow, with room.
+TOLERANCES = {
+    "delayed": (0.08, 0.095),
+    "current": (0.08, 0.095),
+    "block": (0.08, 0.095),
+    "hybrid": (0.08, 0.125),  # gradients in E5M2 blocks: of values that are alike, all may be an eighth off
+    "mxfp8": (0.08, 0.095),
+    "mxfp6": (0.2, 0.25),
+    "mxfp4": (0.4, 0.4),
+    "nvfp4": (0.4, 0.4),
+    "none": (1e-5, 1e-5),
+}
+
+
+class Product(NamedTuple):
+    """A product in fp64, and the sums of its squared terms: where terms cancel, their roundings do not."""
+
+    value: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> Product:
+        return cls(a @ b, a.square() @ b.square())
+
+    def __add__(self, other: Product) -> Product:  # type: ignore[override]
+        return Product(self.value + other.value, self.squares + other.squares)
+
+    def size(self) -> Tensor:
+        return torch.maximum(self.value.norm(), self.squares.sum().sqrt())
+
+
+class Measure:
+    """What each ``Linear`` does, beside its products in fp64.
+
+    Delayed scaling is held to it where the last calls tell the scales: an operand that is not much larger than in each
+    of them, and not much smaller than in any call before. Before the first call they are constants, which are told to
+    saturate: there it is held to what these hold. A weight has its own scale then, and in each evaluation.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.wanted: dict[nn.Module, Product] = {}
+        self.fitting: dict[nn.Module, bool] = {}
+        self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
+        """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
+        self.steps = 0
+        self.starts = True
+        program = world.program
+        layers = [layer for block in program["blocks"] for layer in block["layers"]]
+        # calls of a layer that may read one scale
+        self.calls = 1 + sum(layer["kind"] == "again" for layer in layers)
+        self.exact = Exact(
+            steps_at_each_forward=self.calls == 1 and not program.get("around"),
+            one_recipe=not any(layer.get("own") for layer in layers),
+        )
+        for module in world.model.modules():
+            if type(module) is nc.Linear:
+                module.register_forward_hook(self.after)
+
+    def forget(self) -> None:
+        """Another recipe is in force, whose scales no call has told."""
+        self.amaxes, self.starts = {}, False
+        self.exact.forget()
+
+    def recipe(self, layer: Any) -> Any:
+        if self.world.program["how"] == "autocast" and self.world.recipe is not None:
+            return self.world.recipe
+        return layer.recipe
+
+    def fits(self, layer: Any, past: list[float], operand: Tensor, kind: str) -> bool:
+        """Whether the scale that an operand of a layer gets suits it.
+
+        Args:
+            kind: "input", "weight" or "gradient".
+        """
+        recipe, evaluates = self.recipe(layer), not layer.training
+        if kind == "weight" and evaluates:
+            return True
+        if kind == "gradient" and evaluates and past:
+            return False  # its scale is from before the last renewal, of which no call tells here
+        if past or not self.starts:
+            return (
+                len(past) >= self.calls
+                and not self.world.program.get("around")
+                and fits_scales(past, operand, layer.training)
+            )
+        amax = operand.abs().max().item() if operand.numel() else 0.0
+        if getattr(recipe, "initial_scale", "range") != "range":
+            return False
+        least, largest = {"weight": (0.0, math.inf), "input": (0.01, 28.0), "gradient": (1e-6, 0.875)}[kind]
+        return least <= amax <= largest
+
+    def family(self, layer: Any) -> str:
+        recipe = self.recipe(layer)
+        if recipe is None:
+            return "none"
+        return {"float8_block": "block", "custom": "hybrid"}.get(recipe._family, recipe._family)
+
+    def check(
+        self, layer: Any, found: Tensor, wanted: Product, what: str, gradient: bool, fits: bool = True
+    ) -> None:
+        family = self.family(layer)
+        tolerance = TOLERANCES.get(family, (0.4, 0.4))[gradient]
+        if found.dtype == torch.bfloat16:
+            tolerance = max(tolerance, 0.02)
+        if family == "delayed":
+            tolerance = 0.15
+            if not fits:
+                return
+        size = wanted.size()
+        if min(found.shape) < 8 or layer.in_features < 16 or size < 1e-20:
+            return
+        if not size < torch.finfo(found.dtype).max:  # a run that diverged
+            return
+        error = ((found.double() - wanted.value).norm() / size).item()
+        if not error <= tolerance:
+            when = "a later step" if self.steps else "the first step"
+            raise Difference(f"accuracy of {what} under {family} in {when}: off by {error:.3g}")
+
+    def after(self, layer: Any, inputs: tuple[Tensor, ...], y: Any) -> None:
+        x = inputs[0]
+        if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
+            return
+        weight = layer.weight.detach().double().clone()
+        wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
+        bias = layer.bias.detach().double() if layer.bias is not None else 0.0
+        past = self.amaxes.setdefault(layer, ([], [], []))
+        fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")
+        wanted = Product.of(wide, weight.t())
+        wanted = wanted._replace(value=wanted.value + bias)
+        self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
+        if layer.training and y.requires_grad:
+            collect_amax(past[0], wide)
+            collect_amax(past[1], weight)
+        exact = None
+        if isinstance(x, nc.QuantizedTensor):
+            self.exact.pass_over(layer)
+        elif self.family(layer) == "delayed":
+            exact = self.exact.forward(layer, self.recipe(layer), x, y)
+        if not y.requires_grad:
+            return
+        known, collects = list(past[2]), layer.training
+
+        def seen(dy: Tensor) -> None:
+            flat = dy.detach().double().reshape(-1, dy.shape[-1])
+            part = Product.of(flat.t(), wide)
+            self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
+            fit = fits and self.fits(layer, known, flat, "gradient")
+            self.fitting[layer] = self.fitting.get(layer, True) and fit
+            if collects:
+                collect_amax(past[2], flat)
+            if exact is not None:
+                exact[0](dy)
+            if x.requires_grad:
+                x_grads.append((Product.of(flat, weight), fit))
+
+        x_grads: list[tuple[Product, bool]] = []
+
+        def seen_x(dx: Tensor) -> None:
+            if exact is not None:
+                exact[1](dx)
+            if x_grads:
+                grads, fit = x_grads[-1]
+                self.check(layer, dx.detach().reshape(-1, dx.shape[-1]), grads, "dgrad", True, fit)
+
+        y.register_hook(seen)
+        if x.requires_grad and x.grad_fn is not None:
+            x.register_hook(seen_x)
+
+    def end_of_step(self) -> None:
+        for layer, wanted in self.wanted.items():
+            if layer.weight.requires_grad and layer.weight.grad is not None:
+                self.check(layer, layer.weight.grad.detach(), wanted, "wgrad", True, self.fitting[layer])
+        self.exact.end_of_step()
+        self.wanted, self.fitting = {}, {}
+        self.steps += 1
+
+    def start_of_step(self) -> None:
+        """Forget gradients that were thrown away."""
+        self.wanted, self.fitting = {}, {}
+        self.exact.start_of_step()
+
+
+def collect_amax(past: list[float], operand: Tensor) -> None:
+    amax = operand.abs().max().item() if operand.numel() else 0.0
+    if amax:
+        past.append(amax)
+
+
+def fits_scales(past: list[float], operand: Tensor, training: bool) -> bool:
+    """Whether scales that come from any of the last calls, or from the largest of all, suit the operand.
+
+    An evaluation reads those from before the last training forward, a layer that runs twice in a forward, too.
+    """
+    amax = operand.abs().max().item() if operand.numel() else 0.0
+    return len(past) > (not training) and max(past) / 50 <= amax <= 1.1 * min(past[-4:])
