@@ -189,6 +189,20 @@ def round_up(a: int, multiple: int) -> int:
     return (a + multiple - 1) // multiple * multiple
 
 
+def padded_rows(rows: int, groups: int, alignment: int) -> int:
+    """Return rows that groups padded to whole alignments can need, whatever their splits.
+
+    Args:
+        rows: T, of all groups together.
+        groups: G.
+        alignment: rows that every padded group is a multiple of.
+
+    Numerics:
+        ``round_up(T + G * (alignment - 1), alignment)``.
+    """
+    return round_up(rows + groups * (alignment - 1), alignment)
+
+
 @dataclass(frozen=True)
 class Extent:
     """One dim of a buffer as a rule: ``round_up(cdiv(size, group), multiple) * bits / 8``.

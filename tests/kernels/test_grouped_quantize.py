@@ -70,7 +70,9 @@ def test_current_with_amaxes_of_groups_ahead(
 ) -> None:
     sizes = [300, 0, 129, 128]
     x = make("wide", (sum(sizes) - 30, 130), torch.bfloat16)  # the splits are more than the rows
-    monkeypatch.setattr(kernels.grouped_current, "AHEAD_BYTES", ahead * x.numel() * x.element_size() // 4)
+    monkeypatch.setattr(
+        kernels.grouped_quantize.grouped_current, "AHEAD_BYTES", ahead * x.numel() * x.element_size() // 4
+    )
     options = {"groups": 4, "power_2": False, "epsilon": 0.0, "rowwise": True, "columnwise": True}
     splits = torch.tensor(sizes)
     for source, at in ((x, splits), (x[:384].reshape(4, 96, 130), None)):

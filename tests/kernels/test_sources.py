@@ -10,7 +10,7 @@ from reference.checks import assert_bitwise
 from torch import Tensor
 
 from narrowcast import kernels, reference
-from narrowcast.formats import E4M3, E5M2
+from narrowcast.formats import E4M3, E5M2, padded_rows
 from narrowcast.testing import assert_close
 
 from .checks import DTYPES, make
@@ -323,7 +323,7 @@ def test_rows_of_groups(splits: list[int], columns: int, more: int, device: torc
     """Of as many rows as the splits say, of more, and of fewer, where nothing beyond them may be read."""
     total = sum(splits) + more
     groups = torch.tensor(splits, dtype=torch.int32 if more else torch.int64)
-    rows = reference.grouped_quantize.padded_rows(total, len(splits), 128)
+    rows = padded_rows(total, len(splits), 128)
     x = make("blocks", (total, columns), torch.bfloat16)
     padded = reference.sources.rows_of_groups(x, groups, rows)
     source = kernels.sources.rows_of_groups(x.to(device), groups.to(device), rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowcast import reference
-from narrowcast.formats import E4M3, E5M2
+from narrowcast.formats import E4M3, E5M2, padded_rows
 
 from .checks import DTYPES, assert_bitwise, assert_fresh, normal
 
@@ -23,7 +23,7 @@ def test_groups_are_quantized_alone(splits: list[int], dtype: torch.dtype, beyon
     assert_fresh(outputs, [x])
     data, transpose, scale_inv = outputs
     padded = [-(-size // 16) * 16 for size in splits]
-    assert transpose.shape == (7, reference.grouped_quantize.padded_rows(x.shape[0], len(splits), 16))
+    assert transpose.shape == (7, padded_rows(x.shape[0], len(splits), 16))
     assert sum(padded) <= transpose.shape[1] and transpose.shape[1] % 16 == 0
     columns = transpose.split([*padded, transpose.shape[1] - sum(padded)], dim=1)
     for group, part in enumerate(x.split([*splits, beyond])[: len(splits)]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import round_up
+from ..formats import padded_rows, round_up
 from ._library import define, give_backward
 from .grouped_quantize import splits_on_device
 from .numerics import computed_by
@@ -73,7 +73,7 @@ def pad_rows(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> tuple
     """
     _check(x, splits, alignment)
     if isinstance(splits, Tensor):
-        rows = round_up(x.shape[0] + splits.shape[0] * (alignment - 1), alignment)
+        rows = padded_rows(x.shape[0], splits.shape[0], alignment)
         return _pad_op(x, splits, alignment, rows)
     _check_sum(splits, x.shape[0])
     rows = sum(round_up(split, alignment) for split in splits)

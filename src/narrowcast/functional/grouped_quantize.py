@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..formats import round_up
+from ..formats import padded_rows, round_up
 from ._library import QUANTIZER, define
 from ._producers import STATE, describe, encode
 from .numerics import computed_by, numerics_for
@@ -131,7 +131,7 @@ def _padded(x: Tensor, splits: Tensor | None, quantizer: QuantizerValue) -> Any:
     if splits is None:
         missing = -x.shape[1] % alignment
         return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
-    rows = reference.grouped_quantize.padded_rows(x.shape[0], splits.shape[0], alignment)
+    rows = padded_rows(x.shape[0], splits.shape[0], alignment)
     source = numerics.sources.rows_of_groups(x, splits, rows)
     return source if quantizer._takes_sources else numerics.sources.materialize(source)
 
@@ -281,7 +281,7 @@ def _describe(
     if weights:
         padded = groups * round_up(shape[1], ALIGNMENT[layout])
     else:
-        padded = reference.grouped_quantize.padded_rows(rows, groups, ALIGNMENT[layout])
+        padded = padded_rows(rows, groups, ALIGNMENT[layout])
     if layout == "padded":
         return describe(like, (padded, columns), dtype, quantizer)
     transposed = (groups, columns, shape[1]) if weights else (columns, padded)

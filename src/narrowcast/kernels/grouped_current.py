@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
+from ..formats import FLT_MAX, ElementFormat, cdiv, padded_rows
 from .codecs import fp8_codes, magnitude_of_four, pack_codes
 from .launch import INTERPRETING, Launcher
 from .scaling import scale_from_amax
@@ -223,7 +223,7 @@ def outputs(
     scales.
     """
     K = x.shape[-1]
-    rows = x.shape[1] if splits is None else round_up(x.shape[0] + groups * (alignment - 1), alignment)
+    rows = x.shape[1] if splits is None else padded_rows(x.shape[0], groups, alignment)
     shape = (groups, K, rows) if splits is None else (K, rows)
     data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
     transpose = torch.empty(shape, dtype=torch.uint8, device=x.device) if columnwise else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import host_values
-from ..formats import FLT_MAX, ElementFormat, round_up
+from ..formats import FLT_MAX, ElementFormat, padded_rows, round_up
 from . import reduction, scaling
 from .float8 import quantize as quantize_tensor
 
@@ -134,20 +134,6 @@ def _parts(x: Tensor, splits: Tensor | None) -> list[Tensor]:
         return list(x.unbind(0))
     sizes, starts, _ = extents(splits, x.shape[0], 1)
     return [x[start : start + size] for start, size in zip(starts, sizes)]
-
-
-def padded_rows(rows: int, groups: int, alignment: int) -> int:
-    """Return rows that groups padded to whole alignments can need, whatever their splits.
-
-    Args:
-        rows: T, of all groups together.
-        groups: G.
-        alignment: rows that every padded group is a multiple of.
-
-    Numerics:
-        ``round_up(T + G * (alignment - 1), alignment)``.
-    """
-    return round_up(rows + groups * (alignment - 1), alignment)
 
 
 def extents(splits: Tensor, rows: int, alignment: int) -> tuple[list[int], list[int], list[int]]:
