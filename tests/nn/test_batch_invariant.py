@@ -95,6 +95,18 @@ def test_compiled_attention() -> None:
     assert all(torch.allclose(*pair) for pair in zip(*gradients))
 
 
+@pytest.mark.parametrize("recipe", ["none", "block"])
+@pytest.mark.usefixtures("mode")
+def test_rows_of_operations(recipe: str) -> None:
+    torch.manual_seed(0)
+    made = nc.ops.Sequential(
+        nc.ops.RMSNorm(136, device="cpu"), nc.ops.Linear(136, 50, device="cpu"), nc.ops.GELU()
+    )
+    with torch.no_grad(), nc.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+        alone, few, many = batches(made, torch.randn(ROWS, 136))
+    assert torch.equal(alone, many) and torch.equal(few, many)
+
+
 @pytest.mark.parametrize("recipe", ["none", "block", "mxfp8", "nvfp4"])
 @pytest.mark.usefixtures("mode")
 def test_rows_of_a_head(recipe: str) -> None:
