@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from quantizers.catalog import ONE_OF_EACH
 from recipes import QUANTIZED
+from torch.distributed.tensor import Shard
 from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast.distributed import gradient_exchange, quantize_master_weights, shard
+from narrowcast.distributed.shard import _tile
 from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
 from narrowcast.nn import quantize_weight, scatter_workspace
 from narrowcast.tensors import local
@@ -620,6 +622,34 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     assert reasons["5.weight"] == "" and reasons["5.bias"]
     assert "5.weight" in str(receipt) and "over 1 ranks" in str(receipt)
     assert receipt.plain_bytes - receipt.gathered_bytes == 3 * 32 * 32
+
+
+def test_formats_that_quantize_rows_and_columns_apart_are_gathered_where_that_serves(one: Any) -> None:
+    mxfp8, apart = QUANTIZED["mxfp8"], nc.recipe.Float8BlockScaling(w_block_scaling_dim=1)
+    model = torch.nn.Sequential(
+        nc.Linear(64, 128, device="cpu", recipe=mxfp8),
+        nc.Linear(40, 128, device="cpu", recipe=mxfp8),
+        nc.GroupedLinear(1, 64, 128, device="cpu", recipe=mxfp8),
+        nc.ops.Linear(64, 128, device="cpu"),
+        nc.Linear(128, 128, device="cpu", recipe=apart),
+    )
+    nc.set_recipe(model[3], mxfp8)
+    shard(model, one, blocks=list(model), recompute=False)
+    reasons = {one.name: one.reason for one in nc.receipt(model).sharding.parameters}  # type: ignore[union-attr]
+    assert reasons["0.weight"] == ""
+    assert reasons["1.weight"] == "its 40 columns are not whole blocks of 32"
+    assert reasons["2.weight0"].endswith("and it is the only group")
+    assert any(
+        name.startswith("3.") and why.endswith("and it is an operation") for name, why in reasons.items()
+    )
+    assert "two copies" in reasons["4.weight"]
+    columns = torch.nn.Sequential(nc.Linear(64, 64, device="cpu", recipe=QUANTIZED["current"]))
+    shard(columns, one, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    (reason,) = (one.reason for one in nc.receipt(columns).sharding.parameters if one.name == "0.weight")  # type: ignore[union-attr]
+    assert reason == "not sharded by rows"
+    for options in ({"nvfp4_use_4over6": True}, {"stochastic_rounding": True}):
+        assert _tile(nc.NVFP4Quantizer(with_2d_quantization=True, **options)) is None
+    assert _tile(nc.NVFP4Quantizer(with_2d_quantization=True)) == 16
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
