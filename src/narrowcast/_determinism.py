@@ -10,11 +10,12 @@ BATCH_INVARIANT = "batch-invariant"
 MODES = (None, BATCH_INVARIANT)
 
 
-class _Setting:
-    mode: str | None = None
+class _Determinism:
+    batch_invariant = False
 
 
-_SETTING = _Setting()
+DETERMINISM = _Determinism()
+"""The mode, which hot paths read without a call."""
 
 
 def set_deterministic(mode: str | None) -> None:
@@ -32,14 +33,9 @@ def set_deterministic(mode: str | None) -> None:
     """
     if mode not in MODES:
         raise ValueError(f"deterministic mode is {mode!r}; use None or 'batch-invariant'")
-    _SETTING.mode = mode
+    DETERMINISM.batch_invariant = mode == BATCH_INVARIANT
 
 
 def get_deterministic() -> str | None:
     """Return the mode that :func:`set_deterministic` has set."""
-    return _SETTING.mode
-
-
-def is_batch_invariant() -> bool:
-    """Return whether the mode is "batch-invariant"; compiled code is guarded on the answer."""
-    return _SETTING.mode is not None
+    return BATCH_INVARIANT if DETERMINISM.batch_invariant else None

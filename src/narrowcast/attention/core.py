@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from . import sdpa, unfused, varlen
 from .backends import Facts, Switches, choose_backend, sdpa_kernels
 from .context_parallel import ContextParallel, check_context_parallel, gathered, shared_places
@@ -106,7 +106,7 @@ def attend(
         max_logit=max_logit,
         grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         score_grad=any(x.requires_grad for x in scores.tensors.values()),
-        batch_invariant=is_batch_invariant(),
+        batch_invariant=DETERMINISM.batch_invariant,
     )
     backend = choose_backend(facts, switches)
     if backend == "flash_varlen":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from ..functional import matmul_batch_invariant, mix_batch_invariant, softmax_batch_invariant
 from .masks import alibi_bias, hidden_pairs
 from .scores import Scores
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    group, invariant = q.shape[1] // k.shape[1], is_batch_invariant()
+    group, invariant = q.shape[1] // k.shape[1], DETERMINISM.batch_invariant
     keys, values = (x.float().repeat_interleave(group, 1) if group > 1 else x.float() for x in (k, v))
     if invariant:
         logits = matmul_batch_invariant(q.float(), keys) * scores.scale

@@ -3,7 +3,7 @@
 from .activation import ActivationSettings, activate
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
-from .gemms import multiply_forward
+from .gemms import fprop
 from .grouped_linear import grouped_linear
 from .groups import Groups
 from .linear import LinearFunction
@@ -34,9 +34,9 @@ __all__ = [
     "compute_wgrad",
     "concatenate",
     "decoded",
+    "fprop",
     "grouped_linear",
     "kept_in_codes",
-    "multiply_forward",
     "normalize",
     "quantize_input_gradient",
     "quantize_output",

@@ -59,39 +59,24 @@ _PLAIN = IdentityQuantizer()
 
 
 def fprop(
-    args: LinearFwdArgs,
-    inp: OperandBuffers,
-    weight: OperandBuffers,
-    bias: Any,
-    rows: int,
-    out_features: int,
-    grouped: GroupedRows | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """y = x w^T + bias, (rows, out_features) in the activation dtype, or in another."""
-    plan = args.plan
-    if grouped is not None:
-        if plan.batch_invariant:
-            raise _no_groups()
-        operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
-        return grouped.gemm("fprop", plan, *operands, bias, args.dtype, rows)
-    return multiply_forward(plan, inp, weight, bias, dtype or args.dtype, rows, out_features)
-
-
-def multiply_forward(
     plan: LinearPlan,
     inp: OperandBuffers,
     weight: OperandBuffers,
-    bias: Tensor | None,
+    bias: Any,
     dtype: torch.dtype,
     rows: int,
-    columns: int,
+    out_features: int,
+    grouped: GroupedRows | None = None,
 ) -> Tensor:
-    """Return the product of input and weight, (rows, columns) of ``dtype``, as the plan accumulates it."""
+    """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it."""
     operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
+    if grouped is not None:
+        if plan.batch_invariant:
+            raise _no_groups()
+        return grouped.gemm("fprop", plan, *operands, bias, dtype, rows)
     if plan.batch_invariant:
-        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, columns)
-    return gemm("fprop", *operands, bias, dtype, rows, columns, plan.fast_fprop, plan.emulate)
+        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features)
+    return gemm("fprop", *operands, bias, dtype, rows, out_features, plan.fast_fprop, plan.emulate)
 
 
 def _no_groups() -> NotImplementedError:
@@ -140,7 +125,7 @@ def linear_forward(
         x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
-    out = fprop(args, x, w, bias, rows, features, grouped, dtype)
+    out = fprop(plan, x, w, bias, dtype or args.dtype, rows, features, grouped)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -186,7 +171,7 @@ def _split_forward(
         share = parallel.share(flat, operand, operand.seed(flat), scales.scale_fwd, scales.amax_fwd)
     x, saved_input, rows = split_operand(args, parallel, share, inp, rows)
     w, saved_weight = weight_operand(weight, args)
-    out = fprop(args, x, w, bias, rows, weight.shape[0])
+    out = fprop(args.plan, x, w, bias, args.dtype, rows, weight.shape[0])
     return out.view(-1, *inp.shape[1:-1], weight.shape[0]), saved_input, saved_weight
 
 
@@ -243,7 +228,7 @@ def _forward_in_high_precision(
         matrix = in_high_precision(x, args.dtype, (rows, inp.shape[-1]))
         left = OperandBuffers([matrix], [], _PLAIN)
         right = OperandBuffers([in_high_precision(w, args.dtype, weight.shape)], [], _PLAIN)
-        out = multiply_forward(plan, left, right, bias, dtype, rows, features)
+        out = fprop(plan, left, right, bias, dtype, rows, features)
         out = out.view(*inp.shape[:-1], features)
     else:
         out = F.linear(

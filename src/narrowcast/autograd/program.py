@@ -266,8 +266,10 @@ class Linear:
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
         lead, parallel = value.lead, args.parallel
-        dtype = None if parallel is None else parallel.dtype_of_part(args.dtype, args.plan.batch_invariant)
-        out = fprop(args, operand, w, tensors[self.bias], rows, features, dtype=dtype)
+        dtype = (
+            args.dtype if parallel is None else parallel.dtype_of_part(args.dtype, args.plan.batch_invariant)
+        )
+        out = fprop(args.plan, operand, w, tensors[self.bias], dtype, rows, features)
         if parallel is not None and parallel.gathers_input:
             lead = (-1, *lead[1:])
         elif parallel is not None:

@@ -24,6 +24,7 @@ from ..functional import quantize_operand
 from ..functional.routes import NOBODY, watcher
 from ..quantizers import Operand
 from ..upstream.cuda import current_stream
+from ..upstream.tensors import version_of
 
 
 class _Last(NamedTuple):
@@ -75,7 +76,7 @@ def quantize_shared(inp: Tensor, flat: Tensor, operand: Operand) -> list[Tensor]
     stream = current_stream(inp.get_device()) if inp.is_cuda else 0
     memory = _OF_THREAD.memory
     last = memory.last
-    known = (inp._version, operand.value, stream)
+    known = (version_of(inp), operand.value, stream)
     if last is not None and last.inp() is inp and (last.version, last.value, last.stream) == known:
         return last.buffers
     buffers: Any = quantize_operand(flat, operand.quantizer, None, None, None)

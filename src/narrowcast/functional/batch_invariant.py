@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from ._library import QUANTIZER, define, give_backward
-from .gemm import decoded_operands, scale_of_product
+from .gemm import decoded_operands, gemm_directions
 from .numerics import computed_by, numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -28,9 +28,10 @@ def _gemm(
     rows: int,
     columns: int,
 ) -> Tensor:
-    a, b = decoded_operands(kind, left, left_quantizer, right, right_quantizer, rows, columns)
-    splits, scale = reference.batch_invariant.splits_of(a.values.shape[1]), scale_of_product(a, b)
-    out = numerics_for(left[0]).batch_invariant.matmul(a.values, b.values, splits, scale).to(dtype)
+    columnwise = gemm_directions(kind)
+    x, y, scale = decoded_operands(left, left_quantizer, right, right_quantizer, columnwise, rows, columns)
+    splits = reference.batch_invariant.splits_of(x.shape[1])
+    out = numerics_for(left[0]).batch_invariant.matmul(x, y, splits, scale).to(dtype)
     return out if bias is None else out.add_(bias.to(dtype))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from ..reference import batch_invariant
 from ._library import define
 from ._producers import Producer, define_plain, define_quantizing
@@ -72,7 +72,7 @@ LEAST_COLUMNS = 1024
 
 def columns_at_once(hidden: Tensor) -> int:
     """Return how many columns of logits to make at a time for ``hidden`` (T, H); batch-invariant, as many for any T."""
-    if is_batch_invariant():
+    if DETERMINISM.batch_invariant:
         return LEAST_COLUMNS
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
 

@@ -33,7 +33,7 @@ from ..upstream.compiler import may_choose_gemms
 from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
-from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
+from .quantizer_value import NativeOperand, QuantizerValue
 from .swizzle import swizzle_scales
 
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
@@ -73,8 +73,14 @@ def _gemm(
         out = left_quantizer._multiply(kind, left, right, right_quantizer, bias, dtype, fast_accumulation)
         return out[:rows, :columns].to(dtype).contiguous()
     if emulate or not left[0].is_cuda:
-        operands = decoded_operands(kind, left, left_quantizer, right, right_quantizer, rows, columns)
-        return _multiply_decoded(*operands, bias, dtype)
+        directions = left_columnwise, right_columnwise
+        x, y, scale = decoded_operands(
+            left, left_quantizer, right, right_quantizer, directions, rows, columns
+        )
+        out = x @ y.t() if x.dtype == torch.float32 else torch.mm(x, y.t(), out_dtype=torch.float32)
+        if scale is not None:
+            out.mul_(scale)
+        return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
     a = left_quantizer._native_operand(left, left_columnwise)
     b = right_quantizer._native_operand(right, right_columnwise)
     if a is None or b is None or not _multiplies_natively(a, b):
@@ -224,52 +230,33 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
 
 
 def decoded_operands(
-    kind: str,
     left: list[Tensor],
     left_quantizer: QuantizerValue,
     right: list[Tensor],
     right_quantizer: QuantizerValue,
+    columnwise: tuple[bool, bool],
     rows: int,
     columns: int,
-) -> tuple[GemmOperand, GemmOperand]:
-    """Return both operands of ``rows`` x ``columns`` decoded, in one dtype, and of one contraction."""
-    left_columnwise, right_columnwise = gemm_directions(kind)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return both operands of ``rows`` x ``columns`` decoded, in one dtype and of one contraction, and a scale.
+
+    The scale multiplies their fp32 product, once: one element, or rows, columns or both; None for 1.
+    """
     numerics = numerics_for(left[0])
     compute = torch.bfloat16 if left[0].is_cuda else torch.float32
-    a = left_quantizer._gemm_operand(numerics, left, left_columnwise, compute)
-    b = right_quantizer._gemm_operand(numerics, right, right_columnwise, compute)
+    a = left_quantizer._gemm_operand(numerics, left, columnwise[0], compute)
+    b = right_quantizer._gemm_operand(numerics, right, columnwise[1], compute)
     # operands may be zero-padded to different lengths, and to more rows than the result has
     contraction = min(a.values.shape[1], b.values.shape[1])
     x, y = a.values[:rows, :contraction], b.values[:columns, :contraction]
     if x.dtype != y.dtype:
         x, y = x.float(), y.float()
-    # scales that wait for the fp32 result have one element, or one for each row
+    # scales that wait for the fp32 result: one element each, (rows, 1) or (1, columns)
     left_scale = a.scale if a.scale is None or a.scale.numel() == 1 else a.scale[:rows]
-    right_scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[:columns]
-    return GemmOperand(x, left_scale), GemmOperand(y, right_scale)
-
-
-def scale_of_product(a: GemmOperand, b: GemmOperand) -> Tensor | None:
-    """Return the factor of the fp32 product of two operands, rounded once: one element, or rows, columns or both."""
-    right = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale.t()
-    if a.scale is not None and right is not None:
-        return a.scale * right
-    return right if a.scale is None else a.scale
-
-
-def _multiply_decoded(a: GemmOperand, b: GemmOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``a @ b.T`` of decoded operands: fp32 accumulation, scales, bias, one rounding to ``dtype``."""
-    left, right = a.values, b.values
-    if left.dtype == torch.float32:
-        out = left @ right.t()
-    else:
-        out = torch.mm(left, right.t(), out_dtype=torch.float32)
-    scale = scale_of_product(a, b)
-    if scale is not None:
-        out.mul_(scale)
-    if bias is not None:
-        out.add_(bias.to(dtype))
-    return out.to(dtype)
+    right_scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[:columns].t()
+    if left_scale is not None and right_scale is not None:
+        return x, y, left_scale * right_scale
+    return x, y, right_scale if left_scale is None else left_scale
 
 
 def multiply_native(

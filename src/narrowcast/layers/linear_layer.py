@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import function
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from .._tracing import refuse_in_transform, warn
 from ..autograd import (
     DelayedScales,
@@ -453,7 +453,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
             or self._parallel is not None
-            or is_batch_invariant()
+            or DETERMINISM.batch_invariant
         ):  # the gradient does not go autograd's way, or the product not PyTorch's
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._checks import positive, tensors
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
@@ -33,7 +33,7 @@ class _LinearCrossEntropyFunction(torch.autograd.Function):
         smoothing: Smoothing,
         chunk: int,
     ) -> Tensor:
-        in_order = is_batch_invariant()
+        in_order = DETERMINISM.batch_invariant
         statistics = linear_cross_entropy_statistics(hidden, weight, bias, target, chunk, in_order)
         loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
         ctx.save_for_backward(hidden, weight, bias, target, lse)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
-from ..autograd import multiply_forward
+from ..autograd import fprop
 from ..functional import (
     columns_at_once,
     cross_entropy_gradient_quantize,
@@ -149,7 +149,7 @@ def _chunks(weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[i
 def _logits(
     plan: LinearPlan, x: OperandBuffers, w: OperandBuffers, bias: Tensor | None, hidden: Tensor, rows: Tensor
 ) -> Tensor:
-    return multiply_forward(plan, x, w, bias, hidden.dtype, hidden.shape[0], rows.shape[0])
+    return fprop(plan, x, w, bias, hidden.dtype, hidden.shape[0], rows.shape[0])
 
 
 def _dgrad(plan: LinearPlan, dy: OperandBuffers, w: OperandBuffers, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import flags, positive, text
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from .._tracing import in_eager
 from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
@@ -193,7 +193,7 @@ class Linear(LinearLayer, nn.Linear):
         do.
         """
         state = THREAD.state
-        if state.depth or state.calibrating is not None or is_autocast() or is_batch_invariant():
+        if state.depth or state.calibrating is not None or is_autocast() or DETERMINISM.batch_invariant:
             return None
         if self._parts or self._placed or self._parallel is not None or self.return_bias:
             return None

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
@@ -117,7 +117,7 @@ def linear_plan(
         ValueError: ``save_original_input`` under delayed scaling, what a custom recipe's factory returned, or in the
             batch-invariant mode a recipe that scales a row by other rows.
     """
-    batch_invariant = is_batch_invariant()
+    batch_invariant = DETERMINISM.batch_invariant
     bits = 8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over
     flags = _FLAGS[16 * batch_invariant + bits]
     if recipe is None:
