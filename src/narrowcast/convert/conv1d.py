@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._determinism import is_batch_invariant
+from .._determinism import DETERMINISM
 from ..autograd import LinearFunction
 from ..layers import LinearLayer, Stage, checked_input
 
@@ -31,7 +31,7 @@ class Conv1DLayer(LinearLayer):
         stored, bias = self.weight, self.bias
         x = checked_input(x, stored.shape[0], "in_features", stored)
         recipe, stage, weight = self._recipe_in_force(), self._stages[0], stored.t()
-        if recipe is None and not is_batch_invariant():
+        if recipe is None and not DETERMINISM.batch_invariant:
             return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
         plan = self._plan(recipe, stage, x.requires_grad, stored)
         args = self._fwd_args(stage, plan, x.dtype, weight, bias, None)
