@@ -394,7 +394,7 @@ class World:
             twin = copy.deepcopy(self.model)
             if how == "train a copy":
                 with self.context():
-                    self.loss(twin(self.batch(seed).requires_grad_(), None), seed).backward()
+                    self.loss(twin.train()(self.batch(seed).requires_grad_(), None), seed).backward()
 
     def calibrate(self) -> None:
         """Find the scales of the first step beforehand."""

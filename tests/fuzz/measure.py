@@ -98,7 +98,7 @@ class Measure:
             return False  # its scale is from before the last renewal, of which no call tells here
         if past or not self.starts:
             return (
-                len(past) >= self.calls
+                len(past) >= self.calls * (1 if layer.training else 2)
                 and not self.world.program.get("around")
                 and fits_scales(past, operand, layer.training)
             )
