@@ -123,12 +123,7 @@ def convert(
     recipes: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
         recipes.update(dict.fromkeys(matching_names(pattern, modules, model, _KIND), value))
-    chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
-    if not chosen:
-        raise ValueError(
-            f"only={only!r} chooses none of {len(modules)} modules; its functions are called with (name, module), "
-            f"such as {next(iter(modules), '')!r} and that module"
-        )
+    chosen = _chosen_names(only, modules, model)
     skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
     asked = {"routers": routers, "heads": heads, "small": small, "blocks": blocks}
     named = _names_in_full(only, table)
@@ -231,6 +226,21 @@ def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
 def _some(names: list[str]) -> str:
     more = len(names) - 1
     return f"{names[0]!r} and {more} more" if more else repr(names[0])
+
+
+def _chosen_names(only: Selectors, modules: dict[str, nn.Module], model: nn.Module) -> set[str]:
+    """Return the names that ``only`` selects.
+
+    Raises:
+        ValueError: none.
+    """
+    chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
+    if not chosen:
+        raise ValueError(
+            f"only={only!r} chooses none of {len(modules)} modules; its functions are called with (name, module), "
+            f"such as {next(iter(modules), '')!r} and that module"
+        )
+    return chosen
 
 
 def _names_in_full(only: Selectors, table: dict[str, Recipe | None]) -> set[str]:

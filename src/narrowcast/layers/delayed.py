@@ -92,7 +92,7 @@ class DelayedLayer(RecipeOwner):
         """
         self._stage_names, self._delayed = stage_names, {}
         self._registered_with: tuple[str, ...] = ()  # threads whose autocasts renew the state
-        self._starts = False
+        self._starts = self._has_trained = False
         for name in self._state_names():
             self.register_buffer(name, None)
 

@@ -277,8 +277,7 @@ class MultiheadAttention(OfParts):
                 attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
         """
         self._check_input(hidden_states, encoder_output, inference_params)
-        first = is_first_microbatch
-        rotation = None
+        first, rotation = is_first_microbatch, None
         if rotary_pos_emb is not None:
             of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
@@ -298,8 +297,7 @@ class MultiheadAttention(OfParts):
             query, key = self._rotated(query, key, rotation)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
-        in_codes = core_attention_bias is None and alibi_slopes is None and self._saves_codes()
-        with saving_codes(query) if in_codes else contextlib.nullcontext():
+        with self._saving_codes(query, core_attention_bias, alibi_slopes):
             context = self.core_attention(
                 query,
                 key,
@@ -327,10 +325,11 @@ class MultiheadAttention(OfParts):
             return out
         return (*out, *beside) if self.return_bias else (out, *beside)
 
-    def _saves_codes(self) -> bool:
-        """Return whether the recipe keeps saved activations in codes; the attention of a graph does not."""
-        recipe = self.proj._recipe_in_force() if can_check() else None
-        return recipe is not None and recipe.saved_activations == "fp8"
+    def _saving_codes(self, query: Tensor, *biases: Tensor | None) -> Any:
+        """Return the context in which attention saves codes, if the recipe asks for them and no graph is traced."""
+        recipe = self.proj._recipe_in_force() if can_check() and all(one is None for one in biases) else None
+        in_codes = recipe is not None and recipe.saved_activations == "fp8"
+        return saving_codes(query) if in_codes else contextlib.nullcontext()
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
