@@ -186,4 +186,4 @@ def test_scales_cover_their_groups(name: str) -> None:
     rows, columns = layout.scale_group
     described = layout.describe(shape, True, False)
     scale = list(described.values())[1][0]
-    assert math.prod(scale) == shape[0] * shape[1] // (rows * columns)
+    assert math.prod(scale) == shape[0] * shape[1] // (rows * (columns or shape[1]))  # 0: of a whole row

@@ -109,7 +109,7 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
         RuntimeError: in a graph that hides what requires a gradient.
     """
     use = f"use torch.autograd.grad with torch.func.functional_call{instead}"
-    if is_eager():
+    if not torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{what} is inside a transform of torch.func (grad, vmap, jvp), which cannot see what its backward reads; "
             f"{use}"
@@ -122,8 +122,11 @@ def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = Tru
 
 
 def refuse_in_graphs(message: str, error: type[Exception] = RuntimeError) -> None:
-    """Raise an error with this message in traced code, and do nothing in eager code."""
-    if not is_eager():
+    """Raise an error with this message in traced code, and do nothing in eager code.
+
+    Between graphs the compiler runs a caller for real, and would still trace ``is_eager``, a frame of its own.
+    """
+    if torch.compiler.is_compiling():
         raise error(message)
 
 

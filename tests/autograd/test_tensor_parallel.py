@@ -105,9 +105,9 @@ def test_features_are_split_along_the_mode_s_dim(twins: None) -> None:
 
 def test_a_row_layer_sums_its_outputs(twins: None) -> None:
     out = torch.arange(6.0).view(2, 3)
-    assert torch.equal(TensorParallel("row").reduced_output(out), 2 * out)
-    assert torch.equal(TensorParallel("row", None, True).reduced_output(out), 2 * out[:1])
-    assert TensorParallel("column", None, True).reduced_output(out) is out
+    assert torch.equal(TensorParallel("row").reduced_output(out, out.dtype, False), 2 * out)
+    assert torch.equal(TensorParallel("row", None, True).reduced_output(out, out.dtype, False), 2 * out[:1])
+    assert TensorParallel("column", None, True).reduced_output(out, out.dtype, False) is out
 
 
 @pytest.mark.parametrize("usage", [(True, False), (False, True), (True, True)])

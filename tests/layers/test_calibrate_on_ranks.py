@@ -68,6 +68,8 @@ def calibrated(rank: int, wrap: str) -> dict[str, Any]:
     before = [full(grad).clone() for grad in model_grads]
     for layer in model:  # type: ignore[attr-defined]
         layer.reset_delayed_scaling()
+    with torch.no_grad():
+        run(x)  # leaves the root of FSDP2 gathered
 
     def step() -> None:
         run(x).sum().backward()

@@ -31,12 +31,13 @@ from ..upstream.fsdp import (
     is_distributed,
     keeps_after_backward,
     parameter_groups,
+    reshard,
     sharded_parts,
 )
 from ..upstream.modules import own_parameters
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather, like
-from .weight_scales import ScaledWeight, WeightScales, reshard, synchronizes
+from .weight_scales import ScaledWeight, WeightScales, synchronizes
 
 _TILE = 128
 _PER_TENSOR = (Float8CurrentScalingQuantizer, DelayedFloat8Quantizer)

@@ -19,7 +19,7 @@ from ..recipe import WEIGHT_SLOT, DelayedScaling, Recipe
 from ..reference.scaling import reciprocal, scale_from_amax
 from ..state import asks_callables, fp8_max, starts_a_step
 from ..tensors import local
-from ..upstream.fsdp import parameter_groups, reduces_gradients
+from ..upstream.fsdp import parameter_groups, reduces_gradients, reshard
 from ..upstream.modules import own_parameters
 from .sharded_weight import ShardedWeight, WeightGather
 
@@ -84,15 +84,6 @@ class ScaledWeight:
 def synchronizes(model: nn.Module) -> bool:
     """Return whether the backward of this forward reduces gradients over ranks."""
     return any(map(reduces_gradients, parameter_groups(model)))
-
-
-def reshard(model: nn.Module) -> None:
-    """Give back what is gathered of a model, of all modules."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _has_backward() -> bool:

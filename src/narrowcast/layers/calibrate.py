@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..state import renew
+from ..upstream.fsdp import reshard
 from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
 
@@ -63,6 +64,7 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
     Raises:
         RuntimeError: a parameter was changed.
     """
+    reshard(model)  # an evaluation leaves FSDP2's root gathered, and gradients belong to shards
     parameters = list(model.parameters())
     grads = [parameter.grad for parameter in parameters]
     # in place: what is at hand may be memory that the backward writes to, such as a bucket of DDP

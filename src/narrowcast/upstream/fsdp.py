@@ -79,6 +79,14 @@ _SHARDED_PARAMETER = entry(
 )
 
 
+def reshard(model: nn.Module) -> None:
+    """Give back what FSDP2 has gathered of a model, of all modules; its parameters are then the sharded ones."""
+    if _FSDP in sys.modules:
+        for module in model.modules():
+            if isinstance(module, sys.modules[_FSDP].FSDPModule):
+                module.reshard()  # type: ignore[attr-defined]
+
+
 def parameter_groups(model: nn.Module) -> list[Any]:
     """Return the parameter groups that FSDP2 gathers together, of all modules.
 
