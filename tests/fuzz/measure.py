@@ -103,7 +103,8 @@ class Measure:
                 and fits_scales(past, operand, layer.training)
             )
         amax = operand.abs().max().item() if operand.numel() else 0.0
-        if getattr(recipe, "initial_scale", "range") != "range":
+        # a layer that was made for its own recipe keeps the first scales of that one under an autocast
+        if any(getattr(one, "initial_scale", "range") != "range" for one in (recipe, layer.recipe)):
             return False
         least, largest = {"weight": (0.0, math.inf), "input": (0.01, 28.0), "gradient": (1e-6, 0.875)}[kind]
         return least <= amax <= largest
