@@ -142,11 +142,7 @@ def _draw_item(rng: random.Random, flags: bool) -> Program:
         item["batch"] = rng.randrange(10**6)
         item["flag"] = rng.choice((True, False, None)) if flags else None
     elif do == "edit":
-        item |= {
-            "way": rng.choice(EDITS),
-            "which": rng.randrange(8),
-            "factor": rng.choice((1.5, 0.5, 1000.0, -1.0)),
-        }
+        item |= draw_edit(rng)
     elif do == "neutral":
         item["way"] = rng.choice(NEUTRAL)
     elif do == "recipe":
@@ -154,6 +150,15 @@ def _draw_item(rng: random.Random, flags: bool) -> Program:
     elif do == "freeze":
         item |= {"which": rng.randrange(8), "frozen": rng.random() < 0.5}
     return item
+
+
+def draw_edit(rng: random.Random) -> Program:
+    """Draw how a weight is written, which one, and by what factor."""
+    return {
+        "way": rng.choice(EDITS),
+        "which": rng.randrange(8),
+        "factor": rng.choice((1.5, 0.5, 1000.0, -1.0)),
+    }
 
 
 def _wraps(program: Program) -> list[Program]:

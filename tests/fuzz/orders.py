@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from .histories import EDITS, NEUTRAL, USES, sums_in_another_order
+from .histories import NEUTRAL, USES, draw_edit, sums_in_another_order
 from .models import draw_layer, draw_recipe, draw_wrap
 from .programs import Program
 
@@ -129,11 +129,7 @@ def _item(rng: random.Random) -> Program:
     if do in ("evaluate", "no_grad", "inference", "dropped"):
         item |= {"batch": rng.randrange(10**6), "flag": None}
     elif do == "edit":
-        item |= {
-            "way": rng.choice(EDITS),
-            "which": rng.randrange(8),
-            "factor": rng.choice((1.5, 0.5, 1000.0, -1.0)),
-        }
+        item |= draw_edit(rng)
     elif do == "neutral":
         item["way"] = rng.choice((*NEUTRAL, *USES))
     elif do == "recipe":

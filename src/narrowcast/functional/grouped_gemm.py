@@ -90,6 +90,9 @@ class _Sizes(NamedTuple):
             return groups, self.out_features, self.in_features
         return self.rows, self.out_features if kind == "fprop" else self.in_features
 
+    def columns_of_left(self, kind: str) -> int:
+        return self.in_features if kind == "fprop" else self.out_features
+
 
 def _grouped_gemm(
     kind: str,
@@ -172,9 +175,8 @@ def _multiply_each(
     left_columnwise, right_columnwise = gemm_directions(kind)
     groups = splits.shape[0]
     extents, _, _ = reference.grouped_quantize.extents(splits, sizes.rows, 1)
-    left_columns = sizes.in_features if kind == "fprop" else sizes.out_features
     right_extents = extents if kind == "wgrad" else [sizes.out_features] * groups
-    lefts = left.by_group(left_columnwise, extents, left_columns)
+    lefts = left.by_group(left_columnwise, extents, sizes.columns_of_left(kind))
     rights = right.by_group(right_columnwise, right_extents, sizes.in_features)
 
     out = left.buffers[0].new_zeros(sizes.of_result(kind, groups), dtype=dtype)
@@ -200,11 +202,9 @@ def _multiply_decoded(
     if 0 in shape or 0 in (splits.shape[0], *sizes):
         return left.buffers[0].new_zeros(shape, dtype=dtype)
     group = group_of_row(splits, sizes.rows)
-    exact = (
-        torch.bfloat16 if kind == "wgrad" else dtype
-    )  # an fp32 weight gradient has a kernel for bf16 operands
-    columns = sizes.in_features if kind == "fprop" else sizes.out_features
-    a = left.rows(left_columnwise, splits, group, columns, exact)
+    # an fp32 weight gradient has a kernel for bf16 operands
+    exact = torch.bfloat16 if kind == "wgrad" else dtype
+    a = left.rows(left_columnwise, splits, group, sizes.columns_of_left(kind), exact)
     if kind == "wgrad":
         b = right.rows(right_columnwise, splits, group, sizes.in_features, exact)
         out = _product(kind, a.values, b.values, splits, torch.float32)
