@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
+from narrowcast.losses import quantized_head
 from narrowcast.testing import assert_close
 
 from .largest import Largest
@@ -96,6 +98,16 @@ def test_chunks_are_layers_of_their_own(name: str) -> None:
     assert torch.equal(torch.autograd.grad(loss, given["weight"])[0], chunks[2])
 
 
+@pytest.mark.parametrize("chunk, products", [(CLASSES, 1), (128, 6)])
+def test_the_logits_of_a_single_chunk_are_computed_once(
+    chunk: int, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = mock.Mock(side_effect=quantized_head.fprop)
+    monkeypatch.setattr(quantized_head, "fprop", counted)
+    by_the_loss(operands(), QUANTIZED["current"], False, chunk)
+    assert counted.call_count == products
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("name", STATELESS)
 def test_few_tokens(name: str, tokens: int) -> None:
@@ -107,13 +119,14 @@ def test_few_tokens(name: str, tokens: int) -> None:
         assert bool(gradient.any()) == bool(tokens)
 
 
+@pytest.mark.parametrize("chunk", [128, CLASSES])
 @pytest.mark.parametrize("name", kinds(NEAREST))
-def test_compiled(name: str) -> None:
+def test_compiled(name: str, chunk: int) -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     call = torch.compile(nc.linear_cross_entropy, fullgraph=True, backend=graphs)
     given = operands()
-    eager = by_the_loss(given, QUANTIZED[name], True, 128)
-    for ours, expected in zip(by_the_loss(given, QUANTIZED[name], True, 128, call), eager, strict=True):
+    eager = by_the_loss(given, QUANTIZED[name], True, chunk)
+    for ours, expected in zip(by_the_loss(given, QUANTIZED[name], True, chunk, call), eager, strict=True):
         assert torch.equal(ours, expected)
     assert graphs.frame_count == 1
 

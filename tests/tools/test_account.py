@@ -24,7 +24,7 @@ from narrowcast_tools.bench.account import (
 )
 from narrowcast_tools.bench.account_show import account_table, waterfall, write_account
 from narrowcast_tools.bench.measure import Contender
-from narrowcast_tools.bench.works import MODELS, TINY, phases_of
+from narrowcast_tools.bench.works import MODELS, OPTIMIZERS, TINY, phases_of
 
 BF16, FP8 = "c10::BFloat16", "c10::Float8_e4m3fn"
 CEILINGS = Ceilings(copy=1e12, bf16=1e12, fp8=2e12)
@@ -86,6 +86,7 @@ def gemm(phase: str, a: tuple[int, int], b: tuple[int, int]) -> Kernel:
         (gemm("backward", (64, 48), (48, 32)), "GEMM, dgrad"),
         (gemm("backward", (48, 64), (64, 32)), "GEMM, wgrad"),
         (gemm("forward", (64, 32), (32, 32000)), "head and loss"),
+        (Kernel("_float8_cast_tile_kernel", "", "forward", 1.0, (((32000, 32), 2),)), "head and loss"),
         (Kernel("fmha_reduce", "aten::_cudnn_attention_backward", "backward", 1.0, ()), "attention"),
         (Kernel("_float8_cast_tile_kernel", "_float8_cast_tile_kernel_0", "forward", 1.0, ()), "casts"),
         (Kernel("_norm_backward_kernel", "_norm_backward_kernel_7", "backward", 1.0, ()), "norms"),
@@ -115,7 +116,19 @@ def test_floors_of_products_are_operations_and_of_others_bytes() -> None:
     assert list(rows) == ["GEMM, fprop", "norms", "gaps"]
 
 
-def test_the_phases_make_the_step_that_is_timed() -> None:
+@pytest.mark.parametrize("bytes_each, rate", [(2, 1e12), (1, 2e12)])
+def test_the_floor_of_the_head_follows_its_operands(bytes_each: int, rate: float) -> None:
+    shapes = (((32, 64), bytes_each), ((64, 32000), bytes_each))
+    product = Kernel("nvjet", "aten::_scaled_mm", "forward", 1.0, shapes)
+    row, _ = group_kernels([product], TINY[-1], CEILINGS, step_ms=1.0)
+    assert (row.group, row.floor_ms) == (
+        "head and loss",
+        pytest.approx(1e3 * 3 * 2 * 32 * 64 * 32000 / rate),
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_phases_make_the_step_that_is_timed(optimizer: str) -> None:
     module = torch.nn.Embedding(32000, 8)
     before = module.weight.detach().clone()
     losses = []
@@ -124,7 +137,7 @@ def test_the_phases_make_the_step_that_is_timed() -> None:
         losses.append(torch.nn.functional.cross_entropy(module(tokens).flatten(0, 1), wanted.flatten() % 8))
         return losses[-1]
 
-    for name, phase in phases_of(TINY[-1], module, run, "cpu"):
+    for name, phase in phases_of(TINY[-1], module, run, "cpu", optimizer=optimizer):
         phase()
         if name == "backward":
             assert module.weight.grad is not None

@@ -63,6 +63,8 @@ def test_the_picture_has_no_empty_panel(
         (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
         (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),
         (["tiny", "--modes", "fast"], "mode is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--optimizer", "Adam"], "optimizer is 'Adam'; use one of AdamW, FusedAdam"),
+        (["tiny", "--head", "delayed"], "head is 'delayed'; use one of bf16, current, block"),
         (["tiny", "--device", "tpu"], "--device is 'tpu'"),
     ],
 )
@@ -115,9 +117,9 @@ def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     )
     (work, *_) = works("tiny")
     contender = Contender("bad", "eager", None)
-    with Worker(([], [], True), "cpu", 20.0) as worker:
+    with Worker(([], [], True, "AdamW", "bf16"), "cpu", 20.0) as worker:
         assert worker.run(work, contender, 0).note == "the process ended with code 7"
-        worker.chosen, worker.seconds = (["hang"], [], True), 0.2
+        worker.chosen, worker.seconds = (["hang"], [], True, "AdamW", "bf16"), 0.2
         assert worker.run(work, contender, 1).note == "not done within 0.2 s"
         assert worker._process.exitcode is not None
 
@@ -126,9 +128,9 @@ def test_contenders_do_the_same_work() -> None:
     """Plain PyTorch and our layers take the same steps: gradients in the same shapes."""
     for work in works("tiny"):
         sizes = []
-        for contender in contenders(["block"], ["eager"], emulate=True):
-            if contender.name in ("bf16", "block"):
-                module = contender.prepare(build(work, contender.layers, "cpu"))
-                step_of(work, module, module, "cpu")()
+        for contender in contenders(["block"], ["eager"], True, "FusedAdam", "current"):
+            if contender.name in ("bf16", "block, FusedAdam, head in current"):
+                module = contender.prepare(build(work, contender.layers, "cpu", contender.head))
+                step_of(work, module, module, "cpu", contender.optimizer)()
                 sizes.append(sum(p.numel() for p in module.parameters()))
         assert sizes[0] == sizes[1], work.name

@@ -95,7 +95,8 @@ def linear_cross_entropy(
         ignore_index: a token with this target has no loss and no gradient; the mean is over the others. If all tokens
             are ignored, it is 0; torch returns NaN.
         chunk_size: classes at a time; None for as many as make 2**27 logits, and at least 1024. With a recipe it is
-            rounded up to a multiple of 128.
+            rounded up to a multiple of 128; if it holds all classes, their logits and the codes of the weight are kept
+            for the backward, which computes three GEMMs in place of four.
         recipe: a recipe or its name, which quantizes the operands of the four GEMMs; None is high precision. Each chunk
             of classes is quantized like the weight of a separate linear layer. The logits stay in the dtype of
             ``hidden``; their gradient is quantized while it is computed, if the format's kernels can.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
     """The loss of each token, fp32 (T,), from quantized operands.
 
     The forward saves the codes of ``hidden``; it and the backward quantize the weight, chunk by chunk, to equal codes.
+    If one chunk holds all classes, its logits and the codes of the weight are saved, and the backward computes neither.
     """
 
     @staticmethod
@@ -77,33 +79,44 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
         chunk: int,
         plan: LinearPlan,
     ) -> Tensor:
-        x, statistics = plan.input.quantize(hidden), None
+        x, statistics, kept = plan.input.quantize(hidden), None, None
+        whole = chunk >= weight.shape[0]
+        operand = plan.kept_weight if whole and plan.needs_input else plan.weight
         for start, rows, part_of_bias in _chunks(weight, bias, chunk):
-            logits = _logits(plan, x, plan.weight.quantize(rows), part_of_bias, hidden, rows)
+            w = operand.quantize(rows)
+            logits = _logits(plan, x, w, part_of_bias, hidden, rows)
             part = cross_entropy_statistics(logits, target - start)
             statistics = part if statistics is None else joined_statistics(statistics, part)
+            kept = (logits, w.columnwise) if whole else None
+            del w, logits  # before the next chunk's
         assert statistics is not None
         loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
-        ctx.save_for_backward(hidden, weight, bias, target, lse, *x.rowwise, *x.columnwise)
-        ctx.rowwise, ctx.plan, ctx.smoothing, ctx.chunk = len(x.rowwise), plan, smoothing, chunk
+        whole_logits, columns = kept or (None, [])
+        codes = ([] if whole else x.rowwise), x.columnwise, columns
+        ctx.save_for_backward(hidden, weight, bias, target, lse, whole_logits, *itertools.chain(*codes))
+        ctx.counts, ctx.plan, ctx.smoothing, ctx.chunk = [*map(len, codes)], plan, smoothing, chunk
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, target, lse, *codes = ctx.saved_tensors
+        hidden, weight, bias, target, lse, whole_logits, *codes = ctx.saved_tensors
         plan, smoothing, (wants_hidden, wants_weight, wants_bias) = (
             ctx.plan,
             ctx.smoothing,
             ctx.needs_input_grad[:3],
         )
-        x = OperandBuffers(codes[: ctx.rowwise], codes[ctx.rowwise :], plan.input.quantizer)
+        rowwise, columnwise, columns = _split(codes, ctx.counts)
+        x = OperandBuffers(rowwise, columnwise, plan.input.quantizer)
         grad = token_gradient(grad_loss, target, smoothing)
         dhidden, dbias = None, []
-        dweight = torch.empty_like(weight) if wants_weight else None
+        dweight = torch.empty_like(weight) if wants_weight and whole_logits is None else None
         for start, rows, part_of_bias in _chunks(weight, bias, ctx.chunk):
-            w = (plan.kept_weight if wants_hidden else plan.weight).quantize(rows)
-            logits = _logits(plan, x, w, part_of_bias, hidden, rows)
+            if whole_logits is not None:
+                w, logits = OperandBuffers([], columns, plan.kept_weight.quantizer), whole_logits
+            else:
+                w = (plan.kept_weight if wants_hidden else plan.weight).quantize(rows)
+                logits = _logits(plan, x, w, part_of_bias, hidden, rows)
             buffers = cross_entropy_gradient_quantize(
                 logits,
                 target - start,
@@ -120,10 +133,12 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
                 dbias.append(sums)
             dy = plan.grad_output.split(buffers)
             if wants_hidden:
-                part = _dgrad(plan, dy, w, hidden)
+                part = _dgrad(plan, dy, w, hidden, whole_logits is not None)
                 dhidden = part if dhidden is None else dhidden + part
             if dweight is not None:
                 dweight[start : start + ctx.chunk] = _wgrad(plan, dy, x, rows)
+            elif wants_weight:
+                dweight = _wgrad(plan, dy, x, rows)
             del w, logits, buffers, dy  # before the next chunk's
         return (
             None if dhidden is None else dhidden.to(hidden.dtype),
@@ -134,6 +149,13 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _split(tensors: list[Tensor], counts: list[int]) -> Iterator[list[Tensor]]:
+    """Yield so many of the tensors each time."""
+    rest = iter(tensors)
+    for count in counts:
+        yield [*itertools.islice(rest, count)]
 
 
 def _chunks(weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
@@ -152,10 +174,11 @@ def _logits(
     return fprop(plan, x, w, bias, hidden.dtype, hidden.shape[0], rows.shape[0])
 
 
-def _dgrad(plan: LinearPlan, dy: OperandBuffers, w: OperandBuffers, hidden: Tensor) -> Tensor:
-    """Return a chunk's part of the gradient of ``hidden``, in fp32: the sum runs over the chunks."""
+def _dgrad(plan: LinearPlan, dy: OperandBuffers, w: OperandBuffers, hidden: Tensor, whole: bool) -> Tensor:
+    """Return a chunk's part of the gradient of ``hidden``, in fp32 for the sum over chunks; of a whole one, its own."""
     operands = dy.rowwise, dy.quantizer, w.columnwise, w.quantizer
-    return gemm("dgrad", *operands, None, torch.float32, *hidden.shape, plan.fast_dgrad, plan.emulate)
+    dtype = hidden.dtype if whole else torch.float32
+    return gemm("dgrad", *operands, None, dtype, *hidden.shape, plan.fast_dgrad, plan.emulate)
 
 
 def _wgrad(plan: LinearPlan, dy: OperandBuffers, x: OperandBuffers, rows: Tensor) -> Tensor:

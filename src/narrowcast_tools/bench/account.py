@@ -117,14 +117,14 @@ def take_account(work: Work, contender: Contender, ceilings: Ceilings) -> Accoun
     where capturing succeeds, so that "gaps" is what the GPU waits for between kernels.
     """
     torch.compiler.reset()
-    module = contender.prepare(build(work, contender.layers, "cuda"))
+    module = contender.prepare(build(work, contender.layers, "cuda", contender.head))
     run = MODES["compiled"](module)
 
     def forward(*given: Any) -> Any:
         with contender.around():
             return run(*given)
 
-    phases = phases_of(work, module, forward, "cuda", capturable=True)
+    phases = phases_of(work, module, forward, "cuda", capturable=True, optimizer=contender.optimizer)
     for _ in range(4):
         _run_phases(phases)
     kernels = profiled(lambda: _run_phases(phases))
@@ -265,7 +265,10 @@ def group_of(kernel: Kernel, tokens: int) -> str:
         if kernel.phase == "forward":
             return "GEMM, fprop"
         return "GEMM, wgrad" if sizes[2] == tokens else "GEMM, dgrad"
-    return next((group for group, words in _BY_NAME if any(word in name for word in words)), "other")
+    group = next((group for group, words in _BY_NAME if any(word in name for word in words)), "other")
+    if group == "casts" and any(VOCABULARY in dims for dims, _ in kernel.shapes):
+        return "head and loss"
+    return group
 
 
 def _base_name(kernel: Kernel) -> str:
@@ -292,7 +295,7 @@ def group_kernels(kernels: Sequence[Kernel], work: Work, ceilings: Ceilings, ste
     parameters += 2 * width * VOCABULARY
     floors = {
         "attention": attention / ceilings.bf16,
-        "head and loss": head / ceilings.bf16,
+        "head and loss": head / _rate_of_head(groups["head and loss"], ceilings),
         "optimizer": 14 * parameters / ceilings.copy,  # reads four tensors of bf16 and writes three
     }
     for name, found in groups.items():
@@ -305,6 +308,12 @@ def group_kernels(kernels: Sequence[Kernel], work: Work, ceilings: Ceilings, ste
             floor = floors.get(name, moved / ceilings.copy)
         yield Row(name, sum(kernel.ms for kernel in found), len(found), moved, 1e3 * floor)
     yield Row("gaps", max(step_ms - sum(kernel.ms for kernel in kernels), 0.0), 0, 0, 0.0)
+
+
+def _rate_of_head(kernels: Sequence[Kernel], ceilings: Ceilings) -> float:
+    """Return operations per second of the products that these kernels compute."""
+    quantized = any(_base_name(one) in _GEMMS and one.shapes[0][1] == 1 for one in kernels if one.shapes)
+    return ceilings.fp8 if quantized else ceilings.bf16
 
 
 def _bytes_of(kernel: Kernel) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from .account import measure_ceilings, take_account
 from .account_show import account_table, waterfall, write_account
 from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
-from .worker import Worker
+from .worker import Chosen, Worker
 from .works import ACCOUNT_MODELS, works
 
 
@@ -27,6 +28,8 @@ def bench(
     only: str,
     recipes: str,
     modes: str,
+    optimizer: str,
+    head: str,
     device: str,
     out: Path | None,
     seconds: int,
@@ -44,10 +47,10 @@ def bench(
     if suite == "account":
         if device == "cpu" or only or resume:
             raise typer.BadParameter(
-                "bench account needs a GPU, and takes --model, --recipes and --out alone"
+                "bench account needs a GPU, and takes --model, --recipes, --optimizer, --head and --out alone"
             )
-        return _account(model, _words(recipes), out)
-    words = _words(recipes), _words(modes), device == "cpu"
+        return _account(model, (_words(recipes), ["compiled"], False, optimizer, head), out)
+    words = _words(recipes), _words(modes), device == "cpu", optimizer, head
     try:
         chosen = works(suite, only)
         running = list(contenders(*words))
@@ -90,14 +93,14 @@ def bench(
     return 0
 
 
-def _account(model: str, recipes: list[str], out: Path | None) -> int:
+def _account(model: str, chosen: Chosen, out: Path | None) -> int:
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
     if model not in ACCOUNT_MODELS:
         raise typer.BadParameter(
             f"--model is {model!r}; bench account takes one of {', '.join(ACCOUNT_MODELS)}"
         )
     try:
-        running = [one for one in contenders(recipes, ["compiled"], False) if one.name in ("bf16", *recipes)]
+        running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     machine, console = _machine("cuda"), Console()

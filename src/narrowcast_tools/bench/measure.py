@@ -19,9 +19,10 @@ from narrowcast import nn as own_layers
 from narrowcast.layers import set_recipe
 from narrowcast.recipe import NAMES, Recipe
 
-from .works import Step, Work, build, step_of
+from .works import OPTIMIZERS, Step, Work, build, step_of
 
 RECIPES: dict[str, Callable[..., Recipe]] = {name: NAMES[name] for name in ("delayed", "current", "block")}
+HEADS = ("bf16", "current", "block")  # recipes without state
 SECONDS = 0.25  # seconds of a round
 ROUNDS = 5
 MIB = 2**20
@@ -44,35 +45,57 @@ class Result(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """``layers``: as ``build`` takes them. ``prepare``: done to the module. ``around``: entered by each step."""
+    """``layers``, ``head``: as ``build`` takes them. ``prepare``: done to the module. ``around``: entered by each step.
+    ``optimizer``: of ``OPTIMIZERS``."""
 
     name: str
     mode: str
     layers: Any
     prepare: Callable[[nn.Module], Any] = lambda module: module
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    optimizer: str = "AdamW"
+    head: Recipe | None = None
 
 
-def contenders(recipes: Sequence[str], modes: Sequence[str], emulate: bool) -> Iterator[Contender]:
+def contenders(
+    recipes: Sequence[str],
+    modes: Sequence[str],
+    emulate: bool,
+    optimizer: str = "AdamW",
+    head: str = "bf16",
+) -> Iterator[Contender]:
     """Yield bf16 compiled first, which the others are compared with; then this package, then others where installed.
 
     Args:
         recipes: names in ``RECIPES``.
         modes: of "eager", "compiled", "graphs".
         emulate: GEMMs without hardware.
+        optimizer: of models under a recipe; the others have PyTorch's AdamW.
+        head: "bf16", or the recipe of the head of models under a recipe.
 
     Raises:
-        ValueError: an unknown recipe or mode.
+        ValueError: an unknown recipe, mode or optimizer, or a head under a recipe with state.
     """
-    for given, known, what in ((recipes, RECIPES, "recipe"), (modes, MODES, "mode")):
+    checks = (
+        (recipes, RECIPES, "recipe"),
+        (modes, MODES, "mode"),
+        ([optimizer], OPTIMIZERS, "optimizer"),
+        ([head], HEADS, "head"),
+    )
+    for given, known, what in checks:
         for name in given:
             if name not in known:
                 raise ValueError(f"{what} is {name!r}; use one of {', '.join(known)}")
     yield Contender("bf16", "compiled", None)
+    own: dict[str, Any] = {"optimizer": optimizer}
+    own["head"] = None if head == "bf16" else RECIPES[head](emulate=emulate)
+    suffix = f", {optimizer}" if optimizer != "AdamW" else ""
+    suffix += f", head in {head}" if head != "bf16" else ""
     for name in recipes:
         recipe = RECIPES[name](emulate=emulate)
         for mode in modes:
-            yield Contender(name, mode, own_layers, lambda module, r=recipe: set_recipe(module, r))
+            prepare = lambda module, r=recipe: set_recipe(module, r)  # noqa: E731
+            yield Contender(name + suffix, mode, own_layers, prepare, **own)
     if _installed("torchao.float8"):
         for name in ("tensorwise", "rowwise"):
             yield Contender(
@@ -150,14 +173,14 @@ def measure(work: Work, contender: Contender, device: str) -> Result:
 
 
 def _step(work: Work, contender: Contender, device: str) -> Step:
-    module = contender.prepare(build(work, contender.layers, device))
+    module = contender.prepare(build(work, contender.layers, device, contender.head))
     run = MODES[contender.mode](module)
 
     def forward(*given: Any) -> Any:
         with contender.around():
             return run(*given)
 
-    step = step_of(work, module, forward, device)
+    step = step_of(work, module, forward, device, contender.optimizer)
     if contender.mode != "graphs":
         return step
 

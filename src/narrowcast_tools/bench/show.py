@@ -92,7 +92,11 @@ def picture(results: Sequence[Result], title: str) -> bytes:
         for one in (one for one in results if one.work == work and one.ms is not None):
             labels.append(f"{one.contender}, {one.mode}" if one.contender != "bf16" else f"{work}: bf16")
             color = (
-                "#000000" if one.contender == "bf16" else "#0072B2" if " " not in one.contender else "#E69F00"
+                "#000000"
+                if one.contender == "bf16"
+                else "#0072B2"
+                if " " not in one.contender.partition(",")[0]
+                else "#E69F00"
             )
             first = base.get(work)
             values = [one.share, None]

@@ -11,8 +11,8 @@ from typing import Any
 from .measure import Contender, Result, contenders, measure
 from .works import Work
 
-Chosen = tuple[Sequence[str], Sequence[str], bool]
-"""Recipes, modes and emulation: arguments of ``contenders``, which makes the same list in every process."""
+Chosen = tuple[Sequence[str], Sequence[str], bool, str, str]
+"""Arguments of ``contenders``, which makes the same list in every process."""
 
 
 class Worker:

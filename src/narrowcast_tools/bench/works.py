@@ -9,8 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast.losses import linear_cross_entropy
+from narrowcast.optimizers import FusedAdam
+from narrowcast.recipe import Recipe
+
 BF16 = torch.bfloat16
 VOCABULARY = 32000
+RATE = 3e-4
 Step = Callable[[], Any]
 
 
@@ -61,15 +66,16 @@ def works(suite: str, only: str = "") -> list[Work]:
     return found
 
 
-def build(work: Work, layers: Any, device: str) -> nn.Module:
+def build(work: Work, layers: Any, device: str, head: Recipe | None = None) -> nn.Module:
     """Return the module of a work.
 
     Args:
         layers: what has ``Linear``, ``LayerNormMLP`` and so on, this package or Transformer Engine's; None for plain
             PyTorch.
+        head: the recipe of a model's head; None for bf16.
     """
     if work.kind == "model":
-        return _Model(work.sizes, layers, device)
+        return _Model(work.sizes, layers, device, head)
     _, width, features, *groups = work.sizes
     place: dict[str, Any] = {"device": device, "bias": False}
     if layers is None:
@@ -86,21 +92,41 @@ def build(work: Work, layers: Any, device: str) -> nn.Module:
     return layers.LayerNormMLP(width, features, **options, **place)
 
 
+def _adamw(module: nn.Module, device: str, capturable: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=RATE, fused=device == "cuda", capturable=capturable)
+
+
+def _fused_adam(module: nn.Module, device: str, capturable: bool) -> torch.optim.Optimizer:
+    """Return narrowcast's AdamW with the decay and the moments of PyTorch's, which are in the parameters' dtype."""
+    moments: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+    return FusedAdam(module.parameters(), lr=RATE, weight_decay=0.01, capturable=capturable, **moments)
+
+
+OPTIMIZERS = {"AdamW": _adamw, "FusedAdam": _fused_adam}
+"""PyTorch's, fused on a GPU, and narrowcast's; they store the same bytes."""
+
+
 def phases_of(
-    work: Work, module: nn.Module, run: Callable[..., Tensor], device: str, capturable: bool = False
+    work: Work,
+    module: nn.Module,
+    run: Callable[..., Tensor],
+    device: str,
+    *,
+    capturable: bool = False,
+    optimizer: str = "AdamW",
 ) -> tuple[tuple[str, Step], ...]:
     """Return the training step of a model in three named parts, which run in turn: forward, backward, optimizer.
 
     Args:
         run: the module or what was compiled of it.
         capturable: whether the optimizer's step may be part of a CUDA graph.
+        optimizer: of ``OPTIMIZERS``.
     """
     *_, batch, length = work.sizes
     generator = torch.Generator(device).manual_seed(1)
     tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device=device, generator=generator)
     given, wanted = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    fused = device == "cuda"
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=fused, capturable=capturable)
+    stepped = OPTIMIZERS[optimizer](module, device, capturable)
     losses: list[Tensor] = []
 
     def forward() -> None:
@@ -110,20 +136,23 @@ def phases_of(
         losses.pop().backward()
 
     def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        stepped.step()
+        stepped.zero_grad(set_to_none=True)
 
     return ("forward", forward), ("backward", backward), ("optimizer", update)
 
 
-def step_of(work: Work, module: nn.Module, run: Callable[..., Tensor], device: str) -> Step:
+def step_of(
+    work: Work, module: nn.Module, run: Callable[..., Tensor], device: str, optimizer: str = "AdamW"
+) -> Step:
     """Return a training step: of a layer forward and backward, of a model with the optimizer.
 
     Args:
         run: the module or what was compiled of it.
+        optimizer: of ``OPTIMIZERS``.
     """
     if work.kind == "model":
-        phases = phases_of(work, module, run, device)
+        phases = phases_of(work, module, run, device, optimizer=optimizer)
 
         def train() -> None:
             for _, phase in phases:
@@ -232,10 +261,11 @@ def _block(sizes: tuple[int, ...], layers: Any, device: str) -> nn.Module:
 
 
 class _Model(nn.Module):
-    """A Llama-like language model with its loss; embedding and head in bf16."""
+    """A Llama-like language model with its loss; the embedding in bf16, and the head unless it has a recipe."""
 
-    def __init__(self, sizes: tuple[int, ...], layers: Any, device: str) -> None:
+    def __init__(self, sizes: tuple[int, ...], layers: Any, device: str, head: Recipe | None = None) -> None:
         super().__init__()
+        self.recipe_of_head = head
         count, width, _, heads, *_, length = sizes
         place: dict[str, Any] = {"device": device, "dtype": BF16}
         self.embedding = nn.Embedding(VOCABULARY, width, **place)
@@ -259,5 +289,8 @@ class _Model(nn.Module):
         positions = {name: getattr(self, name) for name in self.positions}
         for block in self.blocks:
             x = block(x, **positions)
+        if self.recipe_of_head is not None:
+            options: dict[str, Any] = {"chunk_size": VOCABULARY, "recipe": self.recipe_of_head}
+            return linear_cross_entropy(self.norm(x), self.head.weight, wanted, **options)
         logits = self.head(self.norm(x)).flatten(0, 1).float()
         return F.cross_entropy(logits, wanted.flatten())

@@ -64,6 +64,7 @@ def train(
     tokenizer: o.TokenizerFile = None,
     recipe: o.Recipe = "bf16",
     recipe_table: o.RecipeTable = None,
+    head_recipe: o.HeadRecipe = "bf16",
     keep_bf16: o.KeepBf16 = "",
     out: o.RunFolder = None,
     resume: o.Resume = False,
@@ -182,6 +183,12 @@ def bench(
     modes: Annotated[
         str, typer.Option(help="Any of eager, compiled, graphs, separated by commas.")
     ] = "eager,compiled",
+    optimizer: Annotated[
+        str, typer.Option(help="Of models under a recipe: AdamW, which is PyTorch's fused one, or FusedAdam.")
+    ] = "AdamW",
+    head: Annotated[
+        str, typer.Option(help="Head of models under a recipe: bf16, current or block.")
+    ] = "bf16",
     device: Annotated[str, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
     seconds: Annotated[

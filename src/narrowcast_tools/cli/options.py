@@ -69,6 +69,7 @@ RecipeTable = Annotated[
         default=False,
     ),
 ]
+HeadRecipe = Annotated[str, _option("Recipe of the output head, one of --recipe's.")]
 KeepBf16 = Annotated[
     str,
     _option(

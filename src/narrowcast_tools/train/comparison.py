@@ -25,6 +25,7 @@ FREE = {
     "recipe",
     "seed",
     "recipe_table",
+    "head_recipe",
     "keep_bf16",
     "emulate",
     "compile",
@@ -161,6 +162,8 @@ def _result(content: dict) -> RunResult:
     settings = content["settings"]
     pace = Pace(content["tokens_per_second"], content.get("mfu"), content.get("peak_memory", 0))
     apart = [f"bf16: {settings['keep_bf16']}"] if settings["keep_bf16"] else []
+    if settings["head_recipe"] != BASELINE:
+        apart.append(f"head: {CHOICES[settings['head_recipe']].title}")
     if table := settings["recipe_table"]:
         apart.append(f"table {hashlib.sha256(table.encode()).hexdigest()[:6]}")
     return RunResult(

@@ -82,7 +82,8 @@ class TrainConfig:
     Args:
         recipe: a name of `recipes.CHOICES`.
         recipe_table: JSON from patterns of layer names to recipes, laid over `recipe`; see `recipes.recipe_table`.
-        keep_bf16: patterns of layers that stay in bfloat16, separated by commas; laid over both.
+        head_recipe: the recipe of the output head, a name of `recipes.CHOICES`.
+        keep_bf16: patterns of layers that stay in bfloat16, separated by commas; laid over all of these.
         emulate: run a recipe without native kernels on an accelerator.
         device: `cpu` or `cuda`; see `resolve_device`.
         compile: run the model through `torch.compile(fullgraph=True)`.
@@ -109,6 +110,7 @@ class TrainConfig:
 
     recipe: str = "bf16"
     recipe_table: str = ""
+    head_recipe: str = "bf16"
     keep_bf16: str = ""
     emulate: bool = False
     device: str = "cpu"
@@ -131,7 +133,8 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recipe", recipe_name(self.recipe))
+        for name in ("recipe", "head_recipe"):
+            object.__setattr__(self, name, recipe_name(getattr(self, name)))
         for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):
             _require_count(self, name)
         _require(

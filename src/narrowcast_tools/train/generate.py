@@ -111,6 +111,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     model = Decoder(config.model, config.seq_len)
     table = recipe_table(
         config.recipe,
+        head=config.head_recipe,
         table=config.recipe_table,
         keep_bf16=config.keep_bf16,
         device="cpu" if recipe else device,

@@ -92,26 +92,27 @@ def build_recipe(name: str, *, device: str, emulate: bool) -> nc.recipe.Recipe |
 
 
 def recipe_table(
-    name: str, *, table: str, keep_bf16: str, device: str, emulate: bool
+    name: str, *, table: str, keep_bf16: str, device: str, emulate: bool, head: str = "bf16"
 ) -> dict[str, nc.recipe.Recipe | None]:
     """Build the recipes of a model's layers by pattern, as `narrowcast.set_recipe` takes them.
 
-    Later patterns override earlier ones. The output head stays in bfloat16 unless `table` names it: its error
-    reaches the loss directly, and it is a small share of the work.
+    Later patterns override earlier ones. The output head stays in bfloat16 unless `head` or `table` names its recipe:
+    its error reaches the loss directly, and it is a small share of the work.
 
     Args:
         name: canonical name of the recipe of all layers.
-        table: JSON as `narrowcast.recipe.recipes_to_json` writes it, laid over that; empty for none.
-        keep_bf16: patterns that stay in bfloat16, separated by commas; laid over both.
+        table: JSON as `narrowcast.recipe.recipes_to_json` writes it, laid over `name` and `head`; empty for none.
+        keep_bf16: patterns that stay in bfloat16, separated by commas; laid over all of these.
         device: `cpu` or `cuda`.
-        emulate: as `build_recipe` takes it, for the recipe of `name`; those of `table` say it themselves.
+        emulate: as `build_recipe` takes it, for the recipes of `name` and `head`; those of `table` say it themselves.
+        head: canonical name of the recipe of the output head.
 
     Raises:
         SettingsError: `table` is not a table, or the accelerator has no kernels for a recipe.
     """
     recipes: dict[str, nc.recipe.Recipe | None] = {
         "": build_recipe(name, device=device, emulate=emulate),
-        HEAD: None,
+        HEAD: build_recipe(head, device=device, emulate=emulate),
     }
     try:
         recipes |= nc.recipe.recipes_from_json(table or "{}")

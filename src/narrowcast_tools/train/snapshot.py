@@ -27,6 +27,8 @@ def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
     """
     training = {
         _of(name, key): value
+        if value.ndim
+        else value.clone()  # parameters may share the count of their steps
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
@@ -47,9 +49,10 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
         KeyError: a whole group or the generator is missing.
     """
     moments, generators = _taken_apart(files[TRAINING], model)
-    for name, parameter in model.named_parameters():
-        for kind, value in moments[name].items():
-            optimizer.state[parameter][kind] = value.to(parameter.device)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    listed = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: moments[name] for index, name in enumerate(listed)}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     restore_model(files[MODEL], model)
     _set_generators(generators)
 

@@ -37,6 +37,7 @@ class Trainer:
         self.corpus = corpus
         recipes = recipe_table(
             config.recipe,
+            head=config.head_recipe,
             table=config.recipe_table,
             keep_bf16=config.keep_bf16,
             device=config.device,
@@ -134,7 +135,8 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
     return next_token_loss
 
 
-def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW: one pass of `nc.optimizers.FusedAdam` on a GPU, PyTorch's fused loop on a CPU."""
     # Tensors with another placement on ranks are updated separately.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -143,4 +145,6 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": parameters, "weight_decay": 0.0 if vector else config.weight_decay}
         for (vector, _), parameters in kinds.items()
     ]
+    if config.device == "cuda":
+        return nc.optimizers.FusedAdam(groups, lr=config.lr, betas=BETAS)
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)

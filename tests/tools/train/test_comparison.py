@@ -49,9 +49,9 @@ def test_what_is_written_is_what_was_measured(runs: Path) -> None:
 
 
 def test_layers_apart_are_a_row_of_their_own(runs: Path) -> None:
-    changed(runs / "nvfp4-1", keep_bf16="blocks.0")
+    changed(runs / "nvfp4-1", keep_bf16="blocks.0", head_recipe="current")
     titles = [row.title for row in compare_runs([runs]).rows]
-    assert titles == ["bf16", "NVFP4", "NVFP4 (bf16: blocks.0)"]
+    assert titles == ["bf16", "NVFP4", "NVFP4 (bf16: blocks.0, head: FP8 current)"]
 
 
 def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:

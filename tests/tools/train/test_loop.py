@@ -161,6 +161,18 @@ def test_layers_have_the_recipes_of_their_patterns(config: TrainConfig, corpus: 
         Trainer(replace(config, keep_bf16="lm_head"), corpus)
 
 
+def test_the_head_has_a_recipe_of_its_own(config: TrainConfig, corpus: Corpus) -> None:
+    trainers = [
+        Trainer(replace(config, recipe="block", head_recipe=name), corpus) for name in ("none", "current")
+    ]
+    recipes = [nc.get_recipes(trainer.model) for trainer in trainers]
+    assert recipes[0].pop("head") is None
+    assert isinstance(recipes[1].pop("head"), nc.recipe.Float8CurrentScaling)
+    assert {type(recipe) for one in recipes for recipe in one.values()} == {nc.recipe.Float8BlockScaling}
+    losses = [trainer.step(0).item() for trainer in trainers]
+    assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.01 * losses[0]
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(
     config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

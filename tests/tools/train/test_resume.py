@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowcast.optimizers import FusedAdam
+from narrowcast_tools.train import trainer
 from narrowcast_tools.train.checkpoint import Checkpoint, load, load_newest, save
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.data import Corpus, load_corpus
@@ -69,6 +71,21 @@ def test_resume_is_bitwise_with_tied_embeddings(
     folder = interrupted_copy(tmp_path / "whole", tmp_path / "part")
     run = Run(config, corpus, progress, folder, resume=True)
     assert run.trainer.model.head.weight is run.trainer.model.embedding.weight
+    assert run.train().history == whole.history
+
+
+def test_resume_is_bitwise_with_the_optimizer_of_gpus(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters count their steps together again, so that few launches step them."""
+    monkeypatch.setattr(
+        trainer, "_make_optimizer", lambda model, config: FusedAdam(model.parameters(), lr=config.lr)
+    )
+    whole = Run(config, corpus, progress, tmp_path / "whole").train()
+    folder = interrupted_copy(tmp_path / "whole", tmp_path / "part")
+    run = Run(config, corpus, progress, folder, resume=True)
+    optimizer = run.trainer.optimizer
+    assert len({id(state["step"]) for state in optimizer.state.values()}) == 1
     assert run.train().history == whole.history
 
 
@@ -164,7 +181,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes(
     """Settings that it does not name were not there, and are the defaults."""
     whole = Run(config, corpus, progress, tmp_path / "whole").train()
     saved = load(tmp_path / "whole" / "step-00000003")
-    for name in ("accumulate", "recompute", "recipe_table", "keep_bf16", "vocabulary"):
+    for name in ("accumulate", "recompute", "recipe_table", "head_recipe", "keep_bf16", "vocabulary"):
         del saved.meta["settings"][name]
     save(tmp_path / "part", step=saved.step, meta=saved.meta, tensors=saved.tensors)
     assert resumed(config, corpus, progress, tmp_path / "part").history == whole.history
