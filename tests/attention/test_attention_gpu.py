@@ -156,3 +156,22 @@ def test_deterministic_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     first = step(module, tensors, tensors, {})
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(step(module, tensors, tensors, {}), first))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("queries, keys", [(64, 64), (320, 192), (1, 128), (256, 256), (1000, 1000)])
+@pytest.mark.parametrize("mask", ["no_mask", "causal", "arbitrary"])
+def test_gradients_of_queries_whose_scores_are_very_negative(
+    mask: str, queries: int, keys: int, how: str
+) -> None:
+    """cuDNN, which PyTorch would choose, gives NaN where keys % 128 == 64 and no causal mask hides the rest."""
+    module = nc.DotProductAttention(HEADS, DIM, qkv_format="bshd", attn_mask_type=mask).cuda()
+    q, k, v = (torch.randn(2, size, HEADS, DIM, device="cuda") for size in (queries, keys, keys))
+    q[..., 0], k[..., 0] = 1.0, -120 * DIM**0.5
+    tensors = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    given = {}
+    if mask == "arbitrary":
+        given["attention_mask"] = torch.ones(1, 1, queries, keys, dtype=torch.bool, device="cuda").triu(1)
+    forward = module if how == "eager" else torch.compile(module, fullgraph=True)
+    for result in step(forward, tensors, tensors, given):
+        assert result.isfinite().all()

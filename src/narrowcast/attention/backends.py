@@ -72,6 +72,7 @@ class Facts(NamedTuple):
         grad: whether a gradient is requested.
         score_grad: also of tensors that ``score_mod`` reads.
         batch_invariant: an output may not depend on the tokens beside it.
+        lengths: queries and keys of the tensors.
     """
 
     cuda: bool
@@ -90,9 +91,25 @@ class Facts(NamedTuple):
     grad: bool
     score_grad: bool
     batch_invariant: bool = False
+    lengths: tuple[int, int] = (0, 0)
 
 
 _DEPENDS_ON_BATCH = "it chooses the order of sums by the sizes, and the mode is 'batch-invariant'"
+
+
+def is_cudnn_safe(facts: Facts) -> bool:
+    """Return whether cuDNN computes the gradients of this call for all values.
+
+    If all scores of a query are below -88, its backward on Hopper gives NaN. It does not hide the second half of the
+    last 128 keys (pytorch/pytorch#196678; 9.19 on an H100: with and without a mask), and from 9.25 on it fails with one
+    query (NVIDIA/cudnn-frontend#1072). A causal mask hides those keys.
+    """
+    if not (facts.cuda and facts.grad):
+        return True
+    queries, keys = facts.lengths
+    if facts.mask == "causal" and queries <= keys:
+        return True
+    return queries != 1 and keys % 128 != 64
 
 
 def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
@@ -106,7 +123,8 @@ def sdpa_kernels(facts: Facts, switches: Switches) -> list[SDPBackend]:
     ):
         kernels.append(SDPBackend.FLASH_ATTENTION)
     if switches.fused and exact and facts.cuda:
-        kernels += [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        kernels += [SDPBackend.CUDNN_ATTENTION] if is_cudnn_safe(facts) else []
+        kernels.append(SDPBackend.EFFICIENT_ATTENTION)
     if switches.unfused:
         kernels.append(SDPBackend.MATH)
     return kernels

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._determinism import DETERMINISM
 from . import sdpa, unfused, varlen
-from .backends import Facts, Switches, choose_backend, sdpa_kernels
+from .backends import Facts, Switches, choose_backend, is_cudnn_safe, sdpa_kernels
 from .context_parallel import ContextParallel, check_context_parallel, gathered, shared_places
 from .formats import flattened, heads_first, sequence_length
 from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, rows
@@ -107,6 +107,7 @@ def attend(
         grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         score_grad=any(x.requires_grad for x in scores.tensors.values()),
         batch_invariant=DETERMINISM.batch_invariant,
+        lengths=sizes,
     )
     backend = choose_backend(facts, switches)
     if backend == "flash_varlen":
@@ -127,7 +128,8 @@ def attend(
 
         out, largest = flex.attend(q, k, v, scores, max_logit)
     elif backend == "sdpa":
-        kernels = None if switches == Switches() else sdpa_kernels(facts, switches)
+        every = switches == Switches() and is_cudnn_safe(facts)
+        kernels = None if every else sdpa_kernels(facts, switches)
         out = sdpa.attend(q, k, v, scores, kernels, causal=flag and not everything)
     else:
         out, largest = unfused.attend(q, k, v, scores)
