@@ -40,8 +40,13 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
     if not model.training:
         raise ValueError("the model is in evaluation mode, which collects no amax; call model.train() first")
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+    parameters = list(model.parameters())
     with _put_back_after(model, layers):
+        grads = [parameter.grad for parameter in parameters]
         for _ in range(passes):
+            # A replayed CUDA graph owns the gradients it allocated: the next pass must not add to them.
+            for parameter, grad in zip(parameters, grads):
+                parameter.grad = grad
             with torch.random.fork_rng():
                 step()
             renew(layers)
@@ -76,8 +81,6 @@ def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[No
     state = {id(buffer) for layer in layers for buffer in layer.state_buffers()}
     buffers = [buffer for buffer in model.buffers() if id(buffer) not in state]
     before = [buffer.clone() for buffer in buffers]
-    for parameter in parameters:
-        parameter.grad = None
     try:
         yield
     finally:
