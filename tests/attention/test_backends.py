@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 import narrowcast as nc
 from narrowcast.attention import Switches, core, sdpa
-from narrowcast.attention.backends import Facts, is_cudnn_safe, sdpa_kernels
+from narrowcast.attention.backends import Facts, choose_backend, is_cudnn_safe, sdpa_kernels
 
 
 def facts(**changed: Any) -> Facts:
@@ -69,3 +69,9 @@ def test_only_an_unsafe_call_is_restricted(monkeypatch: pytest.MonkeyPatch) -> N
         x = torch.randn(1, keys, 2, 8)
         module(x, x, x, attention_mask=torch.zeros(1, 1, keys, keys, dtype=torch.bool))
     assert seen == [None, [SDPBackend.MATH]]
+
+
+def test_the_log_names_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "narrowcast.attention")
+    assert choose_backend(facts(mask="tensor"), Switches(debug=1)) == "sdpa"
+    assert caplog.messages[0].startswith("attention by sdpa EFFICIENT_ATTENTION MATH (")

@@ -232,7 +232,8 @@ def choose_backend(facts: Facts, switches: Switches) -> str:
         if not reasons:
             if switches.debug and can_check():
                 why = f"; refused {'. '.join(refused)}" if refused and switches.debug > 1 else ""
-                _LOG.info("attention by %s%s (%s)", name, why, facts)
+                kernels = [kernel.name for kernel in sdpa_kernels(facts, switches)] if name == "sdpa" else []
+                _LOG.info("attention by %s%s (%s)", " ".join((name, *kernels)), why, facts)
             return name
         refused.append(f"{name}: {'; '.join(reasons)}")
     raise ValueError(f"no attention backend is left for this call ({'. '.join(refused)})")

@@ -268,7 +268,8 @@ class Recipe(Sealable):
         for name in ("fp8_dpa", "fp8_mha"):
             if getattr(self, name, False):
                 raise NotImplementedError(
-                    f"{type(self).__name__}({name}=True): FP8 attention is not supported"
+                    f"{type(self).__name__}({name}=True): FP8 attention is not supported; leave it False, and "
+                    "attention runs in the dtype of its tensors"
                 )
 
     def resolve(
