@@ -160,7 +160,26 @@ def moe_collect_backward_cases(x: Tensor) -> Iterator[Arguments]:
     rows = x.flatten(0, -2)
     row_map = kept(row_map_of(rows.shape[0], x.device), rows.shape[0])
     weights = torch.rand(row_map.shape, device=x.device)
-    yield torch.ones_like(rows), rows, functional.moe_positions(row_map, rows.shape[0]), weights
+    positions = functional.moe_positions(row_map, rows.shape[0])
+    yield torch.ones_like(rows), rows, positions, weights
+    codes, scales = coded_rows_of(rows)
+    yield torch.ones_like(rows), codes, positions, weights, scales
+
+
+def coded_rows_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of E4M3 in blocks of 128, as they travel."""
+    blocks = -(-rows.shape[1] // 128)
+    return rows.to(torch.float8_e4m3fn).view(torch.uint8), rows.new_full(
+        (rows.shape[0], blocks), 0.5, dtype=torch.float32
+    )
+
+
+@family("moe_collect_coded")
+def moe_collect_coded_cases(x: Tensor) -> Iterator[Arguments]:
+    rows = x.flatten(0, -2)
+    row_map = kept(row_map_of(rows.shape[0], x.device), rows.shape[0])
+    for weights in (None, torch.rand(row_map.shape, device=x.device)):
+        yield *coded_rows_of(rows), False, row_map, weights, torch.bfloat16
 
 
 def group_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -530,6 +549,22 @@ def grouped_quantize_cases(x: Tensor) -> Iterator[Arguments]:
             yield rows, splits, quantizer, grouped_layout(quantizer._storage_name), seed_for(quantizer, x)
         for quantizer, *state in delayed_tail(x, splits.numel()):
             yield rows, splits, quantizer, "tensor", *state
+
+
+@family("grouped_quantize_coded")
+def grouped_quantize_coded_cases(x: Tensor) -> Iterator[Arguments]:
+    for rows, splits in group_rows(x):
+        for quantizer in ONE_OF_EACH.values():
+            layout = grouped_layout(quantizer._storage_name)
+            yield (
+                *coded_rows_of(rows),
+                False,
+                splits,
+                quantizer,
+                layout,
+                torch.bfloat16,
+                seed_for(quantizer, x),
+            )
 
 
 @family("grouped_quantize_weights")

@@ -100,7 +100,7 @@ def linear_forward(
         weight: (N, K), plain or quantized.
         inp: (*lead, K), plain or quantized.
         bias: (N,) or None.
-        grouped: the groups of the rows, or None. With them inp is (T, K) and plain, weight a list, G of (N, K) or one
+        grouped: the groups of the rows, or None. With them inp is (T, K), weight a list, G of (N, K) or one
             (G, N, K), and bias a list, G of (N,), or one (G, N), or none.
         dtype: of the output; default: of the activations.
     """
@@ -109,11 +109,11 @@ def linear_forward(
         return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
         return _forward_in_high_precision(weight, inp, bias, args, grouped, dtype or args.dtype)
-    if isinstance(inp, QuantizedTensorStorage):
+    if grouped is not None:
+        x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
+    elif isinstance(inp, QuantizedTensorStorage):
         wants_columns = plan.needs_weight and plan.backward_override is None
         x = with_columnwise(inp) if wants_columns else buffers_of(inp)
-    elif grouped is not None:
-        x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
     else:
         operand, flat = plan.input, inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
         stored = isinstance(weight, QuantizedTensorStorage) and not plan.needs_weight
@@ -276,7 +276,7 @@ def with_saved(args: LinearBwdArgs, saved_input: SavedOperand, saved_weight: Sav
 
 def linear_backward(
     args: LinearBwdArgs,
-    grad_output: TensorOrQuantized,
+    grad_output: Any,
     inp: list[Tensor],
     weight: list[Tensor],
     scale_bwd: Tensor | None,
@@ -285,7 +285,7 @@ def linear_backward(
     """Return gradients of a linear layer, dgrad (*lead, K).
 
     Args:
-        grad_output: (*lead, N), plain or quantized; with groups (T, N) and plain.
+        grad_output: (*lead, N), plain or quantized; with groups (T, N).
         inp, weight: what was saved of them.
         scale_bwd: the scales that the forward copied.
         grouped: the groups of the rows, or None.
@@ -296,15 +296,15 @@ def linear_backward(
             return _gradients_of_share(args, grad_output, inp, weight, scale_bwd, args.parallel)
         if args.parallel.gathers_input:
             lead = torch.Size((-1, *lead[1:]))
-    if isinstance(grad_output, QuantizedTensorStorage):  # its producer has summed it for the bias, too
-        quantized = buffers_of(grad_output)
+    if grouped is None and isinstance(grad_output, QuantizedTensorStorage):
+        quantized = buffers_of(grad_output)  # its producer has summed it for the bias, too
         del grad_output
         gradients = quantized_gradients(args, quantized, None, inp, weight, rows)
     elif plan.backward_override is not None or not (plan.needs_input or plan.needs_weight):
         dy = grad_output.reshape(rows, grad_output.shape[-1])
         gradients = _gradients_in_high_precision(args, dy, inp, weight, grouped)
     else:
-        dy = grad_output if len(lead) == 1 else grad_output.reshape(rows, grad_output.shape[-1])
+        dy: Any = grad_output if len(lead) == 1 else grad_output.reshape(rows, grad_output.shape[-1])
         grad_bias, operand = None, plan.grad_output
         seed = draw_seed(dy) if operand.stochastic and grouped is None else None
         if grouped is not None:

@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from .._tracing import can_overwrite, release
 from ..functional import replay_of
 from ..quantizers import Operand, Quantizer
-from ..tensors import grouped_layout
+from ..recipe import LinearPlan
+from ..tensors import grouped_layout, plain
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_forward
 from .groups import GroupedRows, Groups, Places, biases_of_rows
@@ -33,6 +34,8 @@ def grouped_forward(
         x, splits, weights, biases: as of :func:`grouped_linear`.
         bias_scales: (T,) to multiply each row's bias with, or None.
     """
+    if not _reads_codes(args.plan):
+        x = plain(x)
     grouped, weights = GroupedRows(groups, splits, x.dtype, weights[0].dtype), [*weights]
     added = [*biases] if bias_scales is None else []
     forward = replay_of(linear_forward, [x, *weights, *added], (args, grouped, Places(weights)), len(added))
@@ -41,6 +44,11 @@ def grouped_forward(
         scaled = biases_of_rows(biases, splits, x.shape[0]).float() * bias_scales.reshape(-1, 1).float()
         out = (out.float() + scaled).to(out.dtype)
     return _delivered(out, groups.out), saved_input.tensors, saved_weight.tensors
+
+
+def _reads_codes(plan: LinearPlan) -> bool:
+    """Return whether quantized rows are read as they are: all that reads rows in high precision wants them decoded."""
+    return plan.quantized and plan.backward_override is None and not plan.save_original_input
 
 
 def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
@@ -112,6 +120,8 @@ def grouped_backward(
         scale_bwd: the scales that the forward copied.
         bias_scales: as then.
     """
+    if not _reads_codes(args.plan):
+        dy = plain(dy)
     count = args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
     release(saved)  # the stage frees each tensor after its last use

@@ -21,13 +21,14 @@ from ..functional import (
     grouped_gemm,
     grouped_mm,
     grouped_quantize,
+    grouped_quantize_coded,
     grouped_quantize_weights,
     join_weights,
     operand_of,
 )
 from ..quantizers import Operand, OperandBuffers, Quantizer
 from ..recipe import LinearPlan
-from ..tensors import grouped_layout, transposed
+from ..tensors import TensorOrQuantized, coded_rows, grouped_layout, is_coded, transposed
 from .arguments import LinearBwdArgs
 
 
@@ -71,12 +72,16 @@ class GroupedRows:
         return (sizes, groups.covered, self.dtype, self.weight_dtype), [self.splits, self.bias_scales]
 
     def quantize(
-        self, x: Tensor, operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
+        self, x: TensorOrQuantized, operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
     ) -> OperandBuffers:
-        """Quantize the rows (T, K), each group by itself."""
-        layout = grouped_layout(operand.storage_name)
-        buffers = grouped_quantize(x, self.splits, operand.quantizer, layout, operand.seed(x), scale, amax)
-        return by_direction(buffers, operand)
+        """Quantize the rows (T, K), each group by itself; of codes, what they decode to."""
+        how = self.splits, operand.quantizer, grouped_layout(operand.storage_name)
+        if is_coded(x):
+            parts = coded_rows(x)
+            state = operand.seed(parts[0]), scale, amax
+            return by_direction(grouped_quantize_coded(*parts, *how, self.dtype, *state), operand)
+        assert isinstance(x, Tensor)
+        return by_direction(grouped_quantize(x, *how, operand.seed(x), scale, amax), operand)
 
     def gemm(
         self,

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import positive
+from .._checks import flags, positive
 from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_positions
-from ..moe import moe_unpermute
 from ..moe.permutation import checked_row_map
 from ..quantizers import MXFP8Quantizer, Quantizer
 from .moe_exchange import (
+    Combine,
     Exchange,
     Returned,
     Returning,
@@ -50,6 +50,10 @@ class MoEDispatch(nn.Module):
         grad_quantizer: quantizer of the rows' gradients on their way back from the experts; default None.
         combine_grad_quantizer: quantizer of the results' gradients on their way to the experts; default that of
             ``grad_quantizer``.
+        deliver_codes: in eager code, what arrives in FP8 (MXFP8, or blocks of 128 in a row) is handed on as a quantized
+            tensor: rows to the experts, and gradients of their results to what computed these. ``GroupedLinear`` reads
+            its operands from the codes, with the same bits; other operators decode them. Off by default: kernels of
+            your own may need plain memory.
         align_size: the receiver pads the rows of each expert to a multiple of it.
         capacity: None: exact; the counts are read from the device once per forward. A number: every rank sends every
             rank so many rows, padded with zeros, and nothing is read from the device, which a CUDA graph needs. Rows
@@ -70,12 +74,14 @@ class MoEDispatch(nn.Module):
         combine_quantizer: Quantizer | None = None,
         grad_quantizer: Quantizer | None = None,
         combine_grad_quantizer: Quantizer | str | None = AS_GRAD,
+        deliver_codes: bool = False,
         align_size: int = 1,
         capacity: int | None = None,
     ) -> None:
         super().__init__()
         name, ranks = group_of(group)
         positive(num_experts=num_experts, align_size=align_size)
+        flags(deliver_codes=deliver_codes)
         if num_experts % ranks:
             raise ValueError(f"num_experts is {num_experts}; use a multiple of the {ranks} ranks")
         if capacity is not None:
@@ -90,7 +96,8 @@ class MoEDispatch(nn.Module):
         }
         if combine_grad_quantizer == AS_GRAD:
             quantizers["combine_grad_quantizer"] = grad_quantizer
-        self.wires = Wires(*(wire_of(name, ranks, one, label) for label, one in quantizers.items()))
+        wires = [wire_of(name, ranks, one, label, deliver_codes) for label, one in quantizers.items()]
+        self.wires = Wires(*wires)
 
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""
@@ -184,8 +191,8 @@ class MoEDispatch(nn.Module):
         there = route._replace(before=moe_positions(row_map, sum(route.sent)), before_back=row_map)
         arrived, beside = self._arrived(x, there, shared)
         home = route._replace(before=None, before_back=None).reversed()
-        results = Exchange.apply(experts(arrived, splits), home, self.wires.combine, self.wires.combine_grad)
-        y = moe_unpermute(results, row_map, probs)
+        results = experts(arrived, splits)
+        y = Combine.apply(results, probs, row_map, home, self.wires.combine, self.wires.combine_grad)
         return y if beside is None else y + beside
 
     def _arrived(

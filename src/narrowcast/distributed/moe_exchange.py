@@ -12,9 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import dequantize, moe_collect, moe_spread, quantize
+from .._tracing import can_return_quantized
+from ..formats import DType
+from ..functional import (
+    dequantize,
+    moe_collect,
+    moe_collect_backward,
+    moe_collect_coded,
+    moe_positions,
+    moe_spread,
+    quantize,
+)
+from ..moe.rows import read
 from ..quantizers import Quantizer
 from ..reference.layout import bytes_of_rows
+from ..tensors import has_coded_rows, plain_gradient
 from ..upstream.c10d import all_to_all_op, size_of_group_named, wait_op
 
 
@@ -27,12 +39,17 @@ class Wire:
         ranks: in it.
         quantizer: row-wise, with scales for every row; None sends rows as they are.
         transposed: whether its scales have a column per row.
+        coded: whether ``reference.coded`` has the format; ``e5m2``: of its codes.
+        delivers_codes: eager code gets what has come as a quantized tensor.
     """
 
     group: str
     ranks: int
     quantizer: Quantizer | None = None
     transposed: bool = False
+    coded: bool = False
+    e5m2: bool = False
+    delivers_codes: bool = False
 
 
 class Wires(NamedTuple):
@@ -65,8 +82,12 @@ class Route(NamedTuple):
         return Route(self.after_back, self.after, self.before_back, self.before, self.received, self.sent)
 
 
-def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> Wire:
+def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str, delivers_codes: bool) -> Wire:
     """Return the wire of a quantizer.
+
+    Args:
+        name: of the option.
+        delivers_codes: as of :class:`Wire`; only FP8 is delivered so.
 
     Raises:
         TypeError: no quantizer, or one whose rows share scales or draws random numbers.
@@ -83,7 +104,9 @@ def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str) -> W
             f"{name} is {quantizer!r}, whose rows do not travel alone; use one with scales per block of a row, such as "
             "nc.MXFP8Quantizer or nc.Float8BlockQuantizer(..., block_scaling_dim=1)"
         )
-    return Wire(group, ranks, quantizer, scales[0].shape[0].size == "K")
+    coded, transposed = has_coded_rows(quantizer), scales[0].shape[0].size == "K"
+    e5m2 = coded and quantizer.dtype == DType.kFloat8E5M2  # type: ignore[attr-defined]
+    return Wire(group, ranks, quantizer, transposed, coded, e5m2, delivers_codes and coded)
 
 
 def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wire: Wire) -> Tensor:
@@ -134,11 +157,27 @@ def depart(x: Tensor, route: Route, wire: Wire) -> Departed:
 
 def arrive(departed: Departed, route: Route, wire: Wire, columns: int, dtype: torch.dtype) -> Tensor:
     """Return the rows (R', ``columns``) of ``dtype`` at the other end, once they are there."""
-    parts = [wait_all_to_all(part, kind, wire) for part, kind in zip(*departed, strict=True)]
-    if route.after is not None and route.after.dim() == 1:
-        parts = [moe_spread(part, route.after, 1) for part in parts]
-    x = decode(parts, wire, columns, dtype)
-    return x if route.after is None or route.after.dim() == 1 else moe_collect(x, route.after, None)
+    parts = arrived(departed, wire)
+    if route.after is None:
+        return decode(parts, wire, columns, dtype)
+    if route.after.dim() == 2:
+        return summed(parts, route.after, None, wire, columns, dtype)
+    return decode([moe_spread(part, route.after, 1) for part in parts], wire, columns, dtype)
+
+
+def arrived(departed: Departed, wire: Wire) -> list[Tensor]:
+    """Return what a wire carried, once it is there."""
+    return [wait_all_to_all(part, kind, wire) for part, kind in zip(*departed, strict=True)]
+
+
+def summed(
+    parts: list[Tensor], row_map: Tensor, weights: Tensor | None, wire: Wire, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Return ``moe_collect`` of what a wire carried; FP8 codes are decoded as they are added."""
+    if wire.coded:
+        return moe_collect_coded(parts[0], parts[1], wire.e5m2, row_map, weights, dtype)
+    rows = parts[0] if len(parts) == 1 else decode(parts, wire, columns, dtype)
+    return moe_collect(rows, row_map, weights)
 
 
 def encode(x: Tensor, wire: Wire) -> list[Tensor]:
@@ -150,7 +189,9 @@ def encode(x: Tensor, wire: Wire) -> list[Tensor]:
 
 
 def decode(parts: list[Tensor], wire: Wire, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return rows (R, ``columns``) of ``dtype`` from what a wire carried."""
+    """Return rows (R, ``columns``) of ``dtype`` from what a wire carried; as a quantized tensor where it delivers
+    codes.
+    """
     if wire.quantizer is None:
         return parts[0]
     data, scales = parts
@@ -158,7 +199,10 @@ def decode(parts: list[Tensor], wire: Wire, columns: int, dtype: torch.dtype) ->
         scales = F.pad(scales.t(), (0, -data.shape[0] % 4)).contiguous()
     else:
         scales = F.pad(scales, (0, 0, 0, -data.shape[0] % 128))
-    return dequantize([data, scales], wire.quantizer, False, dtype, [data.shape[0], columns])
+    shape = data.shape[0], columns
+    if wire.delivers_codes and can_return_quantized():
+        return wire.quantizer._assemble([data, scales], shape, dtype)
+    return dequantize([data, scales], wire.quantizer, False, dtype, [*shape])
 
 
 class Exchange(torch.autograd.Function):
@@ -187,6 +231,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad = plain_gradient(grad)
         before, before_back, after, after_back = ctx.saved_tensors
         route = Route(before, before_back, after, after_back, ctx.sent, ctx.received).reversed()
         if ctx.returning is None:
@@ -194,6 +239,40 @@ class Exchange(torch.autograd.Function):
         departed = depart(grad, route, ctx.wire)
         ctx.returning.pending = (departed, route, ctx.wire, grad.shape[1], grad.dtype)
         return grad.new_zeros(1).expand(ctx.shape), None, None, None, None, None  # a stand-in
+
+
+class Combine(torch.autograd.Function):
+    """Results travel to their tokens' ranks and are added up there, weighted: (T, N).
+
+    ``route``: keeps the order of what arrives. ``row_map``, ``weights``: (T, E), as of ``moe_collect``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, row_map: Tensor, route: Route, there: Wire, back: Wire
+    ) -> Tensor:
+        columns, dtype = rows.shape[1], rows.dtype
+        parts = arrived(depart(rows, route, there), there)
+        if not there.coded:  # the backward reads them, too
+            parts = [decode(parts, there, columns, dtype)]
+        ctx.save_for_backward(weights, row_map, *route[:4], *parts)
+        ctx.sent, ctx.received, ctx.wires = route.sent, route.received, (there, back)
+        return summed(parts, row_map, weights.float(), there, columns, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, row_map, before, before_back, after, after_back, rows, *more = ctx.saved_tensors
+        route, (there, back) = (
+            Route(before, before_back, after, after_back, ctx.sent, ctx.received),
+            ctx.wires,
+        )
+        grad, positions, scales = plain_gradient(grad), moe_positions(row_map, rows.shape[0]), None
+        if there.coded:
+            (scales,) = more
+        drows, sums = moe_collect_backward(grad, rows, positions, weights.float(), scales, there.e5m2)
+        back = travel(drows, route.reversed(), back)
+        return back, read(sums, row_map).to(weights.dtype), None, None, None, None
 
 
 class Returning:

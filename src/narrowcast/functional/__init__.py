@@ -39,6 +39,7 @@ from .grouped_quantize import (
     are_adjacent,
     grouped_column_sum,
     grouped_quantize,
+    grouped_quantize_coded,
     grouped_quantize_keeping_amax,
     grouped_quantize_weights,
     join_weights,
@@ -46,7 +47,7 @@ from .grouped_quantize import (
     splits_on_device,
 )
 from .kept_weights import WeightsNote, are_unchanged, note_weights, use_kept
-from .moe import moe_collect, moe_collect_backward, moe_positions, moe_spread
+from .moe import moe_collect, moe_collect_backward, moe_collect_coded, moe_positions, moe_spread
 from .norm import (
     norm,
     norm_backward,
@@ -107,6 +108,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_mm",
     "grouped_quantize",
+    "grouped_quantize_coded",
     "grouped_quantize_keeping_amax",
     "grouped_quantize_weights",
     "join_weights",
@@ -117,6 +119,7 @@ __all__ = [
     "mix_batch_invariant",
     "moe_collect",
     "moe_collect_backward",
+    "moe_collect_coded",
     "moe_positions",
     "moe_spread",
     "norm",

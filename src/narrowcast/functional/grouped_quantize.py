@@ -317,6 +317,58 @@ Raises:
 """
 
 
+def _encode_coded(
+    codes: Tensor,
+    scales: Tensor,
+    e5m2: bool,
+    splits: Tensor,
+    quantizer: QuantizerValue,
+    layout: str,
+    dtype: torch.dtype,
+    seed: Tensor | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Quantize rows from codes; the layouts that no source serves decode them first."""
+    numerics = numerics_for(codes)
+    if layout != "padded" or not quantizer._takes_sources:
+        rows = numerics.coded.rows(codes, scales, e5m2, dtype)
+        return _encode_groups([rows], splits, quantizer, layout, seed, scale, amax)
+    count = padded_rows(codes.shape[0], splits.shape[0], ALIGNMENT["padded"])
+    source = numerics.coded.rows_of_groups(codes, scales, e5m2, splits, count, dtype)
+    return encode(source, quantizer, seed, scale, amax, numerics)
+
+
+def _quantize_coded_fake(
+    codes: Tensor,
+    scales: Tensor,
+    e5m2: bool,
+    splits: Tensor,
+    quantizer: QuantizerValue,
+    layout: str,
+    dtype: torch.dtype,
+    *state: Tensor | None,
+) -> list[Tensor]:
+    return _describe(scales, tuple(codes.shape), splits.shape[0], quantizer, layout, dtype)
+
+
+grouped_quantize_coded = define(
+    f"grouped_quantize_coded(Tensor codes, Tensor scales, bool e5m2, Tensor splits, {QUANTIZER} quantizer, "
+    f"str layout, ScalarType dtype, {STATE}) -> Tensor[]",
+    _encode_coded,
+    _quantize_coded_fake,
+)
+""":data:`grouped_quantize` of rows that are there as codes of FP8; block formats decode them in registers.
+
+Row-wise codes in blocks of 128 mean what they meant before, column-wise ones too but for what underflows: scales are
+powers of two.
+
+Args:
+    codes, scales, e5m2: as ``reference.coded.rows`` takes them.
+    dtype: of the values that were quantized.
+"""
+
+
 def _quantize_weights_fake(
     weights: list[Tensor], quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:

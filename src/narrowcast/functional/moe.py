@@ -28,9 +28,22 @@ moe_collect = define(
     lambda rows, row_map, weights: rows.new_empty((row_map.shape[0], rows.shape[1])),
     inlined=always,
 )
+moe_collect_coded = define(
+    "moe_collect_coded(Tensor codes, Tensor scales, bool e5m2, Tensor row_map, Tensor? weights, ScalarType dtype) "
+    "-> Tensor",
+    computed_by("moe", "collect_coded"),
+    lambda codes, scales, e5m2, row_map, weights, dtype: codes.new_empty(
+        (row_map.shape[0], codes.shape[1]), dtype=dtype
+    ),
+    inlined=always,
+)
 moe_collect_backward = define(
-    "moe_collect_backward(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
+    "moe_collect_backward(Tensor grad, Tensor rows, Tensor positions, Tensor weights, Tensor? scales=None, "
+    "bool e5m2=False) -> (Tensor, Tensor)",
     computed_by("moe", "collect_backward", like=1),
-    lambda grad, rows, *_: (rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)),
+    lambda grad, rows, positions, weights, scales=None, e5m2=False: (
+        (rows if scales is None else grad).new_empty(rows.shape),
+        rows.new_empty(rows.shape[0], dtype=torch.float32),
+    ),
     inlined=always,
 )

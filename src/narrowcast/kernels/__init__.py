@@ -20,6 +20,7 @@ MODULES = (
     "activation",
     "adam",
     "batch_invariant",
+    "coded",
     "cross_entropy",
     "delayed",
     "dequantize",

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import product, round_to_dtype, to_float32
+from . import coded
+from .codecs import decode_fp8, product, round_to_dtype, to_float32
 from .grouped import BYTES, ROWS, raw
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
+from .scaling import scales_of_rows
 
 COLUMNS = 1024
 ENTRIES = 1024
@@ -39,37 +41,63 @@ def _moe_positions_kernel(row_map_ptr, out_ptr, entries, rows, BLOCK: tl.constex
     tl.store(out_ptr + row, entry, mask=(row >= 0) & (row < rows))
 
 
+@triton.jit
+def _load_rows(
+    rows_ptr, scale_ptr, row, start, K, inside, E5M2: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return rows [R] from column ``start`` on as fp32 [R, COLUMNS]; of codes, with ``BLOCK``, what they decode to."""
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    source = rows_ptr + row[:, None] * K + column
+    mask = inside[:, None] & (column < K)
+    if BLOCK == 0:
+        return to_float32(tl.load(source, mask=mask, other=0.0), EMULATE)
+    else:
+        scale = scales_of_rows(scale_ptr, row, start, K, inside, BLOCK, COLUMNS)
+        value = decode_fp8(tl.load(source, mask=mask, other=0), E5M2, EMULATE) * scale
+        return to_float32(round_to_dtype(value, DTYPE, EMULATE), EMULATE)
+
+
 @triton.jit(do_not_specialize=["columns"])
 def _moe_collect_kernel(
     rows_ptr,
+    scale_ptr,
     row_map_ptr,
     weights_ptr,
     out_ptr,
     columns,
     K,
     WEIGHTED: tl.constexpr,
+    E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.float32)
+    start = tl.program_id(1) * COLUMNS
+    one = tl.arange(0, 1)
+    total = tl.zeros([1, COLUMNS], tl.float32)
     for column in range(columns):
         row = tl.load(row_map_ptr + token * columns + column).to(tl.int64)
         if row >= 0:
-            values = to_float32(tl.load(rows_ptr + row * K + k, mask=k < K, other=0.0), EMULATE)
+            values = _load_rows(
+                rows_ptr, scale_ptr, row + one, start, K, one == 0, E5M2, BLOCK, COLUMNS, OUT, EMULATE
+            )
             if WEIGHTED:
-                weight = tl.load(weights_ptr + token * columns + column) + tl.zeros([COLUMNS], tl.float32)
+                weight = tl.load(weights_ptr + token * columns + column) + tl.zeros([1, COLUMNS], tl.float32)
                 total += product(weight, values, EMULATE)
             else:
                 total += values
-    tl.store(out_ptr + token * K + k, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=k < K)
+    k = start + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out_ptr + token * K + k, round_to_dtype(total, OUT, EMULATE), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _moe_collect_backward_kernel(
     grad_ptr,
     rows_ptr,
+    scale_ptr,
     positions_ptr,
     weights_ptr,
     drows_ptr,
@@ -77,6 +105,8 @@ def _moe_collect_backward_kernel(
     rows,
     columns,
     K,
+    E5M2: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -96,7 +126,7 @@ def _moe_collect_backward_kernel(
         column = k + lane
         inside = known[:, None] & (column < K)
         g = to_float32(tl.load(grad_ptr + token * K + column, mask=inside, other=0.0), EMULATE)
-        value = to_float32(tl.load(rows_ptr + row * K + column, mask=inside, other=0.0), EMULATE)
+        value = _load_rows(rows_ptr, scale_ptr, index, k, K, known, E5M2, BLOCK, LANES, DTYPE, EMULATE)
         drow = tl.where(inside, round_to_dtype(g * weight, DTYPE, EMULATE), 0.0)
         tl.store(drows_ptr + row * K + column, drow.to(DTYPE), mask=here[:, None] & (column < K))
         lanes += product(g, value, EMULATE)
@@ -142,38 +172,68 @@ def positions(row_map: Tensor, rows: int) -> Tensor:
 
 def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     """Compute ``reference.moe.collect``."""
-    check_device(rows)
-    _check_dtype(rows)
-    rows, row_map = rows.contiguous(), row_map.contiguous()
+    return _sum(rows, None, row_map, weights, rows.dtype)
+
+
+def collect_coded(
+    codes: Tensor, scales: Tensor, e5m2: bool, row_map: Tensor, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Compute ``reference.moe.collect_coded``."""
+    return _sum(codes, scales, row_map, weights, dtype, e5m2)
+
+
+def _sum(
+    rows: Tensor,
+    scales: Tensor | None,
+    row_map: Tensor,
+    weights: Tensor | None,
+    dtype: torch.dtype,
+    e5m2: bool = False,
+) -> Tensor:
+    rows, scales, block = _readable(rows, scales)
+    row_map = row_map.contiguous()
     (tokens, columns), K = row_map.shape, rows.shape[1]
-    out = torch.empty((tokens, K), dtype=rows.dtype, device=rows.device)
+    out = torch.empty((tokens, K), dtype=dtype, device=rows.device)
     if out.numel():
         weighted = weights is not None
         _collect(
             (tokens, cdiv(K, COLUMNS), 1),
-            (rows, row_map, weights.contiguous() if weighted else row_map, out, columns, K),
-            (weighted, COLUMNS, INTERPRETING),
+            (rows, scales, row_map, weights.contiguous() if weighted else row_map, out, columns, K),
+            (weighted, e5m2, block, COLUMNS, INTERPRETING),
         )
     return out
 
 
-def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def collect_backward(
+    grad: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    scales: Tensor | None = None,
+    e5m2: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Compute ``reference.moe.collect_backward``."""
-    check_device(rows)
-    _check_dtype(rows)
-    grad, rows, positions, weights = (t.contiguous() for t in (grad, rows, positions, weights))
+    dtype = rows.dtype if scales is None else grad.dtype
+    rows, scales, block = _readable(rows, scales)
+    grad, positions, weights = (t.contiguous() for t in (grad, positions, weights))
     R, K = rows.shape
-    drows = torch.empty((R, K), dtype=rows.dtype, device=rows.device)
+    drows = torch.empty((R, K), dtype=dtype, device=rows.device)
     sums = torch.empty(R, dtype=torch.float32, device=rows.device)
     if R:
         _collect_backward(
             (cdiv(R, GRADIENT_ROWS), 1, 1),
-            (grad, rows, positions, weights, drows, sums, R, weights.shape[1], K),
-            (GRADIENT_ROWS, LANES, INTERPRETING),
+            (grad, rows, scales, positions, weights, drows, sums, R, weights.shape[1], K),
+            (e5m2, block, GRADIENT_ROWS, LANES, INTERPRETING),
         )
     return drows, sums
 
 
-def _check_dtype(rows: Tensor) -> None:
+def _readable(rows: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Return rows, or codes, and scales as the kernels read them, and how many codes share one, 0 for rows."""
+    if scales is not None:
+        return coded.checked(rows, scales)
+    check_device(rows)
     if rows.dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot add up rows of {rows.dtype}; use bfloat16, float16 or float32")
+    rows = rows.contiguous()
+    return rows, rows, 0

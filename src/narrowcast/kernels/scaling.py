@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..formats import BF16_MAX, FLT_MAX, FP16_MAX
+from .codecs import repeat_columns
 
 OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "torch.float32": FLT_MAX}
 """What a block scale becomes when ``fp8_max / amax`` overflows: the maximum of the input dtype."""
@@ -74,3 +75,30 @@ def e8m0_value(code):
     """Return fp32 ``2**(code - 127)``; code 0 is a subnormal and 255 NaN."""
     bits = tl.maximum(code.to(tl.int32) << 23, 0x00400000)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scales_of_rows(scale_ptr, row, k, K, inside, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return scales of rows [R] from column ``k`` on, a multiple of 128: [R, 1], or [R, ``COLUMNS``].
+
+    Args:
+        inside: [R], which rows are there.
+        BLOCK: elements that share a scale.
+    """
+    GROUPS: tl.constexpr = COLUMNS // BLOCK
+    first = row * ((K + 127) // 128 * (128 // BLOCK)) + k // BLOCK
+    if GROUPS == 1:  # along rows in one dimension, so that no thread waits for another's
+        return _scale_value(tl.load(scale_ptr + first, mask=inside, other=0))[:, None]
+    else:
+        group = tl.arange(0, GROUPS)[None, :]
+        there = inside[:, None] & (group < tl.cdiv(K - k, BLOCK))
+        scale = _scale_value(tl.load(scale_ptr + (first[:, None] + group), mask=there, other=0))
+        return repeat_columns(scale, BLOCK)
+
+
+@triton.jit
+def _scale_value(scale):
+    if scale.dtype == tl.uint8:
+        return e8m0_value(scale)
+    else:
+        return scale

@@ -23,12 +23,13 @@ from . import activation as activations
 from . import cross_entropy, grouped, reduction
 from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
-from .codecs import round_to_dtype, to_float32
+from .codecs import decode_fp8, round_to_dtype, to_float32
 from .cross_entropy import logit_gradient
 from .launch import check_dtype, check_input, check_rank
 from .norm import norm_gradient
 from .norm_rows import normalize
 from .reduction import fold_pairs
+from .scaling import scales_of_rows
 
 _ABSENT = (None,) * 8
 _GROUP_ROWS = tl.constexpr(grouped.BLOCK_ROWS)
@@ -183,8 +184,7 @@ def activation(x: Tensor, name: str, **parameters: float) -> Source:
         ValueError: an unknown name or parameter, or an odd last dim of a gated activation.
     """
     record = activations.checked(x, name, parameters)
-    numbers = activations.numbers(name, parameters)
-    x = x.contiguous()
+    numbers, x = activations.numbers(name, parameters), x.contiguous()
     return Source(
         (*x.shape[:-1], x.shape[-1] // 2) if record.gated else tuple(x.shape),
         x.dtype,
@@ -227,11 +227,10 @@ def cross_entropy_gradient(
 ) -> Source:
     """Return ``cross_entropy.gradient``, computed on the way in."""
     check_input(logits, 2)
-    operands = (logits.contiguous(), target.contiguous(), lse.contiguous(), grad.contiguous())
     return Source(
         tuple(logits.shape),
         logits.dtype,
-        operands,
+        (logits.contiguous(), target.contiguous(), lse.contiguous(), grad.contiguous()),
         ("cross_entropy", "", on_target, everywhere, 0.0),
         lambda _: cross_entropy.gradient(logits, target, lse, grad, on_target, everywhere),
         column_sums=ColumnSums() if column_sums else None,
@@ -272,8 +271,7 @@ def normalized(
         zero_centered_gamma=zero_centered_gamma,
         amax_partials=wanted == "amax",
     )
-    inner = x.contiguous() if summed is None else summed
-    weight = weight.contiguous()
+    inner, weight = x.contiguous() if summed is None else summed, weight.contiguous()
     source = Source(
         tuple(x.shape),
         x.dtype,
@@ -396,14 +394,14 @@ def load_four_rows(
     """
     row = tl.arange(0, ROWS // 4) * 4
     column = tl.arange(0, COLUMNS)
-    if SOURCE == "groups":
+    GROUPS: tl.constexpr = SOURCE == "groups" or SOURCE == "coded_groups"
+    if GROUPS:
         # A tile lies in one block of a group, and reads as one of a tensor that ends with its rows.
         block = operands[1] + m // _GROUP_ROWS * 2
         before = m % _GROUP_ROWS
         rows_left = tl.load(block + 1) - before
         m = tl.load(block) + before
-    KIND: tl.constexpr = "tensor" if SOURCE == "groups" else SOURCE
-    INSIDE: tl.constexpr = EVEN and SOURCE != "groups"
+    INSIDE: tl.constexpr = EVEN and not GROUPS
     first = ()
     second = ()
     for j in tl.static_range(4):
@@ -414,7 +412,7 @@ def load_four_rows(
             )  # fmt: skip
         else:
             x = load_source(
-                operands, m + j, k, row, column, K, rows_left - j, columns_left, KIND, FUNCTION, P0, P1, P2, INSIDE,
+                operands, m + j, k, row, column, K, rows_left - j, columns_left, SOURCE, FUNCTION, P0, P1, P2, INSIDE,
                 EMULATE,
             )  # fmt: skip
             y = x
@@ -453,15 +451,16 @@ def load_source(
     across = tl.broadcast_to(column[None, :], (row.shape[0], column.shape[0]))
     inside = (row < rows_left)[:, None] & (across < columns_left)
     offsets = row[:, None] * K + across
-    if SOURCE == "tensor":
-        return _load(operands[0] + (m * K + k) + offsets, inside, EVEN)
-    elif SOURCE == "rounded":
+    if SOURCE == "tensor" or SOURCE == "rounded" or SOURCE == "groups":
         return convert(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
-    elif SOURCE == "activation":
+    elif SOURCE == "coded_groups":
+        scale = scales_of_rows(operands[2], m + row, k, K, row < rows_left, P1, column.shape[0])
+        code = tl.load(operands[0] + (m * K + k) + offsets, mask=inside, other=0)
+        return convert(decode_fp8(code, P0, EMULATE) * scale, FUNCTION, EMULATE)
+    elif SOURCE == "activation" or SOURCE == "activation_backward":
         a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
-    elif SOURCE == "activation_backward":
-        a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        if SOURCE == "activation":
+            return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
         g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
     elif SOURCE == "gated":

@@ -29,6 +29,7 @@ from ..tensors import (
     QuantizedTensorStorage,
     grouped_layout,
     grouped_storage_of,
+    is_coded,
     plain,
     storage_of,
 )
@@ -361,11 +362,13 @@ class GroupedLinearLayer(LinearLayer):
 
     def _checked_input(self, inp: Tensor, weight: Tensor) -> Tensor:
         """Return the input, cast where torch.autocast says so."""
-        if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)):
+        coded = is_coded(inp)
+        if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)) and not coded:
             raise TypeError(
-                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor"
+                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor, or "
+                "rows in MXFP8 or in blocks of 128 of a row"
             )
-        return checked_input(inp, self.in_features, "in_features", weight)
+        return checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=coded)
 
     def _checked_splits(
         self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"

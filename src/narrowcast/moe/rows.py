@@ -67,13 +67,13 @@ class PermuteProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: Tensor, row_map: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(row_map)
-        return _read(probs.reshape(-1), positions)
+        return read(probs.reshape(-1), positions)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (row_map,) = ctx.saved_tensors
-        return _read(grad, row_map), None, None
+        return read(grad, row_map), None, None
 
 
 class Unpermute(torch.autograd.Function):
@@ -98,7 +98,7 @@ class Unpermute(torch.autograd.Function):
             return moe_spread(grad, positions, row_map.shape[1]), None, None
         _, rows, weights = ctx.saved_tensors
         drows, sums = moe_collect_backward(grad, rows, positions, weights.float())
-        return drows, _read(sums, row_map).to(weights.dtype), None
+        return drows, read(sums, row_map).to(weights.dtype), None
 
 
 class Reorder(torch.autograd.Function):
@@ -118,6 +118,6 @@ class Reorder(torch.autograd.Function):
         return moe_spread(plain_gradient(grad), target, 1), None, None
 
 
-def _read(values: Tensor, index: Tensor) -> Tensor:
+def read(values: Tensor, index: Tensor) -> Tensor:
     """Return elements of a vector by number, zero for -1."""
     return F.pad(values, (0, 1))[index]  # the last one is zero

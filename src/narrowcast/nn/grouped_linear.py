@@ -140,7 +140,8 @@ class GroupedLinear(GroupedLinearLayer):
         """Apply the layers.
 
         Args:
-            inp: (*lead, in_features): the rows of group 0, of group 1 and so on.
+            inp: (*lead, in_features): the rows of group 0, of group 1 and so on. A quantized matrix in MXFP8, or in
+                blocks of 128 of a row, is read from its codes under recipes in blocks.
             m_splits: rows of each group: a list, or an int32 or int64 tensor (num_gemms,). The host does not read one
                 on the device of ``inp``. Compiled code recompiles for every new list.
             is_first_microbatch: None quantizes the weights on every call; True quantizes them and keeps the result;
@@ -161,8 +162,8 @@ class GroupedLinear(GroupedLinearLayer):
             ValueError: the input's last dim is not ``in_features``; splits have another length, are negative, or exceed
                 the rows (if the host knows them); ``out`` or ``dgrad_out`` does not fit; a ``main_grad`` has another
                 shape or dtype; ``save_original_input`` is combined with delayed scaling.
-            TypeError: splits are not ints, the input is quantized, or its dtype is not the parameters', outside
-                ``torch.autocast``.
+            TypeError: splits are not ints, the input is quantized with scales that rows share, or its dtype is not the
+                parameters', outside ``torch.autocast``.
             RuntimeError: the input is on another device, parameters are on the meta device, a quantized weight does not
                 fit the recipe, or a ``main_grad`` is missing.
         """

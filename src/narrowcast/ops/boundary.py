@@ -24,7 +24,14 @@ from ..autograd import DelayedScales, LinearBwdArgs, LinearWgrad
 from ..functional import Metadata, replay_of
 from ..layers import GroupedLinearLayer, LinearLayer
 from ..quantizers import Operand
-from ..tensors import plain_gradient, prepare_for_saving, restore_from_saved, saved_tensors
+from ..tensors import (
+    QuantizedTensor,
+    is_coded,
+    plain_gradient,
+    prepare_for_saving,
+    restore_from_saved,
+    saved_tensors,
+)
 from ..upstream.tensors import is_view_of
 from .context import OperationContext, RestoredContext
 from .handover import ScaledOperand
@@ -245,9 +252,18 @@ class _OperationsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        grads, saved = [plain_gradient(grad) for grad in grad_outputs], list(saved_tensors(ctx))
+        first, *others = grad_outputs
+        grads, saved = [_readable(ctx.call, first), *map(plain_gradient, others)], list(saved_tensors(ctx))
         backward = _replayed_backward(ctx, grads, saved) if ctx.replays else _backward
         return backward(ctx.call, ctx.kept, saved, grads)
+
+
+def _readable(call: Call, grad: Tensor) -> Tensor:
+    """Return the gradient of the output as the last operation reads it, which may take rows in codes."""
+    if not isinstance(grad, QuantizedTensor):
+        return grad
+    takes = getattr(call.fused.backward[-1][0], "_reads_codes", False)
+    return grad if takes and is_coded(grad) and not call.observers else plain_gradient(grad)
 
 
 def _replayed_backward(ctx: Any, grads: Sequence[Tensor], saved: Sequence[Tensor]) -> Any:

@@ -248,6 +248,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     """What observes the operands of a linear operation, as ``inspect.watch`` sets it."""
     _passes_gradient: bool = False
     """Whether the gradient of its input is that of its output."""
+    _reads_codes: bool = False
+    """Whether it takes the gradient of its output as rows in codes."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

@@ -6,6 +6,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     batch_invariant,
     block_scaling,
     codecs,
+    coded,
     cross_entropy,
     delayed,
     dequantize,

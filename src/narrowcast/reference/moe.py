@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from . import coded
 from .layout import bytes_of_rows
 from .reduction import round_to_dtype, row_sum
 
@@ -62,12 +63,26 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
     return round_to_dtype(total, rows.dtype)
 
 
-def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def collect_coded(
+    codes: Tensor, scales: Tensor, e5m2: bool, row_map: Tensor, weights: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return ``collect`` of ``coded.rows``."""
+    return collect(coded.rows(codes, scales, e5m2, dtype), row_map, weights)
+
+
+def collect_backward(
+    grad: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    scales: Tensor | None = None,
+    e5m2: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Return gradients of ``collect`` with weights.
 
     Args:
         grad: (T, K), of the result, in the dtype of ``rows``.
-        rows: (R, K), as given to ``collect``.
+        rows: (R, K), as given to ``collect``, or with ``scales`` the codes given to ``collect_coded``.
         positions: int32 (R,); ``token * C + column`` of every row, or -1 for one that no token has.
         weights: fp32 (T, C).
 
@@ -75,6 +90,8 @@ def collect_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
         The gradient of the rows, like ``rows``: ``RN(weight * grad)``, zero where no token has the row. Per row, fp32
         (R,): ``row_sum(grad * row)``, a sum that is zero is +0, and 0 where no token has the row.
     """
+    if scales is not None:
+        rows = coded.rows(rows, scales, e5m2, grad.dtype)
     known = positions >= 0
     if grad.numel() == 0 or rows.numel() == 0:
         return torch.zeros_like(rows), rows.new_zeros(rows.shape[0], dtype=torch.float32)

@@ -3,6 +3,7 @@
 import torch
 
 from . import named
+from .coded import coded_rows, has_coded_rows, is_coded
 from .dequantizing import DequantizedView, DequantizingTensor, plain
 from .grouped import (
     GroupedTensor,
@@ -39,9 +40,12 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "TensorOrQuantized",
+    "coded_rows",
     "dequantized",
     "grouped_layout",
     "grouped_storage_of",
+    "has_coded_rows",
+    "is_coded",
     "local",
     "overwrite_unseen",
     "plain",

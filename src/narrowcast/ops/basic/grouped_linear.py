@@ -58,12 +58,14 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         ValueError: a size is not positive, or ``scale_bias`` has no bias; in forward, the input's last dim is not
             ``in_features``, splits have another length or dtype, are negative, or exceed the rows (if the host knows
             them), scales are not one per row, or a buffer does not fit.
-        TypeError: in forward, the input is quantized, or its dtype is not the parameters', outside ``torch.autocast``.
+        TypeError: in forward, the input is quantized with scales that rows share, or its dtype is not the parameters',
+            outside ``torch.autocast``.
         RuntimeError: in forward, the input is on another device, parameters are on the meta device, a quantized weight
             does not fit the recipe, or a ``main_grad`` is missing.
     """
 
     num_extra_inputs = 1
+    _reads_codes = True
 
     def __init__(
         self,

@@ -1,0 +1,94 @@
+"""Rows of codes as they travel: decoded, padded to groups and quantized again, added up; equal to the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference.checks import assert_bitwise
+from torch import Tensor
+
+from narrowcast import kernels, reference
+from narrowcast.formats import E4M3, E5M2, padded_rows
+from narrowcast.moe.rows import row_map_of_mask
+
+FORMATS = ("e4m3 in blocks", "e5m2 in blocks", "mxfp8")
+
+
+def draw(fmt: str, rows: int, columns: int) -> tuple[Tensor, Tensor, bool]:
+    """Codes of all values, NaN included, and scales that are powers of two but for one."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
+    blocks = -(-columns // 128)
+    if fmt == "mxfp8":
+        scales = torch.randint(100, 140, (rows, 4 * blocks), dtype=torch.uint8, generator=generator)
+        scales.view(-1)[:1] = 0
+    else:
+        scales = 2.0 ** torch.randint(-9, 9, (rows, blocks), generator=generator)
+        scales.view(-1)[:1] = 0.3
+    return codes, scales, "e5m2" in fmt
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(5, 8), (3, 1000), (1, 1), (6, 1280), (0, 16)], ids=str)
+def test_rows(fmt: str, shape: tuple[int, int], device: torch.device) -> None:
+    codes, scales, e5m2 = draw(fmt, *shape)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours = kernels.coded.rows(codes.to(device), scales.to(device), e5m2, dtype)
+        assert_bitwise(ours, reference.coded.rows(codes, scales, e5m2, dtype))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("splits", "columns", "more"), [([130, 0, 5], 40, 0), ([3, 200], 136, -70)], ids=str)
+def test_rows_of_groups(fmt: str, splits: list[int], columns: int, more: int, device: torch.device) -> None:
+    """Quantized on the way in, in both directions and both kinds of blocks, as what is decoded first is."""
+    total = sum(splits) + more
+    groups, rows = torch.tensor(splits), padded_rows(total, len(splits), 128)
+    codes, scales, e5m2 = draw(fmt, total, columns)
+    padded = reference.coded.rows_of_groups(codes, scales, e5m2, groups, rows, torch.bfloat16)
+    source = kernels.coded.rows_of_groups(
+        codes.to(device), scales.to(device), e5m2, groups.to(device), rows, torch.bfloat16
+    )
+    options = {"rowwise": True, "columnwise": True}
+    blocks = {"block_dim": 1, "power_2": True, "epsilon": 0.0}
+    theirs = [
+        *reference.float8_block.quantize(padded, E4M3, **options, **blocks),
+        *reference.mx.quantize(padded, E5M2, **options),
+    ]
+    ours = [
+        *kernels.float8_block.quantize(source, E4M3, **options, **blocks),
+        *kernels.mx.quantize(source, E5M2, **options),
+    ]
+    for a, b in zip(ours, theirs, strict=True):
+        assert_bitwise(a, b)
+    assert_bitwise(kernels.sources.materialize(source), padded)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(5, 3, 8), (7, 4, 1100)], ids=str)
+def test_sums(fmt: str, shape: tuple[int, int, int], device: torch.device) -> None:
+    tokens, experts, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    row_map = row_map_of_mask(torch.rand(tokens, experts, generator=generator) < 0.5)
+    rows = int(row_map.max()) + 2
+    positions = reference.moe.positions(row_map, rows)
+    codes, scales, e5m2 = draw(fmt, rows, columns)
+    weights = torch.rand(tokens, experts, generator=generator) - 0.3
+    grad = torch.randn(tokens, columns, generator=generator).bfloat16()
+    dcodes, dscales, dmap, dweights, dpositions, dgrad = (
+        one.to(device) for one in (codes, scales, row_map, weights, positions, grad)
+    )
+    for given, own in ((None, None), (weights, dweights)):
+        ours = kernels.moe.collect_coded(dcodes, dscales, e5m2, dmap, own, torch.bfloat16)
+        assert_bitwise(ours, reference.moe.collect_coded(codes, scales, e5m2, row_map, given, torch.bfloat16))
+    ours = kernels.moe.collect_backward(dgrad, dcodes, dpositions, dweights, dscales, e5m2)
+    theirs = reference.moe.collect_backward(grad, codes, positions, weights, scales, e5m2)
+    assert_bitwise(ours[0], theirs[0])
+    assert_bitwise(ours[1], theirs[1])
+
+
+def test_other_dtypes_and_shapes_are_refused(device: torch.device) -> None:
+    codes, scales = (one.to(device) for one in draw("e4m3 in blocks", 3, 200)[:2])
+    with pytest.raises(ValueError, match="scales have shape"):
+        kernels.coded.rows(codes, scales[:, :1], False, torch.bfloat16)
+    with pytest.raises(ValueError, match="codes are torch.int8"):
+        kernels.coded.rows(codes.view(torch.int8), scales, False, torch.bfloat16)
