@@ -20,7 +20,7 @@ from .attention import (
     apply_rotary_pos_emb,
 )
 from .compat import onnx_export
-from .convert import convert, merge_adapters, receipt, revert, train_merged
+from .convert import convert, fuse_adapters, merge_adapters, receipt, revert, train_merged
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
@@ -178,6 +178,7 @@ __all__ = [
     "export",
     "fp8_autocast",
     "fp8_model_init",
+    "fuse_adapters",
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",

@@ -231,3 +231,108 @@ def test_an_exported_model_gives_the_logits_of_training(merge: Any, tmp_path: An
         assert torch.equal(served(inputs(64)), trained)
     with pytest.raises(TypeError, match="without adapters"):
         nc.export(served, tmp_path / "again", format="mxfp4", merge="new")
+
+
+def gradients(model: Any, x: Tensor, run: Any = None) -> list[Tensor]:
+    """Output, then gradients of the input and of the adapters."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    out = (model if run is None else run)(x)
+    out.float().square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]  # type: ignore[list-item]
+
+
+def distance(made: Tensor, expected: Tensor) -> float:
+    return ((made.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("name, weights", CASES)
+def test_fused_adapters_give_what_they_give_beside(
+    name: str, weights: Any, dropout: float, dtype: torch.dtype
+) -> None:
+    model = (
+        adapted(QUANTIZED[name], weights, 63, 40)
+        if weights == "plain"
+        else adapted(QUANTIZED[name], weights, 64, 48)
+    )
+    lora: Any = model.model[0]
+    if dropout:
+        lora.lora_dropout["default"] = nn.Dropout(dropout)
+    lora.lora_A.to(dtype), lora.lora_B.to(dtype)
+    x = inputs(lora.base_layer.in_features)
+
+    def beside(x: Tensor) -> Tensor:
+        wide = lora.lora_dropout["default"](x)
+        return lora.base_layer(x) + (lora.lora_B["default"](lora.lora_A["default"](wide.to(dtype))) * 2.0).to(
+            x.dtype
+        )
+
+    torch.manual_seed(2)
+    expected = gradients(model, x, beside)
+    assert nc.fuse_adapters(model) is model
+    torch.manual_seed(2)
+    made = gradients(model, x)
+    assert [one.dtype for one in made] == [one.dtype for one in expected]
+    assert max(map(distance, made, expected)) < 0.02
+    if not dropout:
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert all(map(torch.equal, gradients(model, x, compiled), made))
+    nc.fuse_adapters(model, enabled=False)
+    assert "forward" not in vars(lora)
+
+
+def test_two_fused_adapters_and_a_frozen_input() -> None:
+    model = adapted(QUANTIZED["current"], "stored", 64, 48)
+    lora: Any = model.model[0]
+    for part, size in ((lora.lora_A, (64, 3)), (lora.lora_B, (3, 48))):
+        part["other"] = nn.Linear(*size, bias=False, dtype=torch.bfloat16, device=DEVICE)
+    lora.lora_dropout["other"], lora.scaling["other"] = nn.Identity(), 0.5
+    lora.active_adapters = ["default", "other"]
+    nc.fuse_adapters(model)
+    for x in (inputs(64), inputs(64).detach()):
+        h = [lora.lora_B[name](lora.lora_A[name](x)) * lora.scaling[name] for name in lora.active_adapters]
+        expected = lora.base_layer(x) + h[0] + h[1]
+        assert distance(model(x), expected) < 0.005
+        ours, theirs = (
+            torch.autograd.grad(
+                out.float().square().sum(), [p for p in model.parameters() if p.requires_grad]
+            )
+            for out in (model(x), expected)
+        )
+        assert max(map(distance, ours, theirs)) < 0.01
+    with torch.no_grad():
+        assert distance(model(x), expected) < 0.005
+
+
+def test_fused_adapters_keep_the_input_once_and_their_thin_products() -> None:
+    model = nc.fuse_adapters(adapted(QUANTIZED["current"], "stored", 512, 256))
+    x, saved = inputs(512) * 1.0, {}  # type: ignore[var-annotated]
+    known = {p.data_ptr() for p in model.parameters()}
+    base: Any = model.model[0].base_layer  # type: ignore[union-attr]
+    known |= {buffer.data_ptr() for buffer in base.weight.get_data_tensors() if buffer is not None}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in known:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x)
+    thin = x.shape[0] * 4 * 2 + 256 * 4 * 2
+    assert sum(saved.values()) <= x.nbytes + thin + 256
+
+
+def test_an_adapter_that_is_not_two_matrices_runs_as_peft_has_it() -> None:
+    model = adapted(QUANTIZED["current"], "stored", 64, 48)
+    x, lora = inputs(64), model.model[0]
+    expected = model(x)
+    lora.lora_variant = {"default": object()}  # type: ignore[assignment]
+    nc.fuse_adapters(model)
+    assert torch.equal(model(x), expected)
+    del lora.lora_variant
+    assert not torch.equal(model(x), expected)
+    with pytest.raises(TypeError, match="without adapters"):
+        nc.fuse_adapters(model.model)

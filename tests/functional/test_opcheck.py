@@ -114,6 +114,20 @@ def swizzle_cases(x: Tensor) -> Iterator[Arguments]:
         yield (torch.randint(0, 256, (rows, columns), device=x.device).to(torch.uint8),)
 
 
+@family("add_product")
+def add_product_cases(x: Tensor) -> Iterator[Arguments]:
+    matrix = x.flatten(0, -2)
+    for base in (matrix, matrix.float()):
+        yield base, x.new_ones(matrix.shape[0], 4), x.new_ones(4, matrix.shape[1]).t()
+
+
+@family("thin_products")
+def thin_products_cases(x: Tensor) -> Iterator[Arguments]:
+    wide = x.flatten(0, -2)
+    right, left = x.new_ones(4, wide.shape[1]).t(), x.new_ones(wide.shape[0], 4)
+    yield from ((wide, right, None), (wide, None, left), (wide, right, left))
+
+
 @family("pad_rows")
 def pad_rows_cases(x: Tensor) -> Iterator[Arguments]:
     for matrix, splits in group_rows(x):

@@ -1,6 +1,7 @@
 """Autograd functions: the boundaries between modules and operators."""
 
 from .activation import ActivationSettings, activate
+from .adapter import adapter_input, adapter_output, adapter_product
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .gemms import fprop
@@ -30,6 +31,9 @@ __all__ = [
     "ProgramArgs",
     "ProgramFunction",
     "activate",
+    "adapter_input",
+    "adapter_output",
+    "adapter_product",
     "add_to_main_grad_",
     "compute_wgrad",
     "concatenate",

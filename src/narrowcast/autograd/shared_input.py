@@ -24,7 +24,7 @@ from ..functional import quantize_operand
 from ..functional.routes import NOBODY, watcher
 from ..quantizers import Operand
 from ..upstream.cuda import current_stream
-from ..upstream.tensors import version_of
+from ..upstream.tensors import base_of, version_of
 
 
 class _Last(NamedTuple):
@@ -73,6 +73,7 @@ def quantize_shared(inp: Tensor, flat: Tensor, operand: Operand) -> list[Tensor]
     """
     if not _can_share(inp):
         return quantize_operand(flat, operand.quantizer, None, None, None)  # type: ignore[no-any-return]
+    inp = _whole(inp)
     stream = current_stream(inp.get_device()) if inp.is_cuda else 0
     memory = _OF_THREAD.memory
     last = memory.last
@@ -82,6 +83,15 @@ def quantize_shared(inp: Tensor, flat: Tensor, operand: Operand) -> list[Tensor]
     buffers: Any = quantize_operand(flat, operand.quantizer, None, None, None)
     memory.last = _Last(weakref.ref(inp, memory.forget), *known, buffers)
     return buffers  # type: ignore[no-any-return]
+
+
+def _whole(inp: Tensor) -> Tensor:
+    """Return what an input is a view of, if it is all of it: a fused adapter passes its input on as a view."""
+    base = base_of(inp)
+    if base is None or type(base) is not Tensor or base.grad_fn is None or base.dtype != inp.dtype:
+        return inp
+    same = (base.shape, base.stride(), base.storage_offset()) == (inp.shape, inp.stride(), inp.storage_offset())
+    return base if same else inp
 
 
 def _can_share(inp: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """Models that exist already: their layers become low-precision ones in place, and turn back, with a receipt."""
 
-from .adapters import merge_adapters, train_merged
+from .adapters import fuse_adapters, merge_adapters, train_merged
 from .convert import convert, revert
 from .receipt import GemmRecord, Memory, NormRecord, Receipt, receipt
 from .recording import RanGemm, RanGemms
@@ -13,6 +13,7 @@ __all__ = [
     "RanGemms",
     "Receipt",
     "convert",
+    "fuse_adapters",
     "merge_adapters",
     "receipt",
     "revert",

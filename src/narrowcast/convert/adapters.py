@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
+from ..autograd import adapter_input, adapter_output, adapter_product
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 from .requantize import requantized
@@ -81,6 +82,30 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
         vars(layer).pop("forward", None)
         if enabled:
             layer.forward = MethodType(_FORWARDS[scales], layer)
+    return model
+
+
+def fuse_adapters(model: Any, enabled: bool = True) -> Any:
+    """Compute a PEFT model's LoRA adapters with fewer passes over memory: no product is written before it is added.
+
+    The adapters multiply in the dtype of their input, bf16 or fp16, and train in their own. A product is added to the
+    layer's output, and the gradient to that of the layer's input, in fp32 with one rounding. PEFT's own forward runs
+    where a layer has DoRA or another variant, a bias in its adapter, or ``adapter_names``, and for other inputs.
+
+    Args:
+        model: as ``peft.get_peft_model`` returns it; LoRA on linear layers, converted or not.
+        enabled: False returns to PEFT's forward.
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model.
+        ValueError: an adapter is of another kind or merged, or none is active.
+    """
+    for _, layer in list(_layers(model)):
+        vars(layer).pop("forward", None)
+        if enabled:
+            layer.forward = MethodType(_forward_fused, layer)
     return model
 
 
@@ -207,3 +232,27 @@ def _forward_merged(scales: Scales, layer: Any, x: Tensor, *args: Any, **kwargs:
         beside = lora_B(lora_A(x.detach().to(lora_A.weight.dtype))) * layer.scaling[adapter]
         out = out + (beside - beside.detach()).to(out.dtype)  # zero, with the adapter's gradients
     return out
+
+
+def _forward_fused(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a LoRA layer with its thin products fused."""
+    active = [] if layer.merged else _active(layer)
+    if kwargs or x.dtype not in (torch.bfloat16, torch.float16) or not all(_is_plain(layer, a) for a in active):
+        return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
+    products = []
+    for adapter in active:
+        weight, dropped = layer.lora_A[adapter].weight, layer.lora_dropout[adapter](x)
+        if dropped is x:
+            x, product = adapter_input(x, weight)
+        else:
+            product = adapter_product(dropped, weight)
+        products.append(product)
+    out: Tensor = layer.base_layer(x, *args)
+    for adapter, product in zip(active, products, strict=True):
+        out = adapter_output(out, product, layer.lora_B[adapter].weight, layer.scaling[adapter])
+    return out
+
+
+def _is_plain(layer: Any, adapter: str) -> bool:
+    """Return whether an adapter is two matrices and nothing else."""
+    return adapter not in getattr(layer, "lora_variant", ()) and layer.lora_B[adapter].bias is None

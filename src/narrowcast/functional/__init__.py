@@ -71,6 +71,7 @@ from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .routes import taking_apart
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
+from .thin import add_product, thin_products
 from .transpose import transpose_codes
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "act_backward_quantize",
     "act_quantize",
     "adam_",
+    "add_product",
     "amax_to_share",
     "are_adjacent",
     "are_unchanged",
@@ -149,6 +151,7 @@ __all__ = [
     "softmax_batch_invariant",
     "splits_on_device",
     "swizzle_scales",
+    "thin_products",
     "take_amaxes",
     "taking_apart",
     "transpose_codes",

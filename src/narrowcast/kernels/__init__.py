@@ -40,6 +40,7 @@ MODULES = (
     "scaled_activation",
     "sources",
     "swizzle",
+    "thin",
 )
 
 __all__ = ["AVAILABLE", "MODULES"]

@@ -29,4 +29,5 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     scaling,
     sources,
     swizzle,
+    thin,
 )

@@ -1,0 +1,65 @@
+"""Products with thin matrices: the kernels and the reference, each to its own order of sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowcast.reference import thin as reference
+
+from .conftest import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+if HAS_TRITON:
+    from narrowcast.kernels import thin as kernel
+
+SHAPES = [(1, 7, 1), (520, 63, 24), (130, 200, 16)]
+
+
+def operands(M: int, N: int, rank: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return a wide matrix (M, N), and thin ones (M, r), (N, r) and (r, N)."""
+    generator = torch.Generator().manual_seed(M + N + rank)
+    made = [torch.randn(shape, generator=generator) for shape in ((M, N), (M, rank), (N, rank), (rank, N))]
+    made[0] = made[0] * torch.randn(M, 1, generator=generator).exp()
+    return [x.to(dtype).to(device) for x in made]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("M", "N", "rank"), SHAPES)
+def test_products(M: int, N: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide, left, right, turned = operands(M, N, rank, dtype, device)
+    eps = torch.finfo(dtype).eps
+    for thin in (right, turned.t()):
+        exact, sizes = (a.double() @ b.double() for a, b in ((wide, thin), (wide.abs(), thin.abs())))
+        exact_t, sizes_t = (a.double().t() @ b.double() for a, b in ((wide, left), (wide.abs(), left.abs())))
+        for numerics in (kernel, reference):
+            rows, columns = numerics.products(wide, thin, left)
+            assert rows.dtype == dtype and columns.dtype == torch.float32
+            assert bool(((rows - exact).abs() <= exact.abs() * eps + sizes * 2**-18 + 1e-7).all())
+            assert bool(((columns - exact_t).abs() <= sizes_t * 2**-18).all())
+            assert torch.equal(numerics.products(wide, thin, left)[1], columns)  # the same bits every time
+            torch.testing.assert_close(numerics.products(wide, thin, None)[0], rows)
+            torch.testing.assert_close(numerics.products(wide, None, left), [columns])
+
+
+@pytest.mark.parametrize(("M", "N", "rank"), SHAPES)
+def test_add_product(M: int, N: int, rank: int, device: torch.device) -> None:
+    base, left, right, turned = operands(M, N, rank, torch.bfloat16, device)
+    for thin in (right, turned.t()):
+        for wide in (base, base.float()):
+            exact = wide.double() + left.double() @ thin.double().t()
+            sizes = wide.abs().double() + left.abs().double() @ thin.abs().double().t()
+            for numerics in (kernel, reference):
+                made = numerics.add_product(wide, left, thin)
+                assert made.dtype == wide.dtype
+                error = exact.abs() * torch.finfo(wide.dtype).eps / 2 + sizes * 2**-20
+                assert bool(((made - exact).abs() <= error).all())
+
+
+def test_nothing_to_multiply(device: torch.device) -> None:
+    wide, left, right, _ = operands(5, 6, 2, torch.bfloat16, device)
+    assert kernel.add_product(wide[:0], left[:0], right).shape == (0, 6)
+    rows, columns = kernel.products(wide[:0], right, left[:0])
+    assert rows.shape == (0, 2) and torch.equal(columns, torch.zeros(6, 2, device=device))
