@@ -729,3 +729,27 @@ def test_a_step_that_inductor_compiled_has_the_bits_of_an_eager_one() -> None:
     for p, q in zip(params, twins):
         assert torch.equal(p, q)
         assert all(torch.equal(ours.state[p][name], eager.state[q][name]) for name in ours.state[p])
+
+
+def test_groups_of_a_loaded_state_count_their_own_steps() -> None:
+    def make() -> tuple[list[nn.Parameter], FusedAdam]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(3))]
+        return parameters, FusedAdam([{"params": [p]} for p in parameters], lr=1e-2)
+
+    def step(parameters: list[nn.Parameter], optimizer: FusedAdam) -> None:
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    parameters, optimizer = make()
+    step(parameters, optimizer)
+    others, restored = make()
+    for other, p in zip(others, parameters):
+        other.data.copy_(p.detach())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        step(parameters, optimizer)
+        step(others, restored)
+    assert [restored.state[p]["step"].item() for p in others] == [3.0, 3.0]
+    assert all(torch.equal(p, other) for p, other in zip(parameters, others))

@@ -90,7 +90,11 @@ def _whole(inp: Tensor) -> Tensor:
     base = base_of(inp)
     if base is None or type(base) is not Tensor or base.grad_fn is None or base.dtype != inp.dtype:
         return inp
-    same = (base.shape, base.stride(), base.storage_offset()) == (inp.shape, inp.stride(), inp.storage_offset())
+    same = (base.shape, base.stride(), base.storage_offset()) == (
+        inp.shape,
+        inp.stride(),
+        inp.storage_offset(),
+    )
     return base if same else inp
 
 

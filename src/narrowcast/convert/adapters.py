@@ -237,7 +237,11 @@ def _forward_merged(scales: Scales, layer: Any, x: Tensor, *args: Any, **kwargs:
 def _forward_fused(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a LoRA layer with its thin products fused."""
     active = [] if layer.merged else _active(layer)
-    if kwargs or x.dtype not in (torch.bfloat16, torch.float16) or not all(_is_plain(layer, a) for a in active):
+    if (
+        kwargs
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or not all(_is_plain(layer, a) for a in active)
+    ):
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
     products = []
     for adapter in active:

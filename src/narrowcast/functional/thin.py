@@ -45,7 +45,7 @@ thin_products = define(
     _products_fake,
     inlined=always,
 )
-"""``wide @ right`` (M, r) in the dtype of ``wide`` and ``wide.T @ left`` (N, r) in fp32; one of them if an operand is None.
+"""``wide @ right`` (M, r) in the dtype of ``wide`` and ``wide.T @ left`` (N, r) in fp32.
 
-The operands have one dtype; ``wide`` (M, N) is read once.
+If an operand is None, only the other product. The operands have one dtype; ``wide`` (M, N) is read once.
 """

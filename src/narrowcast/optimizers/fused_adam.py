@@ -405,9 +405,10 @@ class FusedAdam(torch.optim.Optimizer):
         )  # which would cast state to the parameters' dtype
         self._scales.clear()
         self._ranges.clear()
-        counted = [(index, g) for g in state_dict["param_groups"] for index in g["params"]]
+        groups = enumerate(state_dict["param_groups"])
+        counted = [(index, number, group) for number, group in groups for index in group["params"]]
         counts: dict[Any, Tensor] = {}
-        for (index, saved), p in zip(counted, self._parameters(), strict=True):
+        for (index, number, saved), p in zip(counted, self._parameters(), strict=True):
             given = state_dict["state"].get(index)
             if not given:
                 continue
@@ -420,7 +421,12 @@ class FusedAdam(torch.optim.Optimizer):
             steps = float(given.get(_STEP, saved.get(_STEP)))
             device = p.device if self.capturable else torch.device("cpu")
             known = before.get(p)
-            key = (steps, device, None if known is None else id(known))
+            key = (
+                number,
+                steps,
+                device,
+                None if known is None else id(known),
+            )  # a group counts its own steps
             if key not in counts:
                 if known is None or any(count is known for count in counts.values()):
                     known = torch.zeros((), device=device)

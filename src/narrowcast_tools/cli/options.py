@@ -8,9 +8,10 @@ import typer
 # What the help says of the trainer's tables, which need PyTorch; a test compares the two.
 SHAPES = (
     "tiny: 4 layers of 256/704, 125m: 12 layers of 768/2048, 1b: 16 layers of 2048/8192, "
-    "8b-slice: 4 layers of 4096/14336"
+    "8b-slice: 4 layers of 4096/14336, 8b: 32 layers of 4096/14336"
 )
 RECIPES = "bf16, delayed, current, mxfp8, block, nvfp4, mxfp6, mxfp4"
+OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-e4m3"
 MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
 DEMO_STEPS, QUICK_STEPS, SEED = 240, 60, 0
 TEMPERATURE, TOP_K = 0.8, 50
@@ -117,14 +118,33 @@ Emulate = Annotated[
     ),
 ]
 Recompute = Annotated[
-    bool,
-    _option(
+    bool | None,
+    _of_preset(
         "Activation checkpointing: keep only the input of each block and recompute it in the backward.",
+        SPEED,
         "--recompute/--no-recompute",
-        panel=SPEED,
     ),
 ]
-Accumulate = Annotated[int, _option("Microbatches per step: less memory, the same step.", panel=SPEED)]
+Accumulate = Annotated[int | None, _of_preset("Microbatches per step: less memory, the same step.", SPEED)]
+Optimizer = Annotated[
+    str | None,
+    _of_preset(
+        f"{OPTIMIZERS}. adamw keeps everything in float32; the others have bfloat16 weights, the fused ones with fp32 "
+        "masters.",
+        SPEED,
+    ),
+]
+ChunkedLoss = Annotated[
+    bool | None,
+    _of_preset(
+        "Compute the loss in chunks of the vocabulary, without storing the scores.",
+        SPEED,
+        "--chunked-loss/--no-chunked-loss",
+    ),
+]
+Init = Annotated[
+    str, _option("random, or a folder of a Llama that Transformers saved: its shape, weights and tokenizer.")
+]
 
 Steps = Annotated[int | None, _of_preset("Optimizer steps; the cosine ends there.", SCHEDULE)]
 BatchSize = Annotated[int | None, _of_preset("Sequences per step.", SCHEDULE)]

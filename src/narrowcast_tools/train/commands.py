@@ -10,7 +10,15 @@ from rich.console import Console
 
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
-from .config import TrainConfig, override, require_compiler, require_graphs, resolve_device
+from .config import (
+    RANDOM,
+    VOCABULARY,
+    TrainConfig,
+    override,
+    require_compiler,
+    require_graphs,
+    resolve_device,
+)
 from .data import Corpus, load_corpus
 from .demo import CONFIG, QUICK, check_recipes, run_demo, write_results
 from .doctor import examine
@@ -19,12 +27,13 @@ from .folder import run_folder
 from .generate import Answer, Choice, load_trained
 from .pace import format_pace
 from .presets import find_preset, presets_table
+from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table, recipe_name
 from .report import terminal_table
 from .session import run_in, series
-from .tokens import load_tokens
+from .tokens import TOKENIZER, load_tokens
 
 
 def train(
@@ -47,13 +56,22 @@ def train(
     by_block: bool,
     graphs: bool,
     seq_len: int | None,
+    init: str,
     **settings: Any,
 ) -> None:
     """Run `narrowcast train`: one run, or one for each recipe and seed and their comparison."""
     given = dict(context.params)
     start = find_preset(preset)
+    shape = start.model if init == RANDOM else shape_of(Path(init), start.model)
+    if tokenizer is None and init != RANDOM and (Path(init) / TOKENIZER).exists():
+        tokenizer = Path(init) / TOKENIZER
     tokens = load_tokens(tokenizer)
-    model = override(start.model, **_taken(given, start.model), vocabulary=tokens.vocabulary)
+    vocabulary = tokens.vocabulary if shape.vocabulary == VOCABULARY else shape.vocabulary
+    if tokens.vocabulary > vocabulary:
+        raise SettingsError(
+            f"--tokenizer has {tokens.vocabulary} tokens, and the model {vocabulary}; give the model's own tokenizer"
+        )
+    model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
     recipes = [recipe_name(word.strip()) for word in recipe.split(",")]
     config = override(
         start,

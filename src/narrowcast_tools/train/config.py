@@ -9,10 +9,12 @@ import torch
 
 from narrowcast import _environment as environment
 
+from ..plan.hardware import OPTIMIZERS
 from .errors import SettingsError
 from .recipes import recipe_name
 
 VOCABULARY = 256  # bytes, the tokens without a tokenizer
+RANDOM = "random"  # --init without a folder
 CPP_COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -39,6 +41,7 @@ class ModelConfig:
         hidden: width of the gated feed-forward layer.
         tie_embeddings: share the embedding table with the output head.
         vocabulary: tokens that the model knows.
+        rope_theta: base of the rotary position embedding.
 
     Raises:
         SettingsError: a size is not positive or does not divide as above.
@@ -51,6 +54,7 @@ class ModelConfig:
     hidden: int = 704
     tie_embeddings: bool = False
     vocabulary: int = VOCABULARY
+    rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "kv_heads", "hidden", "vocabulary"):
@@ -103,6 +107,10 @@ class TrainConfig:
         eval_batches: batches of an evaluation.
         save_every: steps between checkpoints, and one at the end; 0 for none. Does not affect the numbers.
         model: shape of the model.
+        init: "random", or a folder with a Llama of Transformers, whose weights the run begins with.
+        optimizer: a name of `narrowcast_tools.plan`'s: "adamw" keeps everything in float32, the others have bfloat16
+            weights and gradients.
+        chunked_loss: compute the loss in chunks of the vocabulary; the full scores are never stored.
 
     Raises:
         SettingsError: unknown recipe or a value out of range.
@@ -131,10 +139,15 @@ class TrainConfig:
     eval_batches: int = 8
     save_every: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
+    init: str = RANDOM
+    optimizer: str = "adamw"
+    chunked_loss: bool = False
 
     def __post_init__(self) -> None:
         for name in ("recipe", "head_recipe"):
             object.__setattr__(self, name, recipe_name(getattr(self, name)))
+        known = f"use one of {', '.join(OPTIMIZERS)}"
+        _require(self.optimizer in OPTIMIZERS, "--optimizer", self.optimizer, known)
         for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):
             _require_count(self, name)
         _require(
@@ -179,6 +192,8 @@ def setting_of(name: str, value: object) -> str:
     """Return how the command line spells a value, such as `--dim 256` or `--no-compile`."""
     if name == "vocabulary":  # no option of its own
         return f"a --tokenizer of {value} tokens" if value != VOCABULARY else "no --tokenizer"
+    if name == "rope_theta":
+        return f"a model with rope_theta {value:g}"
     if isinstance(value, bool):
         return option_of(name) if value else option_of(f"no_{name}")
     return f"{option_of(name)} {value}"

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
+from ..plan.estimate import Layout, held
+from ..plan.hardware import RECIPES, find_optimizer
+from ..plan.models import Model
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError, TrainingError
 
 FLOAT = 4
 TOKEN = 8  # int64
-STATES = 4  # a parameter, its gradient and the optimizer's two moments
 
 
 def parameters_of(config: ModelConfig) -> int:
@@ -19,6 +21,30 @@ def parameters_of(config: ModelConfig) -> int:
     block = config.gemm_weights + 2 * config.dim  # and the norms
     tables = config.vocabulary * config.dim * (1 if config.tie_embeddings else 2)
     return config.layers * block + tables + config.dim
+
+
+def bytes_of_weight(config: TrainConfig) -> float:
+    """Return the bytes of a weight, its gradient and its optimizer state."""
+    return sum(find_optimizer(config.optimizer))
+
+
+def expected_peak(config: TrainConfig) -> float | None:
+    """Return the bytes that `narrowcast plan` expects at the peak of a step; None if it has no such recipe."""
+    if config.recipe not in RECIPES:
+        return None
+    shape = config.model
+    sizes = (shape.layers, shape.dim, shape.hidden, shape.heads, shape.kv_heads, shape.vocabulary)
+    head_dim = shape.dim // shape.heads
+    layout = Layout(
+        1,
+        config.tokens_per_step,
+        config.seq_len,
+        micro_batch=config.part_size,
+        recompute=config.recompute,
+        chunked_loss=config.chunked_loss,
+        state=find_optimizer(config.optimizer),
+    )
+    return sum(held(Model("", *sizes, head_dim, head_dim), layout, config.recipe).values())
 
 
 def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
@@ -36,10 +62,14 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
     wanted = (
         (
             "model with its optimizer",
-            max(1, STATES // ranks) * FLOAT * parameters_of(config.model),
+            int(max(FLOAT, bytes_of_weight(config) / ranks) * parameters_of(config.model)),
             "--dim, --hidden or --layers",
         ),
-        ("scores of a batch", FLOAT * config.model.vocabulary * tokens, "--batch-size or --seq-len"),
+        (
+            "scores of a batch",
+            FLOAT * config.model.vocabulary * tokens * (not config.chunked_loss),
+            "--batch-size or --seq-len",
+        ),
         (
             "held-out batches",
             2 * TOKEN * config.tokens_per_step * config.eval_batches // parts,

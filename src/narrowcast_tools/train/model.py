@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ import narrowcast as nc
 from .config import ModelConfig
 
 INIT_STD = 0.02
-ROPE_THETA = 10_000.0
+NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,18 @@ class Generation:
     first: bool
 
 
-def rope_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def rope_tables(seq_len: int, head_dim: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines of rotary position embedding.
 
     Args:
         seq_len: positions.
         head_dim: width of a head, even.
+        theta: base of the frequencies.
 
     Returns:
         two float32 tensors (seq_len, head_dim / 2).
     """
-    frequencies = ROPE_THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
     return angles.cos(), angles.sin()
 
@@ -62,15 +64,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention; the query, key and value projections are one linear layer."""
 
-    def __init__(self, config: ModelConfig, name: str, number: int) -> None:
+    def __init__(self, config: ModelConfig, name: str, number: int, place: dict[str, Any]) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
         self.splits = [config.heads, config.kv_heads, config.kv_heads]
         self.grouped = config.heads != config.kv_heads
         self.qkv = nc.Linear(
-            config.dim, sum(self.splits) * self.head_dim, bias=False, device="cpu", name=f"{name}.qkv"
+            config.dim, sum(self.splits) * self.head_dim, bias=False, name=f"{name}.qkv", **place
         )
-        self.proj = nc.Linear(config.dim, config.dim, bias=False, device="cpu", name=f"{name}.proj")
+        self.proj = nc.Linear(config.dim, config.dim, bias=False, name=f"{name}.proj", **place)
         self.cached = nc.DotProductAttention(
             config.heads,
             self.head_dim,
@@ -97,12 +99,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU; the gate and up projections are one linear layer."""
 
-    def __init__(self, config: ModelConfig, name: str) -> None:
+    def __init__(self, config: ModelConfig, name: str, place: dict[str, Any]) -> None:
         super().__init__()
-        self.gate_up = nc.Linear(
-            config.dim, 2 * config.hidden, bias=False, device="cpu", name=f"{name}.gate_up"
-        )
-        self.down = nc.Linear(config.hidden, config.dim, bias=False, device="cpu", name=f"{name}.down")
+        self.gate_up = nc.Linear(config.dim, 2 * config.hidden, bias=False, name=f"{name}.gate_up", **place)
+        self.down = nc.Linear(config.hidden, config.dim, bias=False, name=f"{name}.down", **place)
 
     def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
         gate, up = self.gate_up(x, is_first_microbatch=first).chunk(2, dim=-1)
@@ -112,13 +112,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual block: attention, then feed-forward."""
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(self, config: ModelConfig, number: int, place: dict[str, Any]) -> None:
         super().__init__()
         name = f"blocks.{number}"
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.attention = Attention(config, f"{name}.attention", number + 1)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.feed_forward = FeedForward(config, f"{name}.feed_forward")
+        self.attention_norm = nn.RMSNorm(config.dim, eps=NORM_EPS, **place)
+        self.attention = Attention(config, f"{name}.attention", number + 1, place)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=NORM_EPS, **place)
+        self.feed_forward = FeedForward(config, f"{name}.feed_forward", place)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, generation: Generation | None = None) -> Tensor:
         first = None if generation is None else generation.first
@@ -133,19 +133,31 @@ class Decoder(nn.Module):
         config: shape of the model.
         seq_len: longest sequence, which sizes the rotary tables.
         recompute: keep only each block's input for the backward, and run the block again there.
+        chunked_loss: `forward` returns the loss of given targets without storing the scores.
+        device, dtype: of the parameters.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig, seq_len: int, *, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        *,
+        recompute: bool = False,
+        chunked_loss: bool = False,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.recompute = recompute
-        self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.head = nc.Linear(config.dim, config.vocabulary, bias=False, device="cpu", name="head")
-        cos, sin = rope_tables(seq_len, config.dim // config.heads)
+        self.recompute, self.chunked_loss = recompute, chunked_loss
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(config.vocabulary, config.dim, **place)
+        self.blocks = nn.ModuleList(Block(config, i, place) for i in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=NORM_EPS, **place)
+        self.head = nc.Linear(config.dim, config.vocabulary, bias=False, name="head", **place)
+        cos, sin = rope_tables(seq_len, config.dim // config.heads, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._initialize(config)
@@ -161,15 +173,18 @@ class Decoder(nn.Module):
                 writes_residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
-    def forward(self, tokens: Tensor, generation: Generation | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, generation: Generation | None = None, targets: Tensor | None = None
+    ) -> Tensor:
         """Score the next token at every position.
 
         Args:
             tokens: int64 (batch, length), length at most `seq_len`.
             generation: what earlier tokens left, which these follow.
+            targets: like `tokens`.
 
         Returns:
-            (batch, length, vocabulary) in the dtype of the linear layers.
+            (batch, length, vocabulary) in the dtype of the linear layers; with targets the mean loss, float32.
         """
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         if generation is not None:
@@ -182,6 +197,8 @@ class Decoder(nn.Module):
                 x = nc.checkpoint(block, x, cos, sin)
             else:
                 x = block(x, cos, sin, generation)
+        if targets is not None:
+            return nc.linear_cross_entropy(self.norm(x), self.head.weight, targets)
         return self.head(self.norm(x), is_first_microbatch=None if generation is None else generation.first)
 
 
@@ -193,5 +210,7 @@ def next_token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor
         tokens: int64 (batch, length).
         targets: like `tokens`.
     """
+    if getattr(model, "chunked_loss", False):
+        return model(tokens, targets=targets)
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

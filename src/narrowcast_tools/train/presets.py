@@ -7,7 +7,7 @@ from rich.table import Table
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .flops import flops_per_token
-from .memory import FLOAT, STATES, parameters_of
+from .memory import bytes_of_weight, parameters_of
 
 _1B = TrainConfig(
     steps=1000,
@@ -37,6 +37,22 @@ PRESETS = {
     "1b": _1B,
     # Four of the 32 blocks of an 8B Llama, which is what fits one GPU with its optimizer and shows the same speed.
     "8b-slice": replace(_1B, model=ModelConfig(dim=4096, layers=4, heads=32, kv_heads=8, hidden=14336)),
+    # Fine-tuning of all weights on one GPU of 80 GB or more.
+    "8b": replace(
+        _1B,
+        batch_size=2,
+        accumulate=2,
+        seq_len=8192,
+        lr=1e-5,
+        warmup=20,
+        save_every=0,
+        recompute=True,
+        optimizer="fused-e4m3",
+        chunked_loss=True,
+        model=ModelConfig(
+            dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocabulary=128256, rope_theta=500_000.0
+        ),
+    ),
 }
 
 
@@ -67,12 +83,13 @@ def _facts(config: TrainConfig) -> dict[str, str]:
     model, parameters = config.model, parameters_of(config.model)
     return {
         "layers": str(model.layers),
-        "width / feed-forward": f"{model.dim} / {model.hidden}",
-        "heads / key-value heads": f"{model.heads} / {model.kv_heads}",
-        "parameters, on bytes": f"{parameters / 1e6:,.1f}M",
-        "weights and AdamW": f"{STATES * FLOAT * parameters / 2**30:,.2f} GiB",
-        "batch x sequence": f"{config.batch_size} x {config.seq_len}",
-        "TFLOP per step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
+        "width/hidden": f"{model.dim}/{model.hidden}",
+        "heads/KV": f"{model.heads}/{model.kv_heads}",
+        "parameters": f"{parameters / 1e6:,.1f}M",
+        "with state": f"{bytes_of_weight(config) * parameters / 2**30:,.2f} GiB",
+        "batch": f"{config.batch_size}x{config.seq_len}",
+        "TFLOP/step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
         "steps": str(config.steps),
-        "peak lr, warmup": f"{config.lr:g}, {config.warmup}",
+        "peak lr": f"{config.lr:g}",
+        "warmup": str(config.warmup),
     }

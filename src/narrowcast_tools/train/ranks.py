@@ -131,6 +131,10 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
         raise SettingsError(
             f"--parallel {mode} needs the processes of torchrun; run: torchrun --nproc-per-node 2 -m {command}"
         )
+    if config.optimizer != "adamw":
+        raise SettingsError(
+            f"--optimizer {config.optimizer} is for one process; leave --parallel out, or take --optimizer adamw"
+        )
     if config.graphs:
         raise SettingsError(
             "--graphs replays one process's step, and --parallel communicates in it; leave --graphs out"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from narrowcast import receipt
+
 from . import checkpoint
 from .atomic import write_bytes, write_json, writing_into
 from .board import Board
@@ -17,6 +19,7 @@ from .errors import SettingsError
 from .history import RunResult
 from .loop import Run
 from .machine import describe
+from .memory import expected_peak
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .tokens import TOKENIZER
@@ -65,6 +68,12 @@ def run_in(
             write_bytes(folder / TOKENIZER, tokenizer.encode())
     if told:
         progress.note(f"the run is in {folder}")
+    if config.optimizer != "adamw":
+        covered = receipt(run.trainer.model).flops_covered
+        progress.note(f"receipt: {covered:.1%} of the operations of GEMMs under {config.recipe}")
+        peak = expected_peak(config)
+        if peak is not None:
+            progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
         for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
             progress.note(remark)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from narrowcast.optimizers import FusedAdam
+
 from .checkpoint import DamagedCheckpoint, TensorFiles
 
 MODEL = "model"
@@ -26,11 +28,9 @@ def take(model: nn.Module, optimizer: Optimizer) -> TensorFiles:
         two groups of tensors: `model`, loadable elsewhere, and `training`, with optimizer and generators.
     """
     training = {
-        _of(name, key): value
-        if value.ndim
-        else value.clone()  # parameters may share the count of their steps
+        _of(name, key): _value(optimizer, parameter, key)
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for key in optimizer.state[parameter]
     }
     state = model.state_dict()
     return {MODEL: {name: state[name] for name in _shapes(model)}, TRAINING: training | _generators()}
@@ -49,12 +49,21 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
         KeyError: a whole group or the generator is missing.
     """
     moments, generators = _taken_apart(files[TRAINING], model)
+    restore_model(files[MODEL], model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     listed = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: moments[name] for index, name in enumerate(listed)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    restore_model(files[MODEL], model)
     _set_generators(generators)
+
+
+def _value(optimizer: Optimizer, parameter: Tensor, kind: str) -> Tensor:
+    """Return a parameter's state in the optimizer: of `FusedAdam` the values, whatever keeps them."""
+    fused = isinstance(optimizer, FusedAdam)
+    value: Tensor = (
+        optimizer.get_unscaled_state(parameter, kind) if fused else optimizer.state[parameter][kind]
+    )
+    return value if value.ndim else value.clone()  # parameters may share the count of their steps
 
 
 def _generators() -> dict[str, Tensor]:

@@ -1,19 +1,23 @@
 """One model with its optimizer and recipe: a training step and an evaluation."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.optimizers import FusedAdam
 
-from .config import TrainConfig
+from .config import RANDOM, TrainConfig
 from .data import Corpus, held_out_batches, train_batch
+from .errors import SettingsError
 from .memory import require_memory
 from .model import Decoder, next_token_loss
+from .pretrained import load as load_pretrained
 from .ranks import ALONE, Ranks, clip_gradients, mesh_of
-from .recipes import recipe_table, set_recipes
+from .recipes import HEAD, recipe_table, set_recipes
 from .schedule import learning_rate
 
 BETAS = (0.9, 0.95)
@@ -21,7 +25,8 @@ BACKEND = "inductor"
 
 
 class Trainer:
-    """Builds everything a run computes with, seeded; parameters are float32, products bfloat16 or narrower.
+    """Builds everything a run computes with, seeded; parameters are float32, with an
+    `--optimizer` other than adamw bfloat16, products bfloat16 or narrower.
 
     Args:
         ranks: the processes that do it together: same model, each with its rows of every batch.
@@ -43,10 +48,14 @@ class Trainer:
             device=config.device,
             emulate=config.emulate,
         )
+        if config.chunked_loss and recipes.get(HEAD) is not None:
+            raise SettingsError(
+                "--chunked-loss multiplies the head in bfloat16, and --head-recipe or --recipe-table has a recipe for "
+                "it; leave one out"
+            )
         require_memory(config, ranks.count, ranks.parts)
         torch.manual_seed(config.seed)
-        # Built on the CPU, so that the weights of a seed are the same on every device.
-        self.model = Decoder(config.model, config.seq_len, recompute=config.recompute).to(config.device)
+        self.model = _make_model(config).to(config.device)
         set_recipes(self.model, recipes)
         self.orders = ranks.shard(self.model)
         self._delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
@@ -124,6 +133,18 @@ class Trainer:
         return tokens, targets
 
 
+def _make_model(config: TrainConfig) -> Decoder:
+    """Build the model; in float32 on the CPU, so that the weights of a seed are the same on every device."""
+    place: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    if config.optimizer != "adamw":  # a model that fills a GPU would take minutes there
+        place = {"device": config.device, "dtype": torch.bfloat16}
+    options = {"recompute": config.recompute, "chunked_loss": config.chunked_loss}
+    model = Decoder(config.model, config.seq_len, **options, **place)
+    if config.init != RANDOM:
+        load_pretrained(model, config.model, Path(config.init))
+    return model
+
+
 def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
     """Compile the blocks of the model or the whole, and return the loss that uses what was compiled."""
     options = {"triton.cudagraphs": config.graphs} if config.device == "cuda" else {}
@@ -136,7 +157,7 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW: one pass of `nc.optimizers.FusedAdam` on a GPU, PyTorch's fused loop on a CPU."""
+    """Return the optimizer that `--optimizer` names; AdamW is one pass of `FusedAdam` on a GPU."""
     # Tensors with another placement on ranks are updated separately.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -145,6 +166,11 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": parameters, "weight_decay": 0.0 if vector else config.weight_decay}
         for (vector, _), parameters in kinds.items()
     ]
-    if config.device == "cuda":
-        return nc.optimizers.FusedAdam(groups, lr=config.lr, betas=BETAS)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
+    options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
+    if config.optimizer.startswith("fused"):
+        moments = torch.float8_e4m3fn if config.optimizer == "fused-e4m3" else torch.bfloat16
+        options |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        return FusedAdam(groups, master_weights=True, store_param_remainders=True, **options)
+    if config.device == "cuda" and config.optimizer == "adamw":
+        return FusedAdam(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)

@@ -12,7 +12,7 @@ from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.memory import parameters_of
 from narrowcast_tools.train.presets import PRESETS, find_preset, presets_table
 
-MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5}
+MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5, "8b": 8030.3}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -32,7 +32,7 @@ def test_the_slice_is_of_an_8b_llama() -> None:
 
 def test_unknown() -> None:
     with pytest.raises(
-        SettingsError, match=r"unknown preset '7b'; --preset takes one of tiny, 125m, 1b, 8b-slice"
+        SettingsError, match=r"unknown preset '7b'; --preset takes one of tiny, 125m, 1b, 8b-slice, 8b"
     ):
         find_preset("7b")
 
@@ -41,5 +41,5 @@ def test_the_table_shows_each() -> None:
     console = Console(file=io.StringIO(), width=80)
     console.print(presets_table())
     text = console.file.getvalue()
-    assert all(part in text for part in ("8b-slice", "4096 / 14336", "974.2M", "32 / 8", "8 x 1024"))
+    assert all(part in text for part in ("8b-slice", "4096/14336", "974.2M", "32/8", "8x1024"))
     assert all(len(line) <= 80 for line in text.splitlines())
