@@ -17,7 +17,8 @@ class Sealable:
     and from then on an assignment raises instead of being missed.
     """
 
-    __slots__ = ("_sealed",)  # not in __dict__: it is no part of the value, and a copy starts unsealed
+    # not in __dict__: no part of the value, and a copy starts unsealed; ``_key`` and ``_text`` say it once it is sealed
+    __slots__ = ("_key", "_sealed", "_text")
 
     def _seal(self) -> None:
         """Freeze the fields. Traced code need not call it: the compiler hashes the values that it traces."""

@@ -16,6 +16,7 @@ import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
 from narrowcast.functional.quantizer_value import quantizer_of_text
 from narrowcast.quantizers import DelayedFloat8Quantizer, Float8GroupsQuantizer, Float8RowsQuantizer
+from narrowcast.quantizers import quantizer as quantizer_module
 from narrowcast.quantizers.value import _rebuild_quantizer, class_identifier, value_fields
 
 from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
@@ -338,8 +339,8 @@ def test_an_own_fx_repr_does_not_bypass_the_guard(process_group: Any) -> None:
         def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
             return f"OwnText({self._value_key()!r})", {"OwnText": OwnText}
 
+    assert OwnText(E4M3).__fx_repr__()[0].startswith("OwnText")
     quantizer = OwnText(E4M3)
-    assert quantizer.__fx_repr__()[0].startswith("OwnText")
     object.__setattr__(quantizer, "group", process_group)
     with pytest.raises(TypeError, match="group holds a process group"):
         quantizer.__fx_repr__()
@@ -467,3 +468,19 @@ def test_a_class_keyword_that_nobody_takes_is_refused() -> None:
 
         class Mine(nc.MXFP8Quantizer, unknown=1):  # type: ignore[call-arg]
             pass
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_value_of_a_sealed_quantizer_is_computed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards of compiled code compare the quantizers of all quantized weights at every call."""
+    quantizer = VALUES[name].copy()
+    other = copy.deepcopy(quantizer)
+    text = quantizer._value_text()
+    assert quantizer == other and hash(quantizer) == hash(other) and other._value_text() == text
+    monkeypatch.setattr(quantizer_module, "_is_process_group", None)  # whoever computes a value calls it
+    assert quantizer == other and hash(quantizer) == hash(other)
+    assert (quantizer._value_text(), other._value_text()) == (text, text)
+    monkeypatch.undo()
+    copied = copy.deepcopy(quantizer)  # unsealed, and without what the first one knows
+    copied.rowwise_usage = not copied.rowwise_usage
+    assert copied != quantizer and copied._value_text() != text and hash(copied) != hash(quantizer)

@@ -142,6 +142,9 @@ class Quantizer(Sealable, QuantizerValue):
         Raises:
             TypeError: the class is not registered, or the quantizer holds a process group or a tensor.
         """
+        known = getattr(self, "_key", None)
+        if known is not None:  # guards of compiled code compare the quantizers of all weights at every call
+            return known
         self._seal()
         fields = self._value_fields()
         if fields is None:
@@ -157,13 +160,26 @@ class Quantizer(Sealable, QuantizerValue):
                     f"{type(self).__qualname__}.{name} holds a tensor and cannot be used as a value"
                 )
         values = ((name, getattr(self, name)) for name in fields)
-        return type(self).__qualname__, tuple(
-            (name, v.value if isinstance(v, enum.Enum) else v) for name, v in values
+        key = (
+            type(self).__qualname__,
+            tuple((name, v.value if isinstance(v, enum.Enum) else v) for name, v in values),
         )
+        self._keep("_key", key)
+        return key
+
+    def _keep(self, name: str, value: Any) -> None:
+        """Keep what follows from the value of a sealed quantizer."""
+        if getattr(self, "_sealed", False) and not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(self, name, value)
 
     def _value_text(self) -> str:
         """Return the value as text, or "" for identity semantics; traced code and files of programs hold it."""
-        return "" if self._value_fields() is None else self._class_and_value()
+        text = getattr(self, "_text", None)
+        if text is None:
+            text = "" if self._value_fields() is None else self._class_and_value()
+            if text:  # a class may be registered later
+                self._keep("_text", text)
+        return text
 
     @classmethod
     def _of_value(cls, items: tuple[tuple[str, Any], ...]) -> Quantizer:
@@ -176,9 +192,14 @@ class Quantizer(Sealable, QuantizerValue):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if type(other) is not type(self) or self._value_fields() is None:
+        if type(other) is not type(self):
             return NotImplemented
-        return self._value_key() == other._value_key()  # type: ignore[attr-defined]
+        key = getattr(self, "_key", None)
+        if key is None:
+            if self._value_fields() is None:
+                return NotImplemented
+            key = self._value_key()
+        return key == (getattr(other, "_key", None) or other._value_key())  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return id(self) if self._value_fields() is None else hash(self._value_key())

@@ -113,6 +113,8 @@ class QuantizedTensorStorage(BufferHolder):
     _GROUPED: ClassVar[str] = "split"
     """How groups of such tensors lie in the buffers of grouped operators."""
     _INNER_TENSORS: ClassVar[tuple[tuple[str, str], ...]] = ()
+    _NAME: ClassVar[str]
+    _IS_TENSOR: ClassVar[bool]
     _BARE_NAME: ClassVar[str]
     """Identifier of the class without the tensor wrapper."""
     _BY_USAGE: ClassVar[dict[tuple[bool, bool], list[str]]]
@@ -135,7 +137,8 @@ class QuantizedTensorStorage(BufferHolder):
             for rowwise in (False, True)
             for columnwise in (False, True)
         }
-        STORAGE_CLASSES[storage_identifier(cls)] = cls
+        cls._NAME, cls._IS_TENSOR = storage_identifier(cls), issubclass(cls, Tensor)
+        STORAGE_CLASSES[cls._NAME] = cls
         cls._BARE_NAME = storage_identifier(cls._bare_class())
 
     def __init__(
@@ -457,12 +460,12 @@ def shapes_of(storage: BufferHolder) -> list[torch.Size | None]:
 
 
 def flatten_context(
-    cls: type, requires_grad: bool, quantizer: QuantizerValue, fake_dtype: torch.dtype
+    cls: type[QuantizedTensorStorage], requires_grad: bool, quantizer: QuantizerValue, fake_dtype: torch.dtype
 ) -> dict[str, Any]:
     """Data-free context of a storage class: everything flattening keeps besides buffers, shape and strides."""
     return {
-        "class": storage_identifier(cls),
-        "is_wrapper": issubclass(cls, Tensor),
+        "class": cls._NAME,
+        "is_wrapper": cls._IS_TENSOR,
         "requires_grad": requires_grad,
         "quantizer": quantizer,
         "fake_dtype": fake_dtype,
