@@ -164,21 +164,21 @@ class Quantizer(Sealable, QuantizerValue):
             type(self).__qualname__,
             tuple((name, v.value if isinstance(v, enum.Enum) else v) for name, v in values),
         )
-        self._keep("_key", key)
+        if self._has_fixed_value():
+            object.__setattr__(self, "_key", key)
         return key
 
-    def _keep(self, name: str, value: Any) -> None:
-        """Keep what follows from the value of a sealed quantizer."""
-        if getattr(self, "_sealed", False) and not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(self, name, value)
+    def _has_fixed_value(self) -> bool:
+        """Return whether it is sealed, and may note what follows from its value: traced code may not."""
+        return getattr(self, "_sealed", False) and not torch.compiler.is_dynamo_compiling()
 
     def _value_text(self) -> str:
         """Return the value as text, or "" for identity semantics; traced code and files of programs hold it."""
         text = getattr(self, "_text", None)
         if text is None:
             text = "" if self._value_fields() is None else self._class_and_value()
-            if text:  # a class may be registered later
-                self._keep("_text", text)
+            if text and self._has_fixed_value():  # a class without a value may be registered later
+                object.__setattr__(self, "_text", text)
         return text
 
     @classmethod

@@ -63,7 +63,7 @@ def train(
     init: o.Init = "random",
     data: o.Data = None,
     tokenizer: o.TokenizerFile = None,
-    recipe: o.Recipe = "bf16",
+    recipe: o.Recipe = "auto",
     recipe_table: o.RecipeTable = None,
     head_recipe: o.HeadRecipe = "bf16",
     keep_bf16: o.KeepBf16 = "",

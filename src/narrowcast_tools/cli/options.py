@@ -60,7 +60,10 @@ Device = Annotated[str, _option("auto, cpu or cuda.")]
 Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. Details: narrowcast presets.")]
 Recipe = Annotated[
     str,
-    _option(f"none (the same as bf16), {RECIPES}; or several, separated by commas, to compare."),
+    _option(
+        f"auto (FP8 current for layers that it makes faster on this GPU, bf16 for the rest), none (the same as bf16), "
+        f"{RECIPES}; or several of these, separated by commas, to compare."
+    ),
 ]
 RecipeTable = Annotated[
     Path | None,

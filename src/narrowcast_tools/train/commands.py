@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from . import automatic
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import (
@@ -73,6 +74,9 @@ def train(
         )
     model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
     recipes = [recipe_name(word.strip()) for word in recipe.split(",")]
+    model = override(start.model, **_taken(given, start.model), vocabulary=tokens.vocabulary)
+    automatically, choice = recipe.strip() == automatic.AUTO, ""
+    recipes = ["bf16"] if automatically else [recipe_name(word.strip()) for word in recipe.split(",")]
     config = override(
         start,
         **{
@@ -91,11 +95,16 @@ def train(
         raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     require_ranks(config, parallel, tp_size, command=context.obj)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
+    if automatically:
+        config, choice = automatic.choose(config, alone=parallel is None)
+        recipes = [config.recipe]
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
+        if choice:
+            progress.note(choice)
         if len(configs) == 1:
             _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)
             return
