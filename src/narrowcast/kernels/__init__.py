@@ -26,6 +26,7 @@ MODULES = (
     "dequantize",
     "float8",
     "float8_block",
+    "float8_rows",
     "grouped",
     "grouped_gemm",
     "grouped_mm",

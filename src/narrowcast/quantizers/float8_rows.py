@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import numbers
-from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType, round_up
+from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
 from ..reference import float8_rows
 from ..tensors import Float8RowsTensor, Float8RowsTensorStorage
 from .arguments import FP8_ELEMENTS, fp8_dtype_of
@@ -26,7 +26,7 @@ def _checked_rule(rule: str) -> str:
 class Float8RowsQuantizer(Quantizer):
     """FP8 data with one fp32 scale per row, and per column in the column-wise data.
 
-    It runs as plain PyTorch, and no GPU's GEMM takes it here: recipes need ``emulate=True`` on a GPU.
+    No GPU's GEMM takes it here: recipes need ``emulate=True`` on a GPU.
 
     Args:
         fp8_dtype: E4M3 or E5M2.
@@ -79,7 +79,7 @@ class Float8RowsQuantizer(Quantizer):
         element, buffers = ELEMENT_FORMATS[self.dtype], []
         for columnwise in self._directions():
             source = float8_rows.transposed(x) if columnwise else x
-            codes, scale_inv = float8_rows.quantize(source, element, **rules)
+            codes, scale_inv = numerics.float8_rows.quantize(source, element, **rules)
             sizes = (x.shape[-1], *x.shape[:-1]) if columnwise else x.shape
             buffers += [codes.view(sizes), scale_inv.view(-1)]
         return buffers
@@ -143,18 +143,15 @@ class Float8GroupsQuantizer(Float8BlockQuantizer):
             return super()._encode(numerics, x, seed)
         element, buffers = ELEMENT_FORMATS[self.dtype], []
         if self.rowwise_usage:
-            codes, scale_inv = float8_rows.quantize(
+            buffers += numerics.float8_rows.quantize(
                 x,
                 element,
                 rule=self.rule,
                 epsilon=self.amax_epsilon,
                 smallest=self.smallest_scale,
                 group=FLOAT8_BLOCK,
+                alignment=FLOAT8_BLOCK_SCALE_ALIGNMENT,
             )
-            rows, groups = scale_inv.shape
-            stored = scale_inv.new_zeros(groups, round_up(rows, FLOAT8_BLOCK_SCALE_ALIGNMENT))
-            stored[:, :rows] = scale_inv.t()
-            buffers += [codes, stored]
         if self.columnwise_usage:
             buffers += numerics.float8_block.quantize(
                 x, element, rowwise=False, columnwise=True, block_dim=1, power_2=True, epsilon=0.0

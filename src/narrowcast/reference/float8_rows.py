@@ -6,8 +6,6 @@ which differ in the last bit of a scale and in codes at the middle between two v
 - ``"divide"``: code = fmt(RN(x / s)) with s = RN(amax / max);
 - ``"reciprocal"``: code = fmt(RN(x * RN(1 / s))) with the same s;
 - ``"factors"``: code = fmt(RN(x * RN(max / amax))), and s = RN(amax * RN(1 / max)).
-
-The functions are plain PyTorch on every device, and have no kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import ElementFormat, cdiv
+from ..formats import ElementFormat, cdiv, round_up
 from .codecs import decode_float8, encode_float8_
 from .layout import as_matrix, magnitude, widen
 from .scaling import reciprocal
@@ -31,6 +29,7 @@ def quantize(
     epsilon: float = 0.0,
     smallest: float = 0.0,
     group: int = 0,
+    alignment: int = 1,
 ) -> list[Tensor]:
     """Quantize the rows of a tensor.
 
@@ -41,14 +40,16 @@ def quantize(
         epsilon: lower bound for the amax of a group.
         smallest: lower bound for its scale.
         group: elements of a row that share a scale, the last of a row fewer; 0 for all of them.
+        alignment: the scales of as many rows are stored, zeros behind the last.
 
     Raises:
         TypeError: ``x`` has another dtype.
         ValueError: rank below 2.
 
     Numerics:
-        ``[codes uint8 x.shape, scale_inv fp32 (M, groups)]``. NaN is not part of an amax and stays one NaN; a group
-        with an infinity decodes to NaN. The scale of a group of zeros is 1 where the bounds leave it 0.
+        ``[codes uint8 x.shape, scale_inv fp32 (groups, round_up(M, alignment))]``. NaN is not part of an
+        amax and stays one NaN; a group with an infinity decodes to NaN. The scale of a group of zeros is 1 where the
+        bounds leave it 0.
     """
     matrix = as_matrix(widen(x))
     rows, columns = matrix.shape
@@ -68,7 +69,8 @@ def quantize(
     else:
         scaled = padded * torch.where(amax == 0.0, 1.0, torch.full_like(amax, fmt.max).div_(amax))
     codes = encode_float8_(scaled, fmt).view(rows, count * size)[:, :columns]
-    return [codes.reshape(x.shape).contiguous(), scale_inv.view(rows, count)]
+    stored = torch.nn.functional.pad(scale_inv.view(rows, count).t(), (0, round_up(rows, alignment) - rows))
+    return [codes.reshape(x.shape).contiguous(), stored.contiguous()]
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
