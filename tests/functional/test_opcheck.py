@@ -629,6 +629,20 @@ def grouped_mm_cases(x: Tensor) -> Iterator[Arguments]:
         yield "wgrad", rows.new_ones(rows.shape[0], 24), [rows], splits, [], False, torch.float32
 
 
+@family("grouped_gemm_batch_invariant")
+def grouped_gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    for *operands, _, _ in grouped_gemm_cases(x):
+        if operands[0] == "fprop":
+            yield tuple(operands)
+
+
+@family("grouped_mm_batch_invariant")
+def grouped_mm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    for kind, *operands, _, dtype in grouped_mm_cases(x):
+        if kind == "fprop":
+            yield *operands, dtype
+
+
 @family("grouped_dequantize")
 def grouped_dequantize_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, splits in group_rows(x):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from narrowcast import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from narrowcast.reference import batch_invariant as reference
 
 from .conftest import HAS_TRITON
@@ -15,6 +16,9 @@ if HAS_TRITON:
     from narrowcast.kernels import batch_invariant as kernel
 
 
+E4M3 = DType.kFloat8E4M3
+
+
 def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(M + N + K)
     left, right = (torch.randn(size, K, generator=generator) for size in (M, N))
@@ -22,27 +26,80 @@ def operands(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -
     return (left * spread).to(dtype).to(device), right.to(dtype).to(device)
 
 
-def assert_close_to_exact(made: Tensor, left: Tensor, right: Tensor, scale: Tensor | float = 1.0) -> None:
+def assert_close_to_exact(
+    made: Tensor, left: Tensor, right: Tensor, scale: Tensor | float = 1.0, bits: int = 19
+) -> None:
     exact, sizes = (a.double() @ b.double().mT for a, b in ((left, right), (left.abs(), right.abs())))
-    assert bool(((made - exact * scale).abs() <= sizes * scale * 2**-19 + 1e-30).all())
+    assert bool(((made - exact * scale).abs() <= sizes * scale * 2**-bits + 1e-30).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("M", "N", "K"), [(70, 65, 100), (3, 130, 512), (1, 7, 1024)])
 def test_matmul(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
     left, right = operands(M, N, K, dtype, device)
-    scale = torch.rand(M, 1, device=device) * torch.rand(1, N, device=device)
+    scales = torch.rand(M, device=device), torch.rand(N, device=device)
     splits = reference.splits_of(K)
     for matmul in (reference.matmul, kernel.matmul):
-        made, scaled = matmul(left, right, splits), matmul(left, right, splits, scale)
+        made, scaled = matmul(left, right, splits), matmul(left, right, splits, scales)
         assert made.dtype == torch.float32
         assert_close_to_exact(made, left, right)
-        assert_close_to_exact(scaled, left, right, scale)
+        assert_close_to_exact(scaled, left, right, scales[0][:, None] * scales[1])
         for at in (0, M // 2, M - 1):  # a row alone, at another place of its tile
             assert torch.equal(matmul(left[at:], right, splits)[0], made[at])
         if splits > 1:  # as two processes add their sums
-            halves = [matmul(a, b, splits // 2, scale) for a, b in zip(left.chunk(2, 1), right.chunk(2, 1))]
+            halves = [matmul(a, b, splits // 2, scales) for a, b in zip(left.chunk(2, 1), right.chunk(2, 1))]
             assert torch.equal(halves[0] + halves[1], scaled)
+
+
+SCALING = {
+    "tensor": Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+    "1x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=1),
+    "128x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False),
+    "1x32": MXFP8Quantizer(E4M3, columnwise=False),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALING)
+@pytest.mark.parametrize(("M", "N", "K"), [(70, 140, 160), (3, 65, 512), (1, 130, 1024)])
+def test_multiply_codes(M: int, N: int, K: int, scaling: str, device: torch.device) -> None:
+    right_quantizer = SCALING[scaling]
+    left_quantizer = SCALING["1x128"] if scaling == "128x128" else right_quantizer
+    left, right = (
+        quantizer(x)
+        for quantizer, x in zip((left_quantizer, right_quantizer), operands(M, N, K, torch.float32, device))
+    )
+    (a, a_scale, *_), (b, b_scale, *_) = (
+        one._quantizer._native_operand(one.rowwise_operand(), False) for one in (left, right)
+    )
+    b_scale = b_scale.t() if scaling == "128x128" else b_scale
+    sizes = {
+        "block": {"tensor": 0, "1x32": 32}.get(scaling, 128),
+        "right_block": 128 if scaling == "128x128" else 1,
+    }
+    splits = reference.splits_of(K)
+
+    def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, splits: int) -> Tensor:
+        return kernel.multiply_codes(a, a_scale, b, b_scale, splits, torch.float32, **sizes)
+
+    made = multiply(a, b, a_scale, b_scale, splits)
+    # the tensor cores add FP8 products in 14 bits
+    assert_close_to_exact(
+        made, left.dequantize(), right.dequantize(), bits=11 if device.type == "cuda" else 19
+    )
+    for at in (0, M // 2, M - 1):
+        scale = a_scale[at:] if sizes["block"] else a_scale
+        assert torch.equal(multiply(a[at:], b, scale, b_scale, splits)[0], made[at])
+    if splits > 1:
+        parts = [
+            multiply(*codes, *scales, splits // 2)
+            for codes, scales in zip(
+                zip(a.chunk(2, 1), b.chunk(2, 1)),
+                zip(a_scale.split(K // 2 // sizes["block"], 1), b_scale.split(K // 2 // sizes["block"], 1))
+                if sizes["block"]
+                else [(a_scale, b_scale)] * 2,
+            )
+        ]
+        assert torch.equal(parts[0] + parts[1], made)
 
 
 @pytest.mark.parametrize("part", [reference, "kernel"], ids=["reference", "kernel"])

@@ -33,10 +33,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     group, invariant = q.shape[1] // k.shape[1], DETERMINISM.batch_invariant
-    keys, values = (x.float().repeat_interleave(group, 1) if group > 1 else x.float() for x in (k, v))
     if invariant:
-        logits = matmul_batch_invariant(q.float(), keys) * scores.scale
+        left, right = (q, k) if q.dtype == k.dtype else (q.float(), k.float())
+        logits = (
+            matmul_batch_invariant(_rows_of_group(left, group), right).view(*q.shape[:3], -1) * scores.scale
+        )
     else:
+        keys, values = (x.float().repeat_interleave(group, 1) if group > 1 else x.float() for x in (k, v))
         logits = q.float() @ keys.transpose(2, 3) * scores.scale
     logits = _modified(logits, scores)
     hidden = None if scores.places is None else hidden_pairs(scores.places, scores.rule, scores.masked_out)
@@ -45,7 +48,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     seen = logits.detach()
     if invariant:
         weights = _softmax_in_order(logits, scores)
-        return mix_batch_invariant(weights, values).to(q.dtype), _largest(seen, (0, 2, 3))
+        out = mix_batch_invariant(_rows_of_group(weights, group), v).view(*q.shape[:3], -1)
+        return out.to(q.dtype), _largest(seen, (0, 2, 3))
     # a row without any key has no largest score; any finite number in its place makes its weights zero
     top = _largest(seen, (3,), True).clamp(min=torch.finfo(torch.float32).min)
     sink = None if scores.sink is None else scores.sink.float()[None, :, None, None]
@@ -61,6 +65,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     if scores.dropout:
         weights = torch.nn.functional.dropout(weights, scores.dropout)
     return (weights @ values).to(q.dtype), _largest(seen, (0, 2, 3))
+
+
+def _rows_of_group(x: Tensor, group: int) -> Tensor:
+    """Return (b, h, s, n) as (b, h / group, group * s, n): the rows of heads that share keys, in one matrix."""
+    return x.unflatten(1, (-1, group)).flatten(2, 3)
 
 
 def _softmax_in_order(logits: Tensor, scores: Scores) -> Tensor:

@@ -71,19 +71,10 @@ def fprop(
     """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it."""
     operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
     if grouped is not None:
-        if plan.batch_invariant:
-            raise _no_groups()
         return grouped.gemm("fprop", plan, *operands, bias, dtype, rows)
     if plan.batch_invariant:
         return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features)
     return gemm("fprop", *operands, bias, dtype, rows, out_features, plan.fast_fprop, plan.emulate)
-
-
-def _no_groups() -> NotImplementedError:
-    return NotImplementedError(
-        "grouped linear layers have no batch-invariant GEMM; use one nc.Linear per group, or "
-        "nc.set_deterministic(None)"
-    )
 
 
 def linear_forward(
@@ -217,12 +208,10 @@ def _forward_in_high_precision(
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     plan = args.plan
     if grouped is not None:
-        if plan.batch_invariant:
-            raise _no_groups()
         weight = [plain(one) for one in weight]
     x, w = plain_or_rowwise(inp), plain_or_rowwise(weight)
     if grouped is not None:
-        out = grouped.gemm_in_high_precision("fprop", x.tensors[0], w.tensors, bias)
+        out = grouped.gemm_in_high_precision("fprop", x.tensors[0], w.tensors, bias, plan.batch_invariant)
     elif plan.batch_invariant:
         rows, features = rows_of(inp), weight.shape[0]
         matrix = in_high_precision(x, args.dtype, (rows, inp.shape[-1]))

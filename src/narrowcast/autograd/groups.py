@@ -19,7 +19,9 @@ from ..functional import (
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
+    grouped_gemm_batch_invariant,
     grouped_mm,
+    grouped_mm_batch_invariant,
     grouped_quantize,
     grouped_quantize_coded,
     grouped_quantize_weights,
@@ -102,14 +104,23 @@ class GroupedRows:
         a = left, left_quantizer, grouped_layout(rows_operand.storage_name), self.dtype
         b = right, right_quantizer, grouped_layout(plan.weight.storage_name), self.weight_dtype
         shape = rows, self.groups.out_features, self.groups.in_features
+        if plan.batch_invariant and kind == "fprop":
+            return grouped_gemm_batch_invariant(kind, *a, *b, self.splits, biases, dtype, *shape)
         return grouped_gemm(kind, *a, *b, self.splits, biases, dtype, *shape, fast, plan.emulate)
 
     def gemm_in_high_precision(
-        self, kind: str, left: Tensor, weights: list[Tensor], biases: list[Tensor]
+        self,
+        kind: str,
+        left: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        batch_invariant: bool = False,
     ) -> Tensor:
         """Return the GEMM "fprop" or "dgrad" in the dtype of ``left`` (T, K) or (T, N)."""
         dtype = left.dtype
         operands = [w.to(dtype) for w in weights], self.splits, [b.to(dtype) for b in biases]
+        if batch_invariant:
+            return grouped_mm_batch_invariant(left, *operands, dtype)
         return grouped_mm(kind, left, *operands, self.groups.covered, dtype)
 
     def column_sum(self, dy: Tensor) -> Tensor:

@@ -34,7 +34,13 @@ from .delayed_scaling import (
 )
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
-from .grouped_gemm import grouped_dequantize, grouped_gemm, grouped_mm
+from .grouped_gemm import (
+    grouped_dequantize,
+    grouped_gemm,
+    grouped_gemm_batch_invariant,
+    grouped_mm,
+    grouped_mm_batch_invariant,
+)
 from .grouped_quantize import (
     are_adjacent,
     grouped_column_sum,
@@ -108,7 +114,9 @@ __all__ = [
     "grouped_column_sum",
     "grouped_dequantize",
     "grouped_gemm",
+    "grouped_gemm_batch_invariant",
     "grouped_mm",
+    "grouped_mm_batch_invariant",
     "grouped_quantize",
     "grouped_quantize_coded",
     "grouped_quantize_keeping_amax",

@@ -1,6 +1,6 @@
 """Products and softmax whose rows have the same bits in every batch: a GEMM of operands, and the parts of attention.
 
-On a CPU the reference multiplies, on a GPU a Triton kernel, of operands decoded to bf16.
+On a CPU the reference multiplies, on a GPU a Triton kernel: FP8 codes as they are, others decoded to bf16.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import kernels, reference
+from .._device import is_fp8_available
+from ..formats import FLOAT8_BLOCK, MX_BLOCK
 from ._library import QUANTIZER, define, give_backward
 from .gemm import decoded_operands, gemm_directions
 from .numerics import computed_by, numerics_for
-from .quantizer_value import QuantizerValue
+from .quantizer_value import NativeOperand, QuantizerValue
 
 
 def _gemm(
@@ -28,11 +30,41 @@ def _gemm(
     rows: int,
     columns: int,
 ) -> Tensor:
-    columnwise = gemm_directions(kind)
-    x, y, scale = decoded_operands(left, left_quantizer, right, right_quantizer, columnwise, rows, columns)
-    splits = reference.batch_invariant.splits_of(x.shape[1])
-    out = numerics_for(left[0]).batch_invariant.matmul(x, y, splits, scale).to(dtype)
+    columnwise, numerics = gemm_directions(kind), numerics_for(left[0]).batch_invariant
+    a, b = _codes(left, left_quantizer, columnwise[0]), _codes(right, right_quantizer, columnwise[1])
+    if a is not None and b is not None and (a.scaling, b.scaling) in _PAIRS:
+        out = _multiply_codes(a, b, rows, columns, dtype)
+    else:
+        x, y, scales = decoded_operands(
+            left, left_quantizer, right, right_quantizer, columnwise, rows, columns
+        )
+        out = numerics.matmul(x, y, reference.batch_invariant.splits_of(x.shape[1]), scales, dtype)
     return out if bias is None else out.add_(bias.to(dtype))
+
+
+_BLOCKS = {"tensor": 0, "1x128": FLOAT8_BLOCK, "1x32": MX_BLOCK}
+"""Elements of a row on the left that share a scale; 0 for all."""
+_PAIRS = (*((scaling, scaling) for scaling in _BLOCKS), ("1x128", "128x128"))
+
+
+def _codes(buffers: list[Tensor], quantizer: QuantizerValue, columnwise: bool) -> NativeOperand | None:
+    """Return the operand as FP8 codes, if this device multiplies them in the batch-invariant mode."""
+    if not (buffers[0].is_cuda and kernels.AVAILABLE and len(buffers) == 2 and is_fp8_available()):
+        return None
+    return quantizer._native_operand(buffers, columnwise)
+
+
+def _multiply_codes(
+    a: NativeOperand, b: NativeOperand, rows: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    # operands may be zero-padded to different lengths, and to more rows than the result has
+    contraction = min(a.data.shape[1], b.data.shape[1])
+    x, y = a.data[:rows, :contraction], b.data[:columns, :contraction]
+    splits = reference.batch_invariant.splits_of(contraction)
+    tiles = b.scaling == "128x128"
+    scales = a.scale, b.scale.t() if tiles else b.scale
+    blocks = _BLOCKS[a.scaling], FLOAT8_BLOCK if tiles else 1
+    return kernels.batch_invariant.multiply_codes(x, scales[0], y, scales[1], splits, dtype, *blocks)
 
 
 gemm_batch_invariant = define(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import math
@@ -92,7 +93,9 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "gemm_accumulate_": _accumulate_flops,
     "gemm_batch_invariant": _gemm_flops,
     "grouped_gemm": _grouped_flops,
+    "grouped_gemm_batch_invariant": _grouped_flops,
     "grouped_mm": _grouped_mm_flops,
+    "grouped_mm_batch_invariant": functools.partial(_grouped_mm_flops, "fprop"),
 }
 
 

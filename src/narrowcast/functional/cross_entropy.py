@@ -68,12 +68,13 @@ cross_entropy_gradient_quantize = define_quantizing(_GRADIENT)
 # 256 MiB in bf16: enough columns for a GEMM at full speed, and little memory beside a model
 LOGITS_AT_ONCE = 2**27
 LEAST_COLUMNS = 1024
+COLUMNS_IN_ORDER = 16384
 
 
 def columns_at_once(hidden: Tensor) -> int:
     """Return how many columns of logits to make at a time for ``hidden`` (T, H); batch-invariant, as many for any T."""
     if DETERMINISM.batch_invariant:
-        return LEAST_COLUMNS
+        return COLUMNS_IN_ORDER
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
 
 
@@ -88,7 +89,7 @@ def _chunk(
     rows = weight[start : start + size]
     if in_order:
         splits = batch_invariant.splits_of(hidden.shape[1])
-        logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows, splits).to(hidden.dtype)
+        logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows, splits, None, hidden.dtype)
         return logits if bias is None else logits + bias[start : start + size]
     if bias is None:
         return torch.mm(hidden, rows.t())

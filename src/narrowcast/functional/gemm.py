@@ -74,12 +74,12 @@ def _gemm(
         return out[:rows, :columns].to(dtype).contiguous()
     if emulate or not left[0].is_cuda:
         directions = left_columnwise, right_columnwise
-        x, y, scale = decoded_operands(
+        x, y, scales = decoded_operands(
             left, left_quantizer, right, right_quantizer, directions, rows, columns
         )
         out = x @ y.t() if x.dtype == torch.float32 else torch.mm(x, y.t(), out_dtype=torch.float32)
-        if scale is not None:
-            out.mul_(scale)
+        if scales is not None:
+            out.mul_(scales[0][:, None] * scales[1])
         return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
     a = left_quantizer._native_operand(left, left_columnwise)
     b = right_quantizer._native_operand(right, right_columnwise)
@@ -237,10 +237,11 @@ def decoded_operands(
     columnwise: tuple[bool, bool],
     rows: int,
     columns: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return both operands of ``rows`` x ``columns`` decoded, in one dtype and of one contraction, and a scale.
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Return both operands of ``rows`` x ``columns`` decoded, in one dtype and of one contraction, and two scales.
 
-    The scale multiplies their fp32 product, once: one element, or rows, columns or both; None for 1.
+    Their product multiplies the fp32 result, once: that of a row, or one for all, and that of a column, or one; None
+    for 1.
     """
     numerics = numerics_for(left[0])
     compute = torch.bfloat16 if left[0].is_cuda else torch.float32
@@ -251,12 +252,12 @@ def decoded_operands(
     x, y = a.values[:rows, :contraction], b.values[:columns, :contraction]
     if x.dtype != y.dtype:
         x, y = x.float(), y.float()
-    # scales that wait for the fp32 result: one element each, (rows, 1) or (1, columns)
-    left_scale = a.scale if a.scale is None or a.scale.numel() == 1 else a.scale[:rows]
-    right_scale = b.scale if b.scale is None or b.scale.numel() == 1 else b.scale[:columns].t()
-    if left_scale is not None and right_scale is not None:
-        return x, y, left_scale * right_scale
-    return x, y, right_scale if left_scale is None else left_scale
+    if a.scale is None and b.scale is None:
+        return x, y, None
+    scales = [
+        x.new_ones(1, dtype=torch.float32) if one is None else one.view(-1) for one in (a.scale, b.scale)
+    ]
+    return x, y, (scales[0][:rows], scales[1][:columns])
 
 
 def multiply_native(

@@ -16,7 +16,7 @@ the library's own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from .. import kernels, reference
 from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define
+from .batch_invariant import gemm_batch_invariant
 from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_decoded import (
     Decoded,
@@ -120,7 +121,8 @@ def _grouped_gemm(
     if emulate and left[0].is_cuda and dtype != torch.float16 and a.is_decoded() and b.is_decoded():
         return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
     if emulate or not left[0].is_cuda:
-        return _multiply_each(kind, a, b, splits, bias, dtype, whole, fast_accumulation, emulate)
+        how = fast_accumulation, emulate
+        return _multiply_each(kind, a, b, splits, bias, dtype, whole, lambda *group: gemm(*group, *how))
     return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation)
 
 
@@ -160,6 +162,43 @@ Raises:
 """
 
 
+def _in_order(
+    kind: str,
+    left: list[Tensor],
+    left_quantizer: QuantizerValue,
+    left_layout: str,
+    left_dtype: torch.dtype,
+    right: list[Tensor],
+    right_quantizer: QuantizerValue,
+    right_layout: str,
+    right_dtype: torch.dtype,
+    splits: Tensor,
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+) -> Tensor:
+    a = _Operand(left, left_quantizer, left_layout, left_dtype)
+    b = _Operand(right, right_quantizer, right_layout, right_dtype)
+    whole = _Sizes(rows, out_features, in_features)
+    return _multiply_each(kind, a, b, splits, _stacked(biases), dtype, whole, gemm_batch_invariant)
+
+
+grouped_gemm_batch_invariant = define(
+    f"grouped_gemm_batch_invariant(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, "
+    f"ScalarType left_dtype, Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, "
+    "Tensor splits, Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features) -> Tensor",
+    _in_order,
+    _grouped_gemm_fake,
+)
+"""Multiply the rows of every group as :data:`gemm_batch_invariant` does; it reads the splits on the host.
+
+Args:
+    kind, left, right, splits, biases, dtype, rows, out_features, in_features: as :data:`grouped_gemm` takes them.
+"""
+
+
 def _multiply_each(
     kind: str,
     left: _Operand,
@@ -168,10 +207,9 @@ def _multiply_each(
     bias: Tensor | None,
     dtype: torch.dtype,
     sizes: _Sizes,
-    fast_accumulation: bool,
-    emulate: bool,
+    multiply: Callable[..., Tensor],
 ) -> Tensor:
-    """Return group by group as the ordinary GEMM."""
+    """Return group by group as a GEMM of two operands."""
     left_columnwise, right_columnwise = gemm_directions(kind)
     groups = splits.shape[0]
     extents, _, _ = reference.grouped_quantize.extents(splits, sizes.rows, 1)
@@ -183,7 +221,7 @@ def _multiply_each(
     for group, _, place in _places(out, kind, splits, sizes.rows):
         operands = lefts[group], left.quantizer, rights[group], right.quantizer
         own_bias = None if bias is None else bias[group]
-        place.copy_(gemm(kind, *operands, own_bias, dtype, *place.shape, fast_accumulation, emulate))
+        place.copy_(multiply(kind, *operands, own_bias, dtype, *place.shape))
     return out
 
 
@@ -298,6 +336,40 @@ def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None
         if columnwise:
             codes, scale = codes.transpose(0, 1), scale.transpose(0, 1)
     return _Native(codes, scale, True, block)
+
+
+def _mm_in_order(
+    left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], dtype: torch.dtype
+) -> Tensor:
+    weights = right[0].unbind(0) if right[0].dim() == 3 else right
+    out, bias = left.new_zeros((left.shape[0], weights[0].shape[0]), dtype=dtype), _stacked(biases)
+    multiply, parts = (
+        numerics_for(left).batch_invariant.matmul,
+        reference.batch_invariant.splits_of(left.shape[1]),
+    )
+    for group, at, place in _places(out, "fprop", splits, left.shape[0]):
+        multiplied = multiply(left[at], weights[group], parts, None, dtype)
+        place.copy_(multiplied if bias is None else multiplied.add_(bias[group].to(dtype)))
+    return out
+
+
+grouped_mm_batch_invariant = define(
+    "grouped_mm_batch_invariant(Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, ScalarType dtype) "
+    "-> Tensor",
+    _mm_in_order,
+    lambda left, right, splits, biases, dtype: left.new_empty(
+        (left.shape[0], right[0].shape[-2]), dtype=dtype
+    ),
+)
+"""Multiply the rows (T, K) of every group in high precision as :data:`gemm_batch_invariant` does; it reads the splits
+on the host.
+
+Args:
+    left: (T, K) in the dtype of the weights.
+    right: G of (N, K), or one (G, N, K).
+    splits, biases: as :data:`grouped_gemm` takes them.
+    dtype: of the result (T, N).
+"""
 
 
 def _grouped_mm(

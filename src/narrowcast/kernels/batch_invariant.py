@@ -1,7 +1,8 @@
-"""Products whose rows do not depend on each other: one tile size for every number of rows, and one order of sums.
+"""Products whose rows do not depend on each other: fixed steps along the contraction, and one order of sums.
 
-A library's GEMM takes other tiles, and splits the contraction, where there are few rows. Here every program walks
-along the whole contraction in steps of one size. The order of sums inside a step is the tensor cores'.
+A library's GEMM splits the contraction, or takes other steps, where there are few rows. Here every program walks along
+the whole contraction in steps of one size. The order of sums inside a step is the tensor cores'. FP8 operands are
+multiplied as codes, and the product of a step is scaled and added in fp32.
 """
 
 from __future__ import annotations
@@ -13,79 +14,126 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import to_float32
+from .codecs import round_to_dtype, to_float32
+from .grouped_gemm import tile_origin
 from .launch import INTERPRETING, Launcher, check_device
+from .scaling import e8m0_value
 
-TILE_M = 64
-TILE_N = 64
-TILE_K = 64
+# A tile's size changes no bit: an element of the product is of its row and its column.
+FEW_ROWS = 64
+SMALL_TILE = (64, 64)
+LARGE_TILE = (128, 64)
+STEP_BYTES = 128
+"""Of an operand's row in a step; fewer where a block of scales has fewer."""
+
+BAND = 8
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _load_scales(pointers):
+    """Return scales in fp32; of E8M0 codes, their powers of two."""
+    scales = tl.load(pointers)
+    if scales.dtype == tl.uint8:
+        scales = e8m0_value(scales)
+    return scales
+
+
+@triton.jit(
+    do_not_specialize=["M", "left_scale_step"],
+    do_not_specialize_on_alignment=["left_scale_ptr", "right_scale_ptr"],
+)
 def _matmul_kernel(
     out_ptr,
     left_ptr,
     right_ptr,
-    scale_ptr,
+    left_scale_ptr,
+    right_scale_ptr,
     M,
     N,
     K,
-    length,
+    steps_of_part,
+    left_row,
     right_batch,
     right_row,
     right_column,
-    scale_row,
-    scale_column,
+    left_scale_row,
+    left_scale_step,
+    right_scale_row,
+    right_scale_step,
     SPLITS: tl.constexpr,
     SCALED: tl.constexpr,
+    RIGHT_BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    BAND: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    tile_columns = tl.cdiv(N, TILE_N)
     batch = tl.program_id(1).to(tl.int64)
-    row = (tl.program_id(0) // tile_columns).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    column = (tl.program_id(0) % tile_columns).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    m0, n0 = tile_origin(tl.program_id(0), M, N, TILE_M, TILE_N, BAND)
+    row = tl.arange(0, TILE_M)
+    column = tl.arange(0, TILE_N)
     inner = tl.arange(0, TILE_K)
-    left = left_ptr + (batch * M + row)[:, None] * K + inner[None, :]
-    right = right_ptr + batch * right_batch + column[None, :] * right_column + inner[:, None] * right_row
-    inside = (row < M)[:, None] & (column < N)[None, :]
-    # The sums of parts that wait for their neighbor: of 1, 2 and 4 parts.
-    total = tl.zeros([TILE_M, TILE_N], tl.float32)
-    one = total
-    two = total
-    four = total
-    for part in tl.static_range(SPLITS):
-        total = tl.zeros([TILE_M, TILE_N], tl.float32)
-        for step in range(0, length, TILE_K):
-            there = step + inner < length
-            at = part * length + step
-            a = tl.load(left + at, mask=(row < M)[:, None] & there[None, :], other=0.0)
-            b = tl.load(right + at * right_row, mask=there[:, None] & (column < N)[None, :], other=0.0)
-            if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-                a = to_float32(a, EMULATE)
-                b = to_float32(b, EMULATE)
-            total = tl.dot(a, b, total, input_precision="ieee")
-        if SCALED:
-            factor = scale_ptr + row[:, None] * scale_row + column[None, :] * scale_column
-            total = total * tl.load(factor, mask=inside, other=0.0)
-        if part % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if part % 4 == 1:
-                two = total
-            else:
-                total = two + total
-                if part % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
-    tl.store(out_ptr + (batch * M + row)[:, None] * N + column[None, :], total, mask=inside)
+    # rows and columns past the end repeat the last one
+    left_at = tl.minimum(row, M - 1 - m0)
+    right_at = tl.minimum(column, N - 1 - n0)
+    left = left_ptr + (batch * M + m0) * left_row
+    right = right_ptr + batch * right_batch + n0.to(tl.int64) * right_column
+    left_offsets = left_at[:, None] * left_row + inner[None, :]
+    right_offsets = right_at[None, :] * right_column + inner[:, None] * right_row
+    ONE_SCALE: tl.constexpr = SCALED == "blocks" and RIGHT_BLOCK % TILE_N == 0
+    left_scale = left_scale_ptr + m0.to(tl.int64) * left_scale_row
+    right_scale = right_scale_ptr + (n0 // RIGHT_BLOCK).to(tl.int64) * right_scale_row
+    left_scale_offsets = left_at * left_scale_row
+    right_scale_offsets = 0 if ONE_SCALE else right_at // RIGHT_BLOCK * right_scale_row
+    # Eight parts are added as halves of halves of halves; where there are fewer, the outer loops run once.
+    halves = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for half in range(2 if SPLITS == 8 else 1):
+        quarters = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for quarter in range(2 if SPLITS >= 4 else 1):
+            eighths = tl.zeros([TILE_M, TILE_N], tl.float32)
+            for eighth in range(2 if SPLITS >= 2 else 1):
+                total = tl.zeros([TILE_M, TILE_N], tl.float32)
+                for step in tl.range(0, steps_of_part):
+                    if EVEN:
+                        a = tl.load(left + left_offsets)
+                        b = tl.load(right + right_offsets)
+                    else:
+                        there = step * TILE_K + inner < K
+                        a = tl.load(left + left_offsets, mask=there[None, :], other=0.0)
+                        b = tl.load(right + right_offsets, mask=there[:, None], other=0.0)
+                    if EMULATE:  # the interpreter multiplies bf16 as if it were integers
+                        a = to_float32(a, EMULATE)
+                        b = to_float32(b, EMULATE)
+                    if SCALED == "blocks":
+                        x = _load_scales(left_scale + left_scale_offsets)[:, None]
+                        y = _load_scales(right_scale + right_scale_offsets)
+                        y = tl.full([1, TILE_N], y, tl.float32) if ONE_SCALE else y[None, :]
+                        total = tl.fma(tl.dot(a, b) * x, y, total)
+                        left_scale += left_scale_step
+                        right_scale += right_scale_step
+                    elif a.dtype.primitive_bitwidth == 8:
+                        total = tl.dot(a, b, total, max_num_imprecise_acc=TILE_K)
+                    else:
+                        total = tl.dot(a, b, total, input_precision="tf32x3")
+                    left += TILE_K
+                    right += TILE_K * right_row
+                if SCALED == "result":
+                    total *= (
+                        tl.load(left_scale + left_scale_offsets)[:, None]
+                        * tl.load(right_scale + right_scale_offsets)[None, :]
+                    )
+                eighths += total
+            quarters += eighths
+        halves += quarters
+    target = out_ptr + ((batch * M + m0) * N + n0) + row[:, None].to(tl.int64) * N + column[None, :]
+    inside = (row < M - m0)[:, None] & (column < N - n0)[None, :]
+    tl.store(target, round_to_dtype(halves, out_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
-_matmul = Launcher(_matmul_kernel, num_warps=4, num_stages=3)
+_small = Launcher(_matmul_kernel, num_warps=4, num_stages=4)
+_large = Launcher(_matmul_kernel, num_warps=8, num_stages=4)
 
 
 def _product(
@@ -94,23 +142,39 @@ def _product(
     strides: tuple[int, int, int],
     columns: int,
     splits: int,
-    scale: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+    block: int = 0,
+    right_block: int = 1,
 ) -> Tensor:
-    """Return ``left @ right`` of matrices (batch, M, K) and (batch, K, N), the second with these strides."""
+    """Return ``left @ right`` of matrices (batch, M, K) and (batch, K, N), the second with these strides.
+
+    ``scales``: of the result, one for all or one per row and column; or of blocks, (M, blocks), (N, blocks).
+    """
     check_device(left)
-    for name, data in (("left", left), ("right", right)):
-        if data.dtype not in HIGH_PRECISION or data.dtype != left.dtype:
-            raise ValueError(f"{name} is {data.dtype}; give fp32, bf16 or fp16 on both sides")
     batch, M, K = left.shape
-    out = torch.empty((batch, M, columns), dtype=torch.float32, device=left.device)
-    if out.numel():
-        factor = out if scale is None else scale.expand(M, columns)
-        scale_strides = (0, 0) if scale is None else factor.stride()
-        _matmul(
-            (cdiv(M, TILE_M) * cdiv(columns, TILE_N), batch, 1),
-            (out, left, right, factor, M, columns, K, K // splits, *strides, *scale_strides),
-            (splits, scale is not None, TILE_M, TILE_N, TILE_K, INTERPRETING),
-        )
+    step = min(block or STEP_BYTES, STEP_BYTES) // left.element_size()
+    out = torch.empty((batch, M, columns), dtype=dtype, device=left.device)
+    if not out.numel():
+        return out
+    if not K:
+        return out.zero_()
+    scaled, scale_strides = "", (0, 0, 0, 0)
+    if scales is not None:
+        blocks = scales[0].dim() == 2
+        scaled = "blocks" if blocks else "result"
+        scale_strides = tuple(
+            stride for scale in scales for stride in (scale.stride() if blocks else (int(scale.numel() > 1), 0))
+        )  # fmt: skip
+    launcher, (tile_m, tile_n) = (_small, SMALL_TILE) if M <= FEW_ROWS else (_large, LARGE_TILE)
+    launcher(
+        (cdiv(M, tile_m) * cdiv(columns, tile_n), batch, 1),
+        (
+            out, left, right, *(scales or (left, right)), M, columns, K, cdiv(K // splits, step), left.stride(1),
+            *strides, *scale_strides,
+        ),
+        (splits, scaled, right_block, K % step == 0, tile_m, tile_n, step, BAND, INTERPRETING),
+    )  # fmt: skip
     return out
 
 
@@ -118,17 +182,61 @@ def _matrices(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x.flatten(0, -3)
 
 
-def matmul(left: Tensor, right: Tensor, splits: int = 1, scale: Tensor | None = None) -> Tensor:
+def _check(left: Tensor, right: Tensor) -> None:
+    for name, data in (("left", left), ("right", right)):
+        if data.dtype not in HIGH_PRECISION or data.dtype != left.dtype:
+            raise ValueError(f"{name} is {data.dtype}; give fp32, bf16 or fp16 on both sides")
+
+
+def matmul(
+    left: Tensor,
+    right: Tensor,
+    splits: int = 1,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Compute ``reference.batch_invariant.matmul`` in an order of its own, and of operands that are not rounded."""
+    _check(left, right)
     a, b = _matrices(left).contiguous(), _matrices(right)
     strides = b.stride(0), b.stride(2), b.stride(1)
-    out = _product(a, b, strides, b.shape[1], splits, scale)
+    out = _product(a, b, strides, b.shape[1], splits, scales, dtype)
     return out.view(*left.shape[:-1], right.shape[-2])
+
+
+def multiply_codes(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    splits: int,
+    dtype: torch.dtype,
+    block: int = 0,
+    right_block: int = 1,
+) -> Tensor:
+    """Return ``left @ right.T`` of FP8 codes, scaled.
+
+    Args:
+        left, right: (M, K) and (N, >= K), FP8, rows contiguous.
+        left_scale, right_scale: fp32, one for all or one per row; or fp32 or E8M0 codes of blocks of a row.
+        splits: as of :func:`matmul`.
+        dtype: of the result.
+        block: elements of a row that share a scale; 0 for all.
+        right_block: rows of ``right`` that share the scales of their blocks.
+
+    Numerics:
+        The products of 128 elements of the contraction, or of a block, are summed by the tensor cores. With blocks, a
+        sum ``p`` is added as ``RN(RN(p * left_scale) * right_scale + total)``. Without, it is added as it is, and the
+        sum of a part is multiplied by the rounded product of both scales. Parts are added as those of :func:`matmul`.
+    """
+    strides = 0, right.stride(1), right.stride(0)
+    scales = left_scale, right_scale
+    return _product(left[None], right, strides, right.shape[0], splits, scales, dtype, block, right_block)[0]
 
 
 def mix(weights: Tensor, values: Tensor) -> Tensor:
     """Compute ``reference.batch_invariant.mix`` in an order of its own, and of operands that are not rounded."""
     seen = (weights != 0).any(-2)[..., None]
     a, b = _matrices(weights).contiguous(), _matrices(torch.where(seen, values, 0.0).to(weights.dtype))
-    out = _product(a, b, b.stride(), b.shape[2], 1)
+    _check(a, b)
+    out = _product(a, b, b.stride(), b.shape[2], 1, None, torch.float32)
     return out.view(*weights.shape[:-1], values.shape[-1])

@@ -44,7 +44,7 @@ def _pick(values, index, group):
 
 
 @triton.jit
-def _tile_origin(tile, rows, columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
+def tile_origin(tile, rows, columns, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BAND: tl.constexpr):
     """Return first row and column of a tile of one group; consecutive tiles run down ``BAND`` tile rows first."""
     tile_rows = tl.cdiv(rows, TILE_M)
     per_band = BAND * tl.cdiv(columns, TILE_N)
@@ -195,7 +195,7 @@ def _grouped_gemm_rows_kernel(
         size = _pick(ends, index, group) - start
         padded_start = _pick(padded_starts, index, group)
         first = _pick(tile_ends, index, group) - _pick(tiles, index, group)
-        m0, n0 = _tile_origin(tile - first, size, N, TILE_M, TILE_N, BAND)
+        m0, n0 = tile_origin(tile - first, size, N, TILE_M, TILE_N, BAND)
         member = tl.minimum(group, groups - 1).to(tl.int64)
         row = m0 + tl.arange(0, TILE_M)
         column = n0 + tl.arange(0, TILE_N)
@@ -265,7 +265,7 @@ def _grouped_gemm_contraction_kernel(
         # multiplied out, which tells the compiler how far the loads are aligned
         start = _pick(starts // ALIGNMENT, index, group) * ALIGNMENT
         length = _pick((ends - starts) // ALIGNMENT, index, group) * ALIGNMENT
-        m0, n0 = _tile_origin(tile - group * per_group, M, N, TILE_M, TILE_N, BAND)
+        m0, n0 = tile_origin(tile - group * per_group, M, N, TILE_M, TILE_N, BAND)
         row = m0 + tl.arange(0, TILE_M)
         column = n0 + tl.arange(0, TILE_N)
         left_row = tl.minimum(row, M - 1).to(tl.int64)

@@ -69,7 +69,7 @@ def _groups_in_front(
 
 @gluon.jit
 def _origin(tile, rows, across, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BAND: gl.constexpr):
-    """Return the origin like ``grouped_gemm._tile_origin``."""
+    """Return the origin like ``grouped_gemm.tile_origin``."""
     per_band = BAND * across
     first = (tile // per_band) * BAND
     height = gl.minimum(gl.cdiv(rows, TILE_M) - first, BAND)

@@ -24,25 +24,35 @@ _LEAST_EXPONENT = -125.0
 _ATANH_TERMS = 9
 
 
-def matmul(left: Tensor, right: Tensor, splits: int = 1, scale: Tensor | None = None) -> Tensor:
-    """Return ``(left @ right.mT) * scale`` of rows that do not depend on each other.
+def matmul(
+    left: Tensor,
+    right: Tensor,
+    splits: int = 1,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return ``left @ right.mT``, scaled, of rows that do not depend on each other.
 
     Args:
         left: fp32, bf16 or fp16, (*batch, M, K).
         right: the same, (*batch, N, K).
         splits: into how many equal parts the contraction is split, 1, 2, 4 or 8; see :func:`splits_of`.
-        scale: fp32, of one element, or (M, 1), (1, N) or (M, N) without a batch; None for 1.
+        scales: fp32, of all or of each row, (1,) or (M,), and of all or of each column, without a batch; None for 1.
+        dtype: of the result, bf16, fp16 or fp32.
 
     Numerics:
-        fp32 (*batch, M, N). The sums of the parts are multiplied by the scale, rounded, and added by
-        :func:`sum_of_halves`. A part is a sequence of blocks of 128. In a block, every row of an
+        (*batch, M, N), rounded once from fp32. The sums of the parts are multiplied by the product of both scales,
+        rounded, and added by :func:`sum_of_halves`. A part is a sequence of blocks of 128. In a block, every row of an
         operand is rounded to a multiple of ``2**(e - 23)``, ``2**e`` the power of two above its amax; the sum of the
         products of a block is exact, rounded once to fp32, and added to the fp32 sum of the blocks before it.
     """
     length = left.shape[-1] // splits
     pairs = [(left, right)] if splits == 1 else zip(left.split(length, -1), right.split(length, -1))
     sums = [_in_sequence(a, b) for a, b in pairs]
-    return sum_of_halves(sums if scale is None else [each * scale for each in sums])
+    if scales is not None:
+        scale = scales[0][:, None] * scales[1]
+        sums = [each * scale for each in sums]
+    return sum_of_halves(sums).to(dtype)
 
 
 def splits_of(contraction: int) -> int:
