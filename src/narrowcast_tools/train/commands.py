@@ -73,8 +73,6 @@ def train(
             f"--tokenizer has {tokens.vocabulary} tokens, and the model {vocabulary}; give the model's own tokenizer"
         )
     model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
-    recipes = [recipe_name(word.strip()) for word in recipe.split(",")]
-    model = override(start.model, **_taken(given, start.model), vocabulary=tokens.vocabulary)
     automatically, choice = recipe.strip() == automatic.AUTO, ""
     recipes = ["bf16"] if automatically else [recipe_name(word.strip()) for word in recipe.split(",")]
     config = override(
