@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from convert.models import Llama4TextExperts
 from recipes import DEVICE, QUANTIZED
 from torch import nn
 
@@ -68,6 +69,26 @@ def test_experts_are_served_one_by_one_with_the_values_that_the_grouped_gemm_mul
             found = torch.cat([decoded(served, f"experts.{i}.{part}.weight") for part in parts])
             torch.testing.assert_close(found.bfloat16().float(), values[i], rtol=2**-8, atol=0)
     assert "experts.gate_up_proj" not in served and served["proj.bias"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["current", "block", "nvfp4"])
+def test_experts_of_llama_4_are_served_one_by_one(name: str) -> None:
+    """Transposed in the model, (N, K) for servers, with the values that the grouped GEMM multiplies."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": Llama4TextExperts(3, 96, 128)}).to(DEVICE, torch.bfloat16)
+    nc.convert(model, QUANTIZED[name], routers=True, small=True, blocks=True)
+    served_as = "hf-fp8-block128" if name == "block" else "compressed-tensors"
+    served = {key: value.cpu() for key, value in nc.serving.weights(model, served_as)}
+    assert len({key.split(".weight")[0] for key in served}) == 9
+    layer: Any = model["experts"]
+    for stage, parts in zip(layer._stages, (("gate_proj", "up_proj"), ("down_proj",))):
+        columns = getattr(layer, stage.weight).shape[1]
+        rows = torch.eye(columns, dtype=torch.bfloat16, device=DEVICE).repeat(3, 1)
+        values = layer._grouped(stage, rows, torch.full((3,), columns, device=DEVICE)).detach()
+        values = values.view(3, columns, -1).transpose(1, 2).float().cpu()
+        for i in range(3):
+            found = torch.cat([decoded(served, f"experts.{i}.{part}.weight") for part in parts])
+            torch.testing.assert_close(found.bfloat16().float(), values[i], rtol=2**-8, atol=0)
 
 
 def test_tiles_that_two_experts_matrices_share_stay_in_high_precision(tmp_path: Any) -> None:

@@ -72,13 +72,14 @@ class CheckpointNames:
         names = list(self._holders.get(key, ()))
         return names[0] if len(names) == 1 else None
 
-    def of_experts(self, key: str, experts: int) -> list[list[str]] | None:
+    def of_experts(self, key: str, experts: int, one_by_one: bool = False) -> list[list[str]] | None:
         """Return the names of stacked experts (E, N, K), for each expert those of its equal parts by rows.
 
-        None if the checkpoint stacks them, too, or otherwise arranges them.
+        None if the checkpoint stacks them, too, or otherwise arranges them. ``one_by_one``: servers also take them so,
+        though the checkpoint stacks them.
         """
-        if self._revert is None:
-            owner, _, last = key.rpartition(".")
+        if self._revert is None or one_by_one:
+            owner, _, last = (self.of(key) or key).rpartition(".")
             names = [
                 [f"{owner}.{i}.{part}.weight".lstrip(".") for part in _PARTS.get(last, ())]
                 for i in range(experts)

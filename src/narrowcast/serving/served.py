@@ -211,8 +211,10 @@ class Served:
     def _rows_of(self, layer: Any, stage: Stage, keys: list[str], rows: int) -> list[list[Rows]] | None:
         """Return for each matrix the weights that its rows are; None if the checkpoint arranges them otherwise."""
         if isinstance(layer, StackedExpertsLayer):
-            experts = self.names.of_experts(keys[0], layer._groups)
-            if experts is None or layer.stack_of(layer).transposed or any(rows % len(one) for one in experts):
+            stack = layer.stack_of(layer)
+            experts = self.names.of_experts(keys[0], layer._groups, one_by_one=stack.every)
+            elsewhere = stack.transposed and not stack.every  # GPT-OSS, whose parts alternate row by row
+            if experts is None or elsewhere or any(rows % len(one) for one in experts):
                 return None
             return [
                 [Rows(i * rows // len(one), rows // len(one), name) for i, name in enumerate(one)]
