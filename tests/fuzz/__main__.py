@@ -35,7 +35,7 @@ def main() -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device is visible to torch")
-    from . import runner, suites
+    from . import programs, runner, suites
     from .corpus import run_file
     from .runner import report, run
 
@@ -44,6 +44,7 @@ def main() -> int:
     if not chosen or any(name not in [suite.name for suite in known] for name in arguments.suite or ()):
         parser.error(f"--suite {arguments.suite}: use {', '.join(suite.name for suite in known)}")
     runner.SHRINK = 0.0 if arguments.no_shrink else runner.SHRINK
+    programs.DEVICE = arguments.device
     if arguments.program:
         passed = [run_file(file, known) for file in arguments.program]
         return 0 if all(passed) else 1

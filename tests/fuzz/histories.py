@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.state import renew
 
+from . import programs
 from .measure import Measure
 from .models import DTYPES, Model, draw_layer, draw_recipe, draw_wrap, recipe_of, wrapped
 from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal, said, settings
@@ -266,14 +267,15 @@ class World:
         if program["wander"]:
             scale *= rng.choice((0.1, 1.0, 8.0))
         dtype = DTYPES[program["dtype"] or "float32"]
-        return normal(seed, rows, program["features"] or 16, dtype=dtype, scale=scale)
+        x = normal(seed, rows, program["features"] or 16, dtype=dtype, scale=scale)
+        return x.to(programs.DEVICE)
 
     def loss(self, y: Tensor, seed: int) -> Tensor:
         kind = self.program["loss"]
         if kind == "square":
             return 0.5 * y.float().square().sum()
         if kind == "weighted":
-            return (y.float() * normal(seed + 1, *y.shape)).sum()
+            return (y.float() * normal(seed + 1, *y.shape).to(y.device)).sum()
         return y.float().sum()
 
     def forward(self, x: Tensor, flag: bool | None, parts: bool = False) -> Tensor:
@@ -483,7 +485,7 @@ class World:
         if way == "to":
             model.to(DTYPES[self.program["dtype"] or "float32"])
         elif way == "cpu":
-            model.cpu()
+            model.cpu().to(programs.DEVICE)
         elif way == "hook":
             model.blocks[0].register_forward_hook(lambda *_: None)
         elif way == "requires":
@@ -614,7 +616,7 @@ def _data_assign(world: World, name: str, p: nn.Parameter, value: Tensor, factor
 
 
 def _numpy(world: World, name: str, p: nn.Parameter, value: Tensor, factor: float) -> None:
-    if p.dtype == torch.bfloat16:
+    if p.dtype == torch.bfloat16 or p.device.type != "cpu":
         p.data.copy_(value)
     else:
         p.detach().numpy()[...] = value.numpy()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import narrowcast as nc
 
+from . import programs
 from .programs import Program
 
 R = nc.recipe
@@ -168,7 +169,7 @@ def _ops(described: Program, features: int, place: dict[str, Any]) -> nn.Module:
         elif name == "bias":
             parts.append(nc.ops.Bias(width, **place))
         elif name in ("quantize", "quantize_grad"):
-            parts.append(nc.ops.Quantize(name == "quantize", name != "quantize", device="cpu"))
+            parts.append(nc.ops.Quantize(name == "quantize", name != "quantize", device=place["device"]))
         else:
             parts.append({"gelu": nc.ops.GELU, "relu": nc.ops.ReLU}[name]())
     if width != features:
@@ -343,7 +344,7 @@ class Model(nn.Module):
     def __init__(self, program: Program, plain: bool, torchs: bool = False) -> None:
         super().__init__()
         features, dtype = program["features"] or 16, DTYPES[program["dtype"] or "float32"]
-        place: dict[str, Any] = {"device": "cpu", "dtype": dtype}
+        place: dict[str, Any] = {"device": programs.DEVICE, "dtype": dtype}
         make = _theirs if torchs else _ours
         blocks, made = [], []
         for described in program["blocks"]:

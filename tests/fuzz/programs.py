@@ -26,6 +26,8 @@ from narrowcast.recipe import plan
 PACKAGE = str(Path(nc.__file__).resolve().parent)
 HERE = str(Path(__file__).resolve().parent)
 Program = dict[str, Any]
+DEVICE = "cpu"
+"""Where histories run, with their models and batches. Other programs run on the CPU."""
 
 # What an error that can be acted on says: what is taken, or what to do.
 _REMEDY = re.compile(

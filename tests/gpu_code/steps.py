@@ -172,6 +172,11 @@ def with_two_forwards(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tens
         yield from backward(side, y, xs[0])
 
 
+def with_smaller_forwards(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Before their backwards: what a backward repeats of the first would raise the amaxes of the last."""
+    yield from with_two_forwards(side, xs[::-1])
+
+
 SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {
     "steps, root": (Model, DELAYED, "root", plain),
     "steps, own": (Model, DELAYED, "own", plain),
@@ -180,6 +185,7 @@ SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {
     "two forwards": (Model, DELAYED, "root", with_two_forwards),
     "twice": (Twice, DELAYED, "root", plain),
     "checkpointed": (Checkpointed, DELAYED, "root", plain),
+    "checkpointed, two forwards": (Checkpointed, DELAYED, "root", with_smaller_forwards),
     "operations": (Operations, DELAYED, "root", with_evaluations),
     "current": (Model, nc.recipe.Float8CurrentScaling(), "root", plain),
 }

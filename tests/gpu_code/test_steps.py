@@ -43,9 +43,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("evaluations, root", "two forwards", "checkpointed"),
+        ("evaluations, root", "two forwards", "checkpointed, two forwards"),
         ("evaluations, own", "twice", "operations"),
-        pytest.param(("steps, root", "steps, own", "current"), marks=pytest.mark.requested),
+        pytest.param(("steps, root", "steps, own", "checkpointed", "current"), marks=pytest.mark.requested),
     ],
     ids="/".join,
 )

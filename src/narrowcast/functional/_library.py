@@ -22,6 +22,7 @@ from ..upstream.functionalization import (
     FunctionalTensor,
     allow_writes_after_saving,
     end_library,
+    is_in_checkpoint,
     node_of,
     save_in_checkpoint,
     state_key,
@@ -89,7 +90,7 @@ def define(
     unseen = _without_autocast(implementation, _amaxes_at(overload))
     _LIBRARY.impl(name, unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
-    rule = _inline(implementation, inlined, shared)
+    rule = _inline(implementation, inlined, shared, _amaxes_at(overload))
     rules = {FunctionalMode: _saved(rule, numbered) if saved else rule, Recording: _recorded(implementation)}
     if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
         rules[CheckpointMode] = _saved(_by_mode)
@@ -239,13 +240,17 @@ def _with_shortcut(
 
 
 def _inline(
-    implementation: Callable[..., Any], inlined: Callable[..., bool] | None, shared: bool
+    implementation: Callable[..., Any],
+    inlined: Callable[..., bool] | None,
+    shared: bool,
+    amaxes_at: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Return the rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
     Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
     starts them from the code it generates, where an operator is a call into Python at every step. Kept whole are
-    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``.
+    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``. And in a
+    checkpoint those that collect in a forward: its backward repeats them, and a launch does not know where it runs.
     """
     run = _without_autocast(implementation)
 
@@ -253,7 +258,8 @@ def _inline(
         given = (*args, *(kwargs or {}).values())
         _check_values(given)
         _may_change(op, args)
-        if watcher_in_graph(mode, given, inlined).operator == WHOLE:
+        repeats = is_in_checkpoint() and any(_is_of_forward(args[at]) for at in amaxes_at if at < len(args))
+        if watcher_in_graph(mode, given, inlined, repeats).operator == WHOLE:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         start_kernels_statically()
         with mode:
@@ -399,6 +405,12 @@ def _amaxes_at(overload: Any) -> tuple[int, ...]:
 _AMAXES = ("amax", "amaxes")
 
 
+def _is_of_forward(amax: Any) -> bool:
+    """Return whether an amax, or those of a list, collect in a forward: they are (1, n)."""
+    first = amax[0] if isinstance(amax, list) and amax else amax
+    return isinstance(first, Tensor) and first.dim() == 2
+
+
 def _without_autocast(
     implementation: Callable[..., Any], amaxes_at: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
@@ -416,11 +428,10 @@ def _without_autocast(
         counted = []
         for at in amaxes_at:
             if at < len(args) and args[at] is not None:
-                given = args[at] if type(args[at]) is list else (args[at],)
-                if given and given[0].dim() == 2 and graph_task_id() != -1:
+                if _is_of_forward(args[at]) and graph_task_id() != -1:
                     args = (*args[:at], None, *args[at + 1 :])
                     continue
-                for amax in given:
+                for amax in args[at] if type(args[at]) is list else (args[at],):
                     if not amax.is_inference():
                         counted.append(amax)
         with autocast_off():

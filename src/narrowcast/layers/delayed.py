@@ -363,7 +363,7 @@ class DelayedLayer(RecipeOwner):
             traced = _by_stage(states, _traced_copies(states, renews, recorded, root))
             for own, (fwd, _), copies in zip(scales, states, traced):
                 own.scale_fwd, own.scale_bwd = copies
-                if fwd is not None and own.amax_fwd is not None and not fwd.amax.is_cuda:
+                if fwd is not None and own.amax_fwd is not None:
                     # known as a forward's: a backward collects nothing there
                     own.amax_fwd = fwd.amax.view(1, -1)
 

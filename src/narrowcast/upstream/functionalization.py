@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.traceback import get_current_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .private import entry, needed, private
@@ -155,6 +156,11 @@ def _check_tags() -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if not _must_recompute.take()(node):
         raise _RECOMPUTE.error("a partitioner that does not read it")
+
+
+def is_in_checkpoint() -> bool:
+    """Return whether the graph that is being traced is inside a checkpoint, whose operators its backward repeats."""
+    return "recompute" in get_current_meta()
 
 
 def node_of(tensor: Tensor) -> Any:
