@@ -196,7 +196,8 @@ def _check(found: Tensor, wanted: Tensor, terms: float, what: str) -> None:
     size = max(float(wanted.norm()), terms)
     if not 1e-20 < size < torch.finfo(torch.float32).max / 4 or not found.isfinite().all():
         return
-    tolerance = 0.02 if found.dtype == torch.bfloat16 else 1e-4
+    # tensor cores of a GPU add products of FP8 with fewer bits than fp32 has
+    tolerance = 0.02 if found.dtype == torch.bfloat16 else 2e-3 if found.is_cuda else 1e-4
     error = float((found.double() - wanted).norm()) / size
     if not error <= tolerance:
         raise Difference(f"{what} of operands with the scales of its forward: off by {error:.3g}")

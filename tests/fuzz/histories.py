@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import narrowcast as nc
 from narrowcast.state import renew
@@ -70,6 +71,7 @@ REVIEWED = (
     "GroupedLinear quantizes its input itself, pass a plain tensor",
     "collected an amax under delayed scaling",
     "that delayed scaling quantized cannot be written in place",
+    "this GPU has no native",
 )
 
 # Errors of PyTorch's that depend on which operators run, so that its own modules may do without them: a retained graph
@@ -529,6 +531,14 @@ class World:
         self.optimizer = self._optimizer()
         self.optimizer.load_state_dict(state)
 
+    def check_hooks(self, after: str) -> None:
+        """Check that nothing that ended is still in force: hooks of saved tensors, modes of operators."""
+        if (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            or _len_torch_dispatch_stack()
+        ):
+            raise Difference(f"after {after} a checkpoint is still in force")
+
     def play(self) -> list[tuple[str, Tensor | None]]:
         if self.program.get("calibrated") and "delayed" in _families(self.program):
             self.calibrate()
@@ -551,6 +561,7 @@ class World:
                 found = self.matrix(item["which"] or 0)
                 if found is not None:
                     found[1].requires_grad_(not item["frozen"])
+            self.check_hooks(do)
         for of, p in self.model.named_parameters():
             for name, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):

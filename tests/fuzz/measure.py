@@ -141,7 +141,8 @@ class Measure:
         if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
             return
         weight = layer.weight.detach().double().clone()
-        wide = x.detach().double().reshape(-1, x.shape[-1]).clone()
+        values = x.dequantize() if isinstance(x, nc.QuantizedTensor) else x  # kernels decode to no fp64
+        wide = values.detach().double().reshape(-1, x.shape[-1]).clone()
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
         past = self.amaxes.setdefault(layer, ([], [], []))
         fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")

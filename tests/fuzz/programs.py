@@ -140,8 +140,9 @@ def settings(on_cpu: bool, large: bool) -> Iterator[None]:
     kept = replay.ON_CPU, plan.SMALL_WEIGHT
     replay.ON_CPU, plan.SMALL_WEIGHT = on_cpu, 0 if large else plan.SMALL_WEIGHT
     try:
-        # a history has many sizes, with gradients and without, under a recipe and outside of it
-        with torch._dynamo.config.patch(recompile_limit=64):
+        # a history has many sizes, with gradients and without, under a recipe and outside of it; and hooks that stop a
+        # call are registered after the compiler has met the module
+        with torch._dynamo.config.patch(recompile_limit=64, skip_nnmodule_hook_guards=False):
             yield
     finally:
         replay.ON_CPU, plan.SMALL_WEIGHT = kept
