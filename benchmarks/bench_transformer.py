@@ -154,11 +154,16 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
-    # the same stored bytes: moments of the parameters' dtype
-    "FusedAdam": lambda p: nc.optimizers.FusedAdam(
-        p, lr=1e-4, weight_decay=0.01, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+    # the same state: moments of the parameters' dtype; it also writes the codes of the weights
+    "FusedAdam": lambda model: nc.optimizers.FusedAdam(
+        model.parameters(),
+        lr=1e-4,
+        weight_decay=0.01,
+        exp_avg_dtype=BF16,
+        exp_avg_sq_dtype=BF16,
+        weight_codes=model,
     ),
 }
 
@@ -170,7 +175,7 @@ def steps(name: str, optimizer_name: str, repeats: int) -> Row:
     if name not in ("torch bf16", "narrowcast bf16"):
         # The model is what is called: it renews delayed scaling.
         nc.set_recipe(model, {"blocks": RECIPES[name]})
-    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    optimizer = OPTIMIZERS[optimizer_name](model)
     run = torch.compile(model, fullgraph=True)
     words = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), device="cuda")
     inputs, targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()

@@ -24,7 +24,7 @@ import narrowcast as nc
 from narrowcast import functional
 from narrowcast.functional.wgrad_store import WeightGradStore
 from narrowcast.moe.rows import kept, row_map_of_mask
-from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import aliased
 
@@ -452,6 +452,33 @@ def adam_cases(x: Tensor) -> Iterator[Arguments]:
         codes = [torch.zeros_like(w, dtype=torch.uint8) for w in kept[0]]
         ranges = [x.new_zeros((1, -(-w.numel() // 128), 2), dtype=torch.float32) for w in kept[0]]
         yield kept[0], grads, codes, kept[2], others[0], ranges, *stored, 0.0, 0, *options
+
+
+@family("adam_quantize_")
+def adam_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    options = [0.9, 0.95], 1e-8, 0.1, True, True
+    for quantizer in (Float8CurrentScalingQuantizer(E4M3), DelayedFloat8Quantizer(E4M3, 1)):
+        delayed = isinstance(quantizer, DelayedFloat8Quantizer)
+        state = [[torch.ones(2, device=x.device)] if delayed else [] for _ in range(2)]
+        for beside in ([], [torch.zeros_like(x, dtype=torch.bfloat16)]):
+            kept = [[torch.zeros_like(x)] for _ in range(3)]
+            described = quantizer._describe_buffers(tuple(x.shape), x.dtype).values()
+            buffers = [x.new_zeros(shape, dtype=dtype) for shape, dtype in described]
+            stored = torch.ones((), device=x.device)
+            yield (
+                kept[0],
+                [x],
+                *kept[1:],
+                beside,
+                buffers,
+                quantizer,
+                *state,
+                stored,
+                stored,
+                0.0,
+                0,
+                *options,
+            )
 
 
 @family("read_scales")

@@ -15,6 +15,13 @@ from reference.checks import assert_bitwise
 from torch import Tensor, nn
 
 from narrowcast import kernels
+from narrowcast import reference as reference_numerics
+from narrowcast.quantizers import (
+    DelayedFloat8Quantizer,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+)
 from narrowcast.reference import adam as reference
 from narrowcast.reference import expansion
 from narrowcast.testing import assert_close
@@ -49,11 +56,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def state(dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, seed: int = 0) -> list[list[Tensor]]:
+def state(
+    dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, seed: int = 0, shapes: Any = SHAPES
+) -> list[list[Tensor]]:
     """Weights, gradients, both moments, what stands beside, and ranges of moments in uint8."""
     generator = torch.Generator().manual_seed(seed)
     columns: list[list[Tensor]] = [[], [], [], [], [], []]
-    for shape in SHAPES:
+    for shape in shapes:
         w, g, m, v = (torch.randn(shape, generator=generator) for _ in range(4))
         g = g * torch.exp2(torch.randint(-30, 3, shape, generator=generator).float())
         if len(shape) == 1 and shape[0] > 100:  # not a gradient of numbers, and none at all
@@ -203,16 +212,15 @@ def compiled(kernel, constants, **types):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True, EMULATE=False)
-numbers = dict.fromkeys(("lr", "missing1", "missing2", "eps", "decay"), "fp64")
+numbers = dict.fromkeys(("lr", "beta1", "missing1", "beta2", "missing2", "eps", "decay"), "fp64")
 texts = [compiled(_adam_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
 flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, GROUP=128, BLOCK=1024, EMULATE=False)
-numbers = dict.fromkeys(("beta1", "missing1", "beta2", "missing2", "decay"), "fp64")
 for expanded, kinds in ((False, "*bf16"), (True, "*u8")):
     tensors = dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
     for letter, kind in dict(w="*bf16", g="*bf16", m=kinds, v=kinds, b="*bf16", r="*fp32").items():
         tensors |= {f"{letter}{i}": kind for i in range(8)}
     flags |= dict(FIRST=expanded, SECOND=expanded)
-    texts.append(compiled(_adam_step_kernel, flags, **tensors, **numbers))
+    texts.append(compiled(_adam_step_kernel, flags, **tensors))
 assert "cvt.rn.satfinite.e4m3x2.f32" in texts[-1]
 for text in texts:
     assert not any(f"{operation}.f64" in text for operation in ("add", "sub", "mul", "fma", "div", "sqrt"))
@@ -228,3 +236,44 @@ def test_numbers_of_a_compiled_graph_are_fp32_before_they_are_used() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+QUANTIZERS = {
+    "delayed": DelayedFloat8Quantizer(torch.float8_e4m3fn, 1),
+    "current": Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+    "tiles": Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=True, block_scaling_dim=2),
+    "rows": MXFP8Quantizer(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("dtypes, beside", [MIXED[0], MIXED[3], MIXED[6], MIXED[7]])
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_codes_of_the_same_pass(
+    kind: str, dtypes: tuple[torch.dtype, ...], beside: torch.dtype | None, device: torch.device
+) -> None:
+    """The codes are those of the stepped parameter, and everything else is as without them."""
+    shapes = [(128, 256)] if kind == "rows" else [(64, 128), (130, 72), (257, 300)]
+    state_of_delayed = torch.tensor([1.0, 32.0]), torch.tensor([0.0, 0.5])
+    shares = {name: OPTIONS[name] for name in ("betas", "weight_decay", "decoupled")}
+    rates = [OPTIONS[name] for name in ("lr", "count", "betas", "eps", "weight_decay", "bias_correction")]
+    for number, shape in enumerate(shapes):
+        columns = state(dtypes, beside, number, [shape])
+        moved = [[x.to(device, copy=True) for x in column] for column in columns]
+        made = []
+        for numerics, ((w,), (g,), (m,), (v,), besides, _), where in (
+            (reference_numerics, columns, torch.device("cpu")),
+            (kernels, moved, device),
+        ):
+            scale, amax = (x.to(where, copy=True) for x in state_of_delayed)
+            factors = numerics.adam.factors(*rates, where)
+            x = numerics.adam.source(w, g, m, v, next(iter(besides), None), factors, **shares)
+            quantizer = QUANTIZERS[kind]
+            if kind == "delayed":
+                made.append([*quantizer._encode_scaled(numerics, x, scale, amax), amax])
+            else:
+                made.append(quantizer._encode(numerics, x, None))
+        for ours, theirs in zip(made[1], made[0], strict=True):
+            assert_bitwise(ours, theirs, f"codes {shape}")
+        for ours, theirs in zip(moved[:5], columns[:5], strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert_bitwise(one, other, f"state {shape}")

@@ -6,7 +6,7 @@ from .activation import (
     act_backward_quantize,
     act_quantize,
 )
-from .adam import adam_
+from .adam import adam_, adam_quantize_
 from .batch_invariant import (
     gemm_batch_invariant,
     matmul_batch_invariant,
@@ -52,7 +52,7 @@ from .grouped_quantize import (
     operand_of,
     splits_on_device,
 )
-from .kept_weights import WeightsNote, are_unchanged, note_weights, use_kept
+from .kept_weights import WeightsNote, are_unchanged, note_weights, note_written, use_kept
 from .moe import moe_collect, moe_collect_backward, moe_collect_coded, moe_positions, moe_spread
 from .norm import (
     norm,
@@ -94,6 +94,7 @@ __all__ = [
     "act_backward_quantize",
     "act_quantize",
     "adam_",
+    "adam_quantize_",
     "add_product",
     "amax_to_share",
     "are_adjacent",
@@ -137,6 +138,7 @@ __all__ = [
     "norm_backward_quantize",
     "norm_quantize",
     "note_weights",
+    "note_written",
     "observe",
     "observe_groups",
     "operand_of",

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ._library import always, define
+from ._library import QUANTIZER, always, define
+from ._producers import encode
 from .numerics import numerics_for
+from .quantizer_value import QuantizerValue
 
 _OPTIONS = ("betas", "eps", "weight_decay", "decoupled", "bias_correction")
 
@@ -86,6 +88,108 @@ def adam_(
         second,
         beside,
         ranges or [],
+        *stored,
+        0.0 if isinstance(lr, Tensor) else float(lr),
+        0 if isinstance(count, Tensor) else count,
+        list(betas),
+        float(eps),
+        float(weight_decay),
+        decoupled,
+        bias_correction,
+    )
+
+
+def _adam_quantize(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    beside: list[Tensor],
+    buffers: list[Tensor],
+    quantizer: QuantizerValue,
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    stored_lr: Tensor | None,
+    stored_count: Tensor | None,
+    lr: float,
+    count: int,
+    *options: Any,
+) -> None:
+    numerics, given = numerics_for(weights[0]), dict(zip(_OPTIONS, options, strict=True))
+    corrected = given["eps"], given["weight_decay"], given["bias_correction"]
+    rates = (lr if stored_lr is None else stored_lr), (count if stored_count is None else stored_count)
+    factors = numerics.adam.factors(*rates, given["betas"], *corrected, weights[0].device)
+    each = len(buffers) // len(weights)
+    for i, stepped in enumerate(zip(weights, grads, first, second)):
+        kept = buffers[i * each : (i + 1) * each]
+        x = numerics.adam.source(
+            *stepped,
+            beside[i] if beside else None,
+            factors,
+            betas=given["betas"],
+            weight_decay=given["weight_decay"],
+            decoupled=given["decoupled"],
+            out=kept,
+        )
+        if not quantizer._takes_sources:
+            x = numerics.sources.materialize(x)
+        scale, amax = (some[i] if some else None for some in (scales, amaxes))
+        for old, made in zip(kept, encode(x, quantizer, None, scale, amax, numerics), strict=True):
+            if made is not old:
+                old.copy_(made)
+
+
+_adam_quantize_ = define(
+    "adam_quantize_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
+    f"Tensor(d!)[] beside, Tensor(e!)[] buffers, {QUANTIZER} quantizer, Tensor[] scales, Tensor[] amaxes, "
+    "Tensor? stored_lr, Tensor? stored_count, float lr, SymInt count, float[] betas, float eps, float weight_decay, "
+    "bool decoupled, bool bias_correction) -> ()",
+    _adam_quantize,
+    lambda *_: None,
+    inlined=always,
+)
+
+
+def adam_quantize_(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    beside: list[Tensor],
+    buffers: list[Tensor],
+    quantizer: QuantizerValue,
+    scales: list[Tensor],
+    amaxes: list[Tensor],
+    *,
+    lr: float | Tensor,
+    count: int | Tensor,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    bias_correction: bool,
+) -> None:
+    """:func:`adam_`, and write the quantized parameters from the same pass.
+
+    Args:
+        weights: matrices; their lists may have no strides of their own.
+        beside: as in :func:`adam_`.
+        buffers: what the quantizer makes of each parameter, one after the other; they are written in place.
+        quantizer: of all of them, which rounds to nearest.
+        scales, amaxes: per parameter the state of delayed scaling, or none.
+    """
+    device = weights[0].device
+    stored = [x.to(device) if isinstance(x, Tensor) else None for x in (lr, count)]
+    _adam_quantize_(
+        weights,
+        grads,
+        first,
+        second,
+        beside,
+        buffers,
+        quantizer,
+        scales,
+        amaxes,
         *stored,
         0.0 if isinstance(lr, Tensor) else float(lr),
         0 if isinstance(count, Tensor) else count,

@@ -55,7 +55,8 @@ class WeightsNote(NamedTuple):
     storages: list[StorageWeakRef]
     """They keep the addresses of storages from being given out again."""
     states: list[tuple[Any, ...]]
-    steps: int
+    steps: int | None
+    """None if an optimizer writes what is kept."""
 
 
 def note_weights(weights: list[Tensor]) -> WeightsNote | None:
@@ -70,7 +71,7 @@ def are_unchanged(weights: list[Tensor], note: WeightsNote | None) -> bool:
     """Return whether these are the weights of a note, as they were then."""
     return (
         note is not None
-        and note.steps == _STEPS.count()
+        and note.steps in (None, _STEPS.count())
         and len(note.states) == len(weights)
         and all(
             not weight.is_inference()
@@ -110,6 +111,14 @@ def note_kept(buffer: Tensor, weights: list[Tensor]) -> None:
         _MADE_FROM[StorageWeakRef(buffer.untyped_storage())] = note
 
 
+def note_written(buffer: Tensor, weights: list[Tensor]) -> None:
+    """Note which weights an optimizer has made a buffer from, in the step that is not counted yet."""
+    note_kept(buffer, weights)
+    made_from = StorageWeakRef(buffer.untyped_storage())
+    if made_from in _MADE_FROM:
+        _MADE_FROM[made_from] = _MADE_FROM[made_from]._replace(steps=None)
+
+
 def is_current(buffer: Tensor, weights: list[Tensor]) -> bool:
     """Return whether a buffer was made from these weights as they are now, and may be used here.
 
@@ -130,7 +139,7 @@ def _kept_weight(weights: list[Tensor], buffer: Tensor, first: bool) -> Tensor:
         raise RuntimeError(
             "a weight was changed, or an optimizer has stepped, since is_first_microbatch=True quantized it, or that "
             "was under inference mode; pass True for the first microbatch after each change (compiled code cannot tell "
-            "to quantize it again)"
+            "to quantize it again), or call write_weight_codes() of an optimizer that writes its codes"
         )
     out = buffer.clone()
     if first:

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, cdiv
-from .codecs import product, reciprocal, round_to_dtype, to_float32
+from .adam_step import halves, joined, stepped
+from .codecs import product, round_to_dtype, to_float32
 from .expansion import decode_expanded, encode_expanded
-from .launch import INTERPRETING, Launcher, check_device, is_aligned, is_traced
+from .launch import INTERPRETING, Launcher, check_device, check_input, is_aligned, is_traced
+from .sources import Source
 
 BLOCK = 1024
 AT_ONCE = 8
-_NOTHING, _COPY, _REST = 0, 1, 2
+NOTHING, COPY, REST = 0, 1, 2
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPE_OF = operator.attrgetter("dtype")
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
@@ -48,7 +50,9 @@ def _adam_factors_kernel(
     factors_ptr,
     lr,
     count,
+    beta1,
     missing1,
+    beta2,
     missing2,
     eps,
     decay,
@@ -63,6 +67,12 @@ def _adam_factors_kernel(
     floor = tl.full((1,), 0.0, tl.float32) + tl.cast(eps, tl.float32)
     here = factors_ptr + tl.arange(0, 1)
     tl.store(here + 2, rate * tl.cast(decay, tl.float32))
+    zero = tl.full((1,), 0.0, tl.float32)
+    tl.store(here + 3, zero + tl.cast(beta1, tl.float32))
+    tl.store(here + 4, zero + tl.cast(missing1, tl.float32))
+    tl.store(here + 5, zero + tl.cast(beta2, tl.float32))
+    tl.store(here + 6, zero + tl.cast(missing2, tl.float32))
+    tl.store(here + 7, zero + tl.cast(decay, tl.float32))
     if CORRECTED:
         if STORED_COUNT:
             count = tl.load(count).to(tl.int32)
@@ -117,7 +127,7 @@ def _adam_step_kernel(
     r0, r1, r2, r3, r4, r5, r6, r7,
     n0, n1, n2, n3, n4, n5, n6, n7,
     s1, s2, s3, s4, s5, s6, s7,
-    factors_ptr, inv_scale_ptr, found_inf_ptr, beta1, missing1, beta2, missing2, decay,
+    factors_ptr, inv_scale_ptr, found_inf_ptr,
     BESIDE: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, STOPPABLE: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr,
@@ -161,39 +171,19 @@ def _adam_step_kernel(
     m = _load_moment(first_ptr, first_range_ptr, at, inside, group, groups, FIRST, EMULATE)
     v = _load_moment(second_ptr, second_range_ptr, at, inside, group, groups, SECOND, EMULATE)
     if BESIDE == 2:
-        rest = tl.load(beside_ptr + at, mask=inside, other=0).to(tl.int32)
-        high = weight.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        w = (high + rest).to(tl.float32, bitcast=True)
+        w = joined(weight, tl.load(beside_ptr + at, mask=inside, other=0))
     else:
         w = to_float32(weight, EMULATE)
-
-    # in compiled graphs numbers arrive as fp64
-    beta1 = tl.cast(beta1, tl.float32)
-    missing1 = tl.cast(missing1, tl.float32)
-    beta2 = tl.cast(beta2, tl.float32)
-    missing2 = tl.cast(missing2, tl.float32)
-    decay = tl.cast(decay, tl.float32)
     if SCALED:
         g = product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE)
-    if DECAY == 1:
-        g = g + product(w, decay, EMULATE)
-    m = product(m, beta1, EMULATE) + product(g, missing1, EMULATE)
-    v = product(v, beta2, EMULATE) + product(g * g, missing2, EMULATE)
-    # A division would take its slow path for zero gradients; a reciprocal does not.
-    inverse = reciprocal(tl.sqrt_rn(v) + tl.load(factors_ptr + 1), EMULATE)
-    change = product(m * inverse, tl.load(factors_ptr), EMULATE)
-    if DECAY == 2:
-        change = change + product(w, tl.load(factors_ptr + 2), EMULATE)
-    w = w - change
+    w, m, v = stepped(w, g, m, v, factors_ptr, DECAY, EMULATE)
 
     _store_moment(first_ptr, first_range_ptr, m, at, inside, group, groups, FIRST, EMULATE)
     _store_moment(second_ptr, second_range_ptr, v, at, inside, group, groups, SECOND, EMULATE)
     if BESIDE == 2:
-        bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
-        high = (bits + 0x8000) >> 16
-        rounded = high.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(weight_ptr + at, rounded, mask=inside)
-        tl.store(beside_ptr + at, (bits - (high << 16)).to(tl.int16), mask=inside)
+        high, rest = halves(w)
+        tl.store(weight_ptr + at, high, mask=inside)
+        tl.store(beside_ptr + at, rest, mask=inside)
     else:
         tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty, EMULATE), mask=inside)
     if BESIDE == 1:
@@ -228,23 +218,14 @@ def step(
         ValueError: ``check_device`` refuses, or a tensor is of another dtype.
     """
     check_device(weights[0])
-    missing1, missing2 = 1 - betas[0], 1 - betas[1]
-    factors = torch.empty(3, dtype=torch.float32, device=weights[0].device)
-    stored = isinstance(lr, Tensor), isinstance(count, Tensor)
-    _factors(
-        (1, 1, 1),
-        (factors, lr, count, missing1, missing2, eps, weight_decay),
-        (*stored, bias_correction, INTERPRETING),
-    )
-    decay = _NO_DECAY if not weight_decay else _OF_WEIGHTS if decoupled else _OF_GRADIENTS
+    shares = factors(lr, count, betas, eps, weight_decay, bias_correction, weights[0].device)
     shared = (
-        factors,
-        factors if inv_scale is None else inv_scale,
-        factors if found_inf is None else found_inf,
+        shares,
+        shares if inv_scale is None else inv_scale,
+        shares if found_inf is None else found_inf,
     )
-    numbers = (betas[0], missing1, betas[1], missing2, weight_decay)
-    flags = (decay, inv_scale is not None, found_inf is not None)
-    nothing = [factors] * len(weights)
+    flags = (decay_of(weight_decay, decoupled), inv_scale is not None, found_inf is not None)
+    nothing = [shares] * len(weights)
     given = [[*column] for column in (weights, grads, first, second, beside or nothing, ranges or nothing)]
     columns = [[x if x.is_contiguous() else x.contiguous() for x in column] for column in given]
     alike: dict[Any, list[int]] = {}
@@ -257,17 +238,96 @@ def step(
     for places in alike.values():
         for at in range(0, len(places), AT_ONCE):
             eight = [[column[i] for i in places[at : at + AT_ONCE]] for column in columns]
-            _launch(eight, shared, numbers, flags, bool(beside), bool(ranges))
+            _launch(eight, shared, flags, bool(beside), bool(ranges))
     for column, dense_column in zip(given, columns):
         for x, dense in zip(column, dense_column):
             if x is not dense and column is not given[1]:
                 x.copy_(dense)
 
 
+def factors(
+    lr: float | Tensor,
+    count: int | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return what all parameters of a step share, fp32 (8,): the factors of ``reference.adam.factors``, then the betas,
+    each with what it lacks to 1, and the decay.
+    """
+    made = torch.empty(8, dtype=torch.float32, device=device)
+    stored = isinstance(lr, Tensor), isinstance(count, Tensor)
+    numbers = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, weight_decay)
+    _factors((1, 1, 1), (made, lr, count, *numbers), (*stored, bias_correction, INTERPRETING))
+    return made
+
+
+def step_one(
+    shares: Tensor, decay: int, weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, beside: Tensor | None
+) -> None:
+    """Step one parameter with given ``factors``."""
+    columns = [[weight], [grad], [first], [second], [shares if beside is None else beside], [shares]]
+    _launch(columns, (shares,) * 3, (decay, False, False), beside is not None, False)
+
+
+def source(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    beside: Tensor | None,
+    factors: Tensor,
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    decoupled: bool,
+    out: list[Tensor] | None = None,
+) -> Source:
+    """Return a parameter after a step of Adam, which is taken where the matrix is read: once.
+
+    Args:
+        factors: of :func:`factors`, which hold the betas.
+        out: buffers for what a kernel makes of it.
+    Raises:
+        ValueError: a tensor is not contiguous, or the kernels do not reach it.
+    """
+    tensors = (weight, grad, first, second, *(() if beside is None else (beside,)))
+    if not all(x.is_contiguous() for x in tensors):
+        raise ValueError("a step that quantizes takes contiguous tensors")
+    for x in tensors[:4]:
+        check_input(x, 1)
+    decay, kind = decay_of(weight_decay, decoupled), kind_of(beside)
+    parameter = beside if beside is not None and kind == COPY else weight
+
+    def step(_: Tensor | None) -> Tensor:
+        step_one(factors, decay, weight, grad, first, second, beside)
+        return parameter
+
+    operands = (weight, grad, first, second, weight if beside is None else beside, factors)
+    constants = ("adam", "", float(decay), float(kind), 0.0)
+    return Source(tuple(weight.shape), parameter.dtype, operands, constants, step, out=out)
+
+
+def parameter_of(source: Source) -> Tensor:
+    """Return what the step of a :func:`source` leaves as the matrix."""
+    return source.operands[4 if source.constants[3] == COPY else 0]
+
+
+def kind_of(beside: Tensor | None) -> int:
+    """Return what stands beside a weight: nothing, a copy, or the rest of its fp32 value."""
+    return NOTHING if beside is None else REST if beside.dtype == torch.int16 else COPY
+
+
+def decay_of(weight_decay: float, decoupled: bool) -> int:
+    """Return which decay ``stepped`` computes."""
+    return _NO_DECAY if not weight_decay else _OF_WEIGHTS if decoupled else _OF_GRADIENTS
+
+
 def _launch(
     columns: list[list[Tensor]],
     shared: tuple[Tensor, ...],
-    numbers: tuple[float, ...],
     flags: tuple[Any, ...],
     beside: bool,
     ranges: bool,
@@ -282,17 +342,16 @@ def _launch(
         columns = [column + [column[0].new_empty(0)] * missing for column in columns]
         sizes += sizes[:1] * missing
         ends += ends[-1:] * missing
-    other = columns[4][0].dtype
-    kind = _NOTHING if not beside else _REST if other == torch.int16 else _COPY
+    kind = kind_of(columns[4][0] if beside else None)
     expanded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
     _check_dtypes(
         column[0]
-        for column, fits in zip(columns, (False, False, *expanded, kind != _COPY))
+        for column, fits in zip(columns, (False, False, *expanded, kind != COPY))
         if not fits
     )
     _step(
         (ends[-1], 1, 1),
-        (*itertools.chain(*columns), *sizes, *ends[:-1], *shared, *numbers),
+        (*itertools.chain(*columns), *sizes, *ends[:-1], *shared),
         (kind, *flags, *expanded, FLOAT8_BLOCK, max(sizes) >= _FEW, BLOCK, INTERPRETING),
     )
 

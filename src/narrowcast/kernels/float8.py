@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
+from .adam import parameter_of
 from .codecs import fp8_code, fp8_codes, magnitude, magnitude_of_four, pack_codes, scaled_float32
 from .graph_amax import amax_parts_in_graph
 from .launch import (
@@ -332,6 +333,9 @@ def _float8_transpose_kernel(
 
 
 _cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr",))
+_cast_stepped = Launcher(
+    _float8_cast_tile_kernel, num_warps=16, undeclared=("amax_ptr",)
+)  # more is in flight
 _cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr",))
 _amax = Launcher(_float8_amax_kernel, num_warps=4)
 _transpose = Launcher(_float8_transpose_kernel, num_warps=4)
@@ -372,7 +376,8 @@ def _cast_launch(
         arguments = [TENSOR, *pointers, n, partials, epsilon]
         options = (*outputs, *rule, constants[1] if elementwise else "", FLAT_BLOCK, INTERPRETING)
     else:
-        launcher, paired = _cast_tile, pairs_tiles(constants, K, PAIRED_COLUMNS)
+        launcher = _cast_stepped if constants[0] == "adam" else _cast_tile
+        paired = pairs_tiles(constants, K, PAIRED_COLUMNS)
         width, columns = (K // 2, PAIRED_COLUMNS) if paired else (K, TILE_COLUMNS)
         grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(width, columns))
         even = M % TILE_ROWS == 0 and width % columns == 0
@@ -414,11 +419,14 @@ def _run_cast(
         current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
     )  # fmt: skip
     new, buffers = beside(like), []
-    if rowwise:
-        buffers.append(new(*rows, torch.uint8))
-    if columnwise:
-        buffers.append(new(*columns, torch.uint8))
-    buffers.append(new((1,), (1,), torch.float32))
+    if source.out is not None:
+        buffers = [*source.out]
+    else:
+        if rowwise:
+            buffers.append(new(*rows, torch.uint8))
+        if columnwise:
+            buffers.append(new(*columns, torch.uint8))
+        buffers.append(new((1,), (1,), torch.float32))
     tensors = [*operands[:count], *buffers] if scale is None else [*operands[:count], scale, *buffers]
     if amax is not None:
         tensors.append(amax)
@@ -467,6 +475,8 @@ def quantize_current(
     # gradient of a gated one, twice as wide, is computed twice: that moves less, and takes no memory. Where the cast
     # pass finds the amax itself, to take it before would be a launch more.
     partial = source.amax_partials if amax is None else amax
+    if source.constants[0] == "adam":
+        source, partial = _stepped(source, fmt)
     if partial is None and not source.is_tensor:
         if math.prod(source.shape) <= SMALL:
             source = source.materialized()
@@ -482,6 +492,16 @@ def quantize_current(
         if x.numel() > SMALL:
             partial = amax_parts_in_graph(x) if is_traced(x) else amax_parts(x)
     return _run_cast(source, partial, fmt, rowwise, columnwise, None, True, power_2, float(epsilon))
+
+
+def _stepped(source: Source, fmt: ElementFormat) -> tuple[Source, Tensor]:
+    """Take a source's step of Adam; return the parameter with the source's buffers, and its amax from the same pass."""
+    kept, source.out = source.out, None
+    bound = source.empty((2,), torch.float32).fill_(0.0)
+    _run_cast(source, bound[:1], fmt, False, False, bound[1:], False, False, 0.0)
+    written = source_of(parameter_of(source), 1)
+    written.out = kept
+    return written, bound[1:]
 
 
 def amax(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from . import activation as activations
 from . import cross_entropy, grouped, reduction
 from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
+from .adam_step import step_elements
 from .codecs import decode_fp8, round_to_dtype, to_float32
 from .cross_entropy import logit_gradient
 from .launch import check_dtype, check_input, check_rank
@@ -42,8 +43,8 @@ class Source:
     ``shape``, ``dtype``: of the matrix. ``operands``: contiguous tensors the device code reads, in its order.
     ``constants``: kind, function and three numbers that the kernel is compiled for. ``compute``: writes the matrix, for
     kernels that must see all of it before they can encode; it raises slots of ``activation.amax_slots`` to maxima of
-    the matrix on the way, if given some. ``amax_partials``: maxima of parts of it, where an earlier pass over the
-    operands took them already.
+    the matrix on the way, if given some. ``amax_partials``: maxima of parts of it, from an earlier pass over the
+    operands. ``out``: buffers to write in place of new ones.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +54,7 @@ class Source:
     compute: Callable[[Tensor | None], Tensor]
     amax_partials: Tensor | None = None
     column_sums: ColumnSums | None = None
+    out: list[Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +94,8 @@ class Source:
         return self.column_sums.partials
 
     def within_registers(self) -> Source:
-        """Return the source itself, or its matrix where computing a tile with scales of its own takes too many
-        registers.
-
-        That is the gradient of a gated activation: written to memory and read back it is quantized sooner.
+        """Return the source itself, or its matrix where computing a tile with scales takes too many registers: of the
+        gradient of a gated activation, which is quantized sooner once it was written to memory.
         """
         return self.materialized() if self.constants[0] == "gated_backward" else self
 
@@ -104,7 +104,7 @@ class Source:
         if self.is_tensor:
             return self
         written = tensor(self.compute(None))
-        written.column_sums = self.column_sums
+        written.column_sums, written.out = self.column_sums, self.out
         return written
 
     def with_amax(self) -> Source:
@@ -344,12 +344,9 @@ def materialize(source: Tensor | Source) -> Tensor:
 
 def column_sum(source: Tensor | Source) -> Tensor:
     """Return sums over all but the last dim, fp32 (K,), from what the quantize kernel left where it did."""
-    if (
-        isinstance(source, Source)
-        and source.column_sums is not None
-        and source.column_sums.partials is not None
-    ):
-        return reduction.column_sum(source.column_sums.partials)
+    left = source.column_sums if isinstance(source, Source) else None
+    if left is not None and left.partials is not None:
+        return reduction.column_sum(left.partials)
     x = materialize(source)
     return reduction.column_sum(x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((0, x.shape[-1])))
 
@@ -490,9 +487,10 @@ def load_source(
         rstd = _load(operands[2] + m + row, row < rows_left, EVEN)[:, None]
         mean = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
         y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1, EMULATE)
-        if not EVEN:
-            y = tl.where(inside, y, 0.0)  # norm(0) is not 0
+        y = y if EVEN else tl.where(inside, y, 0.0)  # norm(0) is not 0
         return round_to_dtype(y, DTYPE, EMULATE)
+    elif SOURCE == "adam":
+        return step_elements(operands, (m * K + k) + offsets, inside, P0, P1, EVEN, EMULATE)
     elif SOURCE == "cross_entropy":
         x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         dx = _logit_gradient(operands, x, m + row, k + across, row < rows_left, P0, P1, EVEN)
@@ -509,9 +507,7 @@ def load_source(
         dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm", EMULATE)
         if P1:
             dx += to_float32(_load(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        if not EVEN:
-            dx = tl.where(inside, dx, 0.0)
-        return round_to_dtype(dx, DTYPE, EMULATE)
+        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from .parameters import (
 from .quantized_weight import quantize_weight, scatter_workspace
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
+from .written_weights import WeightCodes, WrittenWeight
 
 __all__ = [
     "DelayedLayer",
@@ -21,6 +22,8 @@ __all__ = [
     "LinearLayer",
     "RecipeOwner",
     "Stage",
+    "WeightCodes",
+    "WrittenWeight",
     "calibrate_delayed_scaling",
     "checked_input",
     "get_recipes",

@@ -92,6 +92,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     # the name of the four-bit format that convert/stored.py keeps the weight in, and each pass decodes; "" without
     _decodes: str = ""
     return_bias: bool = False
+    codes_are_written: bool = False
+    """An optimizer writes the quantized weights of this layer; see ``layers/written_weights.py``."""
 
     def __init__(
         self,
@@ -316,10 +318,13 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if not self.training:  # scales of weights follow from this process's shards
                 scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False
+        keeps = is_first_microbatch
+        if keeps is None and self.codes_are_written and self.training and not THREAD.state.depth:
+            keeps = False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
-        if decoded is None and plan.quantized and (is_first_microbatch is not None or stored):
-            workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, is_first_microbatch)
+        if decoded is None and plan.quantized and (keeps is not None or stored):
+            workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, keeps)
             reads_columns = plan.needs_input and plan.backward_override is None
             lacks_columns = reads_columns and not workspace.columnwise
             if lacks_columns and not self._makes_columns(weight):

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .._checks import in_range, tensor
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+
 
 def checked_parameters(params: Any) -> list[Any]:
     """Return the parameters, groups or named parameters of an optimizer.
@@ -58,3 +61,46 @@ def check_lists(noop_flag: Any, tensor_lists: Any, least: int) -> None:
             f"tensor_lists is {tensor_lists!r}, of type {type(tensor_lists).__name__}; pass {least} or more lists of "
             "tensors"
         )
+
+
+def check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
+    """Check a state dict to load.
+
+    Raises:
+        ValueError: the state of another optimizer, or of options that this one does not have.
+    """
+    for group in state_dict["param_groups"]:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise ValueError(
+                    f"the state dict is of an optimizer with {option}=True, which FusedAdam has not"
+                )
+        saved = group.get("decoupled_weight_decay")
+        if saved is not None and saved != decoupled and group.get("weight_decay"):
+            kinds = {True: "AdamW", False: "Adam"}
+            raise ValueError(
+                f"the state dict is of torch.optim.{kinds[saved]} with weight_decay={group['weight_decay']}, and "
+                f"this optimizer decays as {kinds[decoupled]}; make it with adam_w_mode={saved}"
+            )
+        for index in group["params"]:
+            state = state_dict["state"].get(index)
+            if state and not ({*MOMENTS} <= state.keys() and (STEP in state or STEP in group)):
+                raise ValueError(
+                    f"the state of parameter {index} is {', '.join(map(str, state))}; FusedAdam loads "
+                    "exp_avg, exp_avg_sq and step, as torch.optim.Adam, AdamW and FusedAdam save them"
+                )
+
+
+def check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Check what a step of Adam takes.
+
+    Raises:
+        ValueError: a number is negative, or betas are outside [0, 1).
+    """
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        check_rate(name, value)
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; use two numbers from 0 to below 1")
+    for beta in betas:
+        if not isinstance(beta, Tensor):
+            in_range("betas", beta, "use two numbers from 0 to below 1", below=1.0)

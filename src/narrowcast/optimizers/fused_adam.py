@@ -6,23 +6,22 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._checks import flags, in_range
+from .._checks import flags, module
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
-from ..functional import adam_
+from ..functional import adam_, adam_quantize_
+from ..layers import WeightCodes, WrittenWeight
 from ..reference import expansion
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, dequantized, local, spread_like
 from ..upstream.fsdp import is_distributed
-from .arguments import check_rate, checked_parameters
+from .arguments import MOMENTS, STEP, check_loaded, check_numbers, checked_parameters
 from .stored import decode, encode
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
-_STEP = "step"
 _EXPANDED = torch.float8_e4m3fn
 _MOMENT_DTYPES = (*HIGH_PRECISION, torch.uint8, _EXPANDED)
 
@@ -71,6 +70,10 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
         store_param_remainders: for bf16 parameters keep only the missing 16 bits of the master weight.
         set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
+        weight_codes: a model with recipes whose parameters these are. A step then also writes what the model's layers
+            multiply, quantized weights in both directions, in the pass that has the weights in registers; training
+            forwards and backwards quantize no weight. They keep two bytes of an element in FP8. Not under FSDP2, which
+            gathers codes of its own, nor in compiled steps.
     Raises:
         ValueError: a dtype is not listed, a rate, eps or decay is negative, or betas are outside [0, 1).
         RuntimeError: ``amsgrad``, or remainders without fp32 master weights; when state is made, remainders of a
@@ -96,6 +99,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
+        weight_codes: nn.Module | None = None,
     ) -> None:
         flags(
             amsgrad=amsgrad,
@@ -109,7 +113,7 @@ class FusedAdam(torch.optim.Optimizer):
         )
         if amsgrad:
             raise RuntimeError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
-        _check_numbers(lr, betas, eps, weight_decay)
+        check_numbers(lr, betas, eps, weight_decay)
         for name, dtype, allowed in (
             ("master_weight_dtype", master_weight_dtype, (torch.float32, torch.float16)),
             ("exp_avg_dtype", exp_avg_dtype, _MOMENT_DTYPES),
@@ -138,10 +142,22 @@ class FusedAdam(torch.optim.Optimizer):
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
         # The ranges of each parameter's expanded moments, (moments, groups, 2); not state for the same reason.
         self._ranges: dict[Tensor, Tensor] = {}
-        self._expanded = [name for name in _MOMENTS if self.dtypes[name] == _EXPANDED]
+        self._expanded = [name for name in MOMENTS if self.dtypes[name] == _EXPANDED]
+        if weight_codes is not None:
+            module("weight_codes", weight_codes)
+        self._codes = None if weight_codes is None else WeightCodes(weight_codes)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bool(bias_correction), "capturable": capturable}
         super().__init__(checked_parameters(params), defaults)
+        self.write_weight_codes()
+
+    @torch.no_grad()
+    def write_weight_codes(self) -> None:
+        """Quantize the weights of ``weight_codes`` as they are now, after other code has changed them."""
+        if self._codes is not None:
+            for weight in self._codes.weights():
+                weight.quantize()
+                weight.note()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; with ``capturable`` its rate moves to the device of its parameters."""
@@ -179,7 +195,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._expanded:
             shape = len(self._expanded), expansion.groups_of(own.numel()), 2
             self._ranges[param] = torch.zeros(shape, device=param.device)
-        for name in _MOMENTS:
+        for name in MOMENTS:
             if name in self._expanded:
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.uint8)
             else:
@@ -201,7 +217,7 @@ class FusedAdam(torch.optim.Optimizer):
         stored = self.state[param][state_name]
         if skip_unscale:
             return stored
-        if state_name == _STEP:
+        if state_name == STEP:
             return stored
         if stored.dtype == torch.int16:
             return join(param.detach(), stored)
@@ -270,13 +286,50 @@ class FusedAdam(torch.optim.Optimizer):
             if found_inf.item():
                 return loss
             found_inf = None
+        codes = self._codes_of_step()
         for group in self.param_groups:
             pairs = [(p, grad) for p, grad in self._gradients(group) if grad is not None]
             counts = self._advance(group, [p for p, _ in pairs], found_inf)
             for count in counts:
-                together = [(p, grad) for p, grad in pairs if self.state[p][_STEP] is count]
+                together = [(p, grad) for p, grad in pairs if self.state[p][STEP] is count]
+                if inv_scale is None and found_inf is None:
+                    together = self._step_and_quantize(group, together, codes)
                 self._step_group(group, together, inv_scale, found_inf)
+        for weight in codes.values():  # what did not go with its parameter
+            weight.quantize()
+            weight.note()
         return loss
+
+    def _codes_of_step(self) -> dict[Tensor, WrittenWeight]:
+        """Return the weights whose codes are to be written, by their parameters; none of them without codes."""
+        if self._codes is None:
+            return {}
+        refuse_in_graphs("compiled code takes no weight_codes; step outside it", NotImplementedError)
+        return {weight.weight: weight for weight in self._codes.weights()}
+
+    def _step_and_quantize(
+        self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], codes: dict[Tensor, WrittenWeight]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Step parameters that share a count and have codes, and take them out of ``codes``; return the others."""
+        alike: dict[Any, list[tuple[_Tensors, WrittenWeight]]] = {}
+        others = []
+        for p, grad in pairs:
+            tensors = self._tensors(p, grad, (), True) if p in codes and self._is_plain(p) else None
+            if tensors is None or not all(x.is_contiguous() for x in tensors[:5] if x is not None):
+                others.append((p, grad))
+                continue
+            weight = codes.pop(p)
+            key = weight.operand.value, tensors.beside is None, p.device
+            alike.setdefault(key, []).append((tensors, weight))
+        for those in alike.values():
+            _run_and_quantize(group, those, self.adam_w_mode)
+            for _, weight in those:
+                weight.note()
+        return others
+
+    def _is_plain(self, p: Tensor) -> bool:
+        """Return whether a step reads and writes a parameter and its state as they are stored."""
+        return _is_direct(p) and not self._expanded and not self._scales.get(p)
 
     def _found_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor still to apply to gradients, and whether one of them is not finite."""
@@ -292,27 +345,27 @@ class FusedAdam(torch.optim.Optimizer):
             state = self.state[p]
             if not state:
                 self.initialize_state(p, self.store_param_remainders)
-            if _STEP not in state:
+            if STEP not in state:
                 device = p.device if self.capturable else torch.device("cpu")
                 fresh = next((count for count in made if count.device == device), None)
                 if fresh is None:
                     fresh = torch.zeros((), device=device)
                     made.append(fresh)
-                state[_STEP] = fresh
-            if not any(count is state[_STEP] for count in counts):
-                counts.append(state[_STEP])
+                state[STEP] = fresh
+            if not any(count is state[STEP] for count in counts):
+                counts.append(state[STEP])
         if len(params) < len(group["params"]):
             # those without a gradient stay where they are; they kept pace with the others until now
             left: list[tuple[Tensor, Tensor]] = []
             for p, grad in self._gradients(group):
-                count = self.state[p].get(_STEP) if grad is None and p in self.state else None
+                count = self.state[p].get(STEP) if grad is None and p in self.state else None
                 if count is None or not any(count is moving for moving in counts):
                     continue
                 copied = next((new for old, new in left if old is count), None)
                 if copied is None:
                     copied = count.clone()
                     left.append((count, copied))
-                self.state[p][_STEP] = copied
+                self.state[p][STEP] = copied
         for count in counts:
             count += 1 if found_inf is None else 1 - found_inf.to(count.device)
         return counts
@@ -360,7 +413,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Return the tensors that a step reads and writes of a parameter: as stored, or fp32 values of scaled ones."""
         state = self.state[p]
         first, second = [
-            self.get_unscaled_state(p, name) if name in scaled else state[name] for name in _MOMENTS
+            self.get_unscaled_state(p, name) if name in scaled else state[name] for name in MOMENTS
         ]
         if _MASTER not in state:
             weight, beside = p.detach() if direct else p.detach().float(), None
@@ -370,7 +423,7 @@ class FusedAdam(torch.optim.Optimizer):
             weight = self.get_unscaled_state(p, _MASTER)
             beside = p.detach() if direct else None
         ranges = self._ranges.get(p) if self._expanded else None
-        return _Tensors(weight, _placed_as(grad, p), first, second, beside, ranges, state[_STEP])
+        return _Tensors(weight, _placed_as(grad, p), first, second, beside, ranges, state[STEP])
 
     def state_dict(self) -> dict[str, Any]:
         """Return PyTorch's state dict, with every state in fp32: independent of how state is stored."""
@@ -397,9 +450,9 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another optimizer, or of options that this one does not have.
         """
-        _check_loaded(state_dict, self.adam_w_mode)
+        check_loaded(state_dict, self.adam_w_mode)
         rates = [group["lr"] for group in self.param_groups]
-        before = {p: self.state[p][_STEP] for p in self._parameters() if _STEP in self.state.get(p, ())}
+        before = {p: self.state[p][STEP] for p in self._parameters() if STEP in self.state.get(p, ())}
         super().load_state_dict(
             {**state_dict, "state": {}}
         )  # which would cast state to the parameters' dtype
@@ -418,7 +471,7 @@ class FusedAdam(torch.optim.Optimizer):
                     self.set_scaled_state(p, name, given[name].detach().to(p.device, torch.float32))
             if isinstance(p, DequantizingTensor) and _MASTER in self.state[p]:
                 _take_scales_of(p, self.get_unscaled_state(p, _MASTER))
-            steps = float(given.get(_STEP, saved.get(_STEP)))
+            steps = float(given.get(STEP, saved.get(STEP)))
             device = p.device if self.capturable else torch.device("cpu")
             known = before.get(p)
             key = (
@@ -431,9 +484,9 @@ class FusedAdam(torch.optim.Optimizer):
                 if known is None or any(count is known for count in counts.values()):
                     known = torch.zeros((), device=device)
                 counts[key] = known.fill_(steps)  # in place: a CUDA graph reads what is there
-            self.state[p][_STEP] = counts[key]
+            self.state[p][STEP] = counts[key]
         for group, rate in zip(self.param_groups, rates):
-            group.pop(_STEP, None)
+            group.pop(STEP, None)
             group["capturable"] = self.capturable
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -467,6 +520,32 @@ def _run(
         count=parameters[0].count if group["capturable"] else int(parameters[0].count),
         inv_scale=inv_scale,
         found_inf=found_inf,
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=decoupled,
+        bias_correction=group["bias_correction"],
+    )
+
+
+def _run_and_quantize(
+    group: dict[str, Any], those: list[tuple[_Tensors, WrittenWeight]], decoupled: bool
+) -> None:
+    """As :func:`_run`, and write the codes of the parameters, which have quantizers of one value."""
+    weights, grads, first, second, beside, _, counts = ([*column] for column in zip(*(t for t, _ in those)))
+    codes = [weight for _, weight in those]
+    adam_quantize_(
+        weights,
+        grads,
+        first,
+        second,
+        beside if beside[0] is not None else [],
+        [buffer for weight in codes for buffer in weight.buffers],
+        codes[0].operand.quantizer,
+        [weight.scale for weight in codes if weight.scale is not None],
+        [weight.amax for weight in codes if weight.amax is not None],
+        lr=group["lr"],
+        count=counts[0] if group["capturable"] else int(counts[0]),
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
@@ -511,40 +590,3 @@ def _take_scales_of(param: Any, master: Tensor) -> None:
     before, from_master = param._plain(torch.float32), param._quantized(master)._plain(torch.float32)
     if torch.allclose(from_master, before, rtol=2 * torch.finfo(param.dtype).eps, atol=0):
         param.copy_(master)
-
-
-def _check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
-    """
-    Raises:
-        ValueError: the state of another optimizer, or of options that this one does not have.
-    """
-    for group in state_dict["param_groups"]:
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise ValueError(
-                    f"the state dict is of an optimizer with {option}=True, which FusedAdam has not"
-                )
-        saved = group.get("decoupled_weight_decay")
-        if saved is not None and saved != decoupled and group.get("weight_decay"):
-            kinds = {True: "AdamW", False: "Adam"}
-            raise ValueError(
-                f"the state dict is of torch.optim.{kinds[saved]} with weight_decay={group['weight_decay']}, and "
-                f"this optimizer decays as {kinds[decoupled]}; make it with adam_w_mode={saved}"
-            )
-        for index in group["params"]:
-            state = state_dict["state"].get(index)
-            if state and not ({*_MOMENTS} <= state.keys() and (_STEP in state or _STEP in group)):
-                raise ValueError(
-                    f"the state of parameter {index} is {', '.join(map(str, state))}; FusedAdam loads "
-                    "exp_avg, exp_avg_sq and step, as torch.optim.Adam, AdamW and FusedAdam save them"
-                )
-
-
-def _check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        check_rate(name, value)
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas is {betas!r}; use two numbers from 0 to below 1")
-    for beta in betas:
-        if not isinstance(beta, Tensor):
-            in_range("betas", beta, "use two numbers from 0 to below 1", below=1.0)

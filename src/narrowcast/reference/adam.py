@@ -55,39 +55,93 @@ def step(
     """
     if found_inf is not None and bool(found_inf != 0):
         return
-    beta1, beta2 = betas
-    rate, floor, shrink = factors(lr, count, betas, eps, weight_decay, bias_correction, weights[0].device)
+    shares = factors(lr, count, betas, eps, weight_decay, bias_correction, weights[0].device)
     for i, (weight, grad, m, v) in enumerate(zip(weights, grads, first, second, strict=True)):
-        rest = beside[i] if beside and beside[i].dtype == torch.int16 else None
-        w = weight.float() if rest is None else join(weight, rest)
-        g = grad.float()
-        if inv_scale is not None:
-            g = g * inv_scale.float()
-        if weight_decay and not decoupled:
-            g = g + w * weight_decay
-        ranges_of_both = _ranges_of((m, v), ranges[i] if ranges else None)
-        old_m, old_v = (
-            x.float() if own is None else expansion.decode(x, own) for x, own in zip((m, v), ranges_of_both)
+        step_with(
+            shares,
+            weight,
+            grad if inv_scale is None else grad.float() * inv_scale.float(),
+            m,
+            v,
+            beside[i] if beside else None,
+            ranges[i] if ranges else None,
+            betas=betas,
+            weight_decay=weight_decay,
+            decoupled=decoupled,
         )
-        new_m = old_m * beta1 + g * (1 - beta1)
-        new_v = old_v * beta2 + g * g * (1 - beta2)
-        change = new_m * (torch.ones_like(g) / (_sqrt(new_v) + floor)) * rate
-        if weight_decay and decoupled:
-            change = change + w * shrink
-        w = w - change
-        for kept, values, own in zip((m, v), (new_m, new_v), ranges_of_both):
-            if own is None:
-                kept.copy_(round_to_dtype(values, kept.dtype))
-            else:
-                for stored, made in zip((kept, own), expansion.encode(values)):
-                    stored.copy_(made)
-        if rest is None:
-            weight.copy_(round_to_dtype(w, weight.dtype))
-            if beside:
-                beside[i].copy_(round_to_dtype(w, beside[i].dtype))
+
+
+def step_with(
+    shares: tuple[Tensor, Tensor, Tensor],
+    weight: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    beside: Tensor | None,
+    ranges: Tensor | None,
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    decoupled: bool,
+) -> Tensor:
+    """Step one parameter with given ``factors``; return it, a copy of the weight if there is one."""
+    (beta1, beta2), (rate, floor, shrink) = betas, shares
+    rest = beside if beside is not None and beside.dtype == torch.int16 else None
+    w = weight.float() if rest is None else join(weight, rest)
+    g = grad.float()
+    if weight_decay and not decoupled:
+        g = g + w * weight_decay
+    ranges_of_both = _ranges_of((m, v), ranges)
+    old_m, old_v = (
+        x.float() if own is None else expansion.decode(x, own) for x, own in zip((m, v), ranges_of_both)
+    )
+    new_m = old_m * beta1 + g * (1 - beta1)
+    new_v = old_v * beta2 + g * g * (1 - beta2)
+    change = new_m * (torch.ones_like(g) / (_sqrt(new_v) + floor)) * rate
+    if weight_decay and decoupled:
+        change = change + w * shrink
+    w = w - change
+    for kept, values, own in zip((m, v), (new_m, new_v), ranges_of_both):
+        if own is None:
+            kept.copy_(round_to_dtype(values, kept.dtype))
         else:
-            for kept, half in zip((weight, rest), split(w)):
-                kept.copy_(half)
+            for stored, made in zip((kept, own), expansion.encode(values)):
+                stored.copy_(made)
+    if rest is not None:
+        for kept, half in zip((weight, rest), split(w)):
+            kept.copy_(half)
+        return weight
+    for kept in (weight,) if beside is None else (weight, beside):
+        kept.copy_(round_to_dtype(w, kept.dtype))
+    return weight if beside is None else beside
+
+
+def source(
+    weight: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    beside: Tensor | None,
+    factors: tuple[Tensor, Tensor, Tensor],
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    decoupled: bool,
+    out: list[Tensor] | None = None,
+) -> Tensor:
+    """Return a parameter after a step of Adam with the factors of ``factors``."""
+    return step_with(
+        factors,
+        weight,
+        grad,
+        first,
+        second,
+        beside,
+        None,
+        betas=betas,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+    )
 
 
 def _ranges_of(moments: Sequence[Tensor], ranges: Tensor | None) -> list[Tensor | None]:

@@ -97,9 +97,13 @@ def _adamw(module: nn.Module, device: str, capturable: bool) -> torch.optim.Opti
 
 
 def _fused_adam(module: nn.Module, device: str, capturable: bool) -> torch.optim.Optimizer:
-    """Return narrowcast's AdamW with the decay and the moments of PyTorch's, which are in the parameters' dtype."""
+    """Return narrowcast's AdamW with the decay and the moments of PyTorch's, which are in the parameters' dtype.
+
+    It writes the codes of the weights.
+    """
     moments: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
-    return FusedAdam(module.parameters(), lr=RATE, weight_decay=0.01, capturable=capturable, **moments)
+    options = {"weight_decay": 0.01, "capturable": capturable, "weight_codes": module, **moments}
+    return FusedAdam(module.parameters(), lr=RATE, **options)
 
 
 OPTIMIZERS = {"AdamW": _adamw, "FusedAdam": _fused_adam}

@@ -54,6 +54,8 @@ def restore(files: TensorFiles, model: nn.Module, optimizer: Optimizer) -> None:
     listed = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     state = {index: moments[name] for index, name in enumerate(listed)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if isinstance(optimizer, FusedAdam):
+        optimizer.write_weight_codes()  # so that a compiled model finds them
     _set_generators(generators)
 
 

@@ -157,7 +157,10 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return the optimizer that `--optimizer` names; AdamW is one pass of `FusedAdam` on a GPU."""
+    """Return the optimizer that `--optimizer` names; AdamW is one pass of `FusedAdam` on a GPU.
+
+    That writes the codes of the weights, too; not where graphs are replayed, which would copy them.
+    """
     # Tensors with another placement on ranks are updated separately.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -172,5 +175,5 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         options |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
         return FusedAdam(groups, master_weights=True, store_param_remainders=True, **options)
     if config.device == "cuda" and config.optimizer == "adamw":
-        return FusedAdam(groups, **options)
+        return FusedAdam(groups, weight_codes=None if config.graphs else model, **options)
     return torch.optim.AdamW(groups, fused=True, **options)

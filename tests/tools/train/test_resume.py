@@ -74,13 +74,22 @@ def test_resume_is_bitwise_with_tied_embeddings(
     assert run.train().history == whole.history
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_resume_is_bitwise_with_the_optimizer_of_gpus(
-    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    config: TrainConfig,
+    corpus: Corpus,
+    progress: Progress,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The parameters count their steps together again, so that few launches step them."""
     monkeypatch.setattr(
-        trainer, "_make_optimizer", lambda model, config: FusedAdam(model.parameters(), lr=config.lr)
+        trainer,
+        "_make_optimizer",
+        lambda model, config: FusedAdam(model.parameters(), lr=config.lr, weight_codes=model),
     )
+    config = replace(config, recipe=recipe)
     whole = Run(config, corpus, progress, tmp_path / "whole").train()
     folder = interrupted_copy(tmp_path / "whole", tmp_path / "part")
     run = Run(config, corpus, progress, folder, resume=True)

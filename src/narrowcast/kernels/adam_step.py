@@ -1,0 +1,87 @@
+"""The arithmetic of a step of Adam on a tile, for the kernel that steps and for those that also quantize."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .codecs import product, reciprocal, round_to_dtype, to_float32
+
+
+@triton.jit
+def stepped(w, g, m, v, factors_ptr, DECAY: tl.constexpr, EMULATE: tl.constexpr):
+    """Return weight and moments after a step, all fp32; the factors are those of ``_adam_factors_kernel``."""
+    if DECAY == 1:
+        g = g + product(w, tl.load(factors_ptr + 7), EMULATE)
+    m = product(m, tl.load(factors_ptr + 3), EMULATE) + product(g, tl.load(factors_ptr + 4), EMULATE)
+    v = product(v, tl.load(factors_ptr + 5), EMULATE) + product(g * g, tl.load(factors_ptr + 6), EMULATE)
+    # A division would take its slow path for zero gradients; a reciprocal does not.
+    inverse = reciprocal(tl.sqrt_rn(v) + tl.load(factors_ptr + 1), EMULATE)
+    change = product(m * inverse, tl.load(factors_ptr), EMULATE)
+    if DECAY == 2:
+        change = change + product(w, tl.load(factors_ptr + 2), EMULATE)
+    return w - change, m, v
+
+
+@triton.jit
+def joined(high, rest):
+    """Return the fp32 values of ``reference.adam.join``."""
+    bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return (bits + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(w):
+    """Return bf16 and int16 of ``reference.adam.split``."""
+    bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
+    high = (bits + 0x8000) >> 16
+    return high.to(tl.int16).to(tl.bfloat16, bitcast=True), (bits - (high << 16)).to(tl.int16)
+
+
+@triton.jit
+def step_elements(
+    operands,
+    at,
+    inside,
+    DECAY: tl.constexpr,
+    BESIDE: tl.constexpr,
+    EVEN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Step elements of a parameter in place and return them in its dtype."""
+    weight = _load(operands[0] + at, inside, EVEN)
+    g = to_float32(_load(operands[1] + at, inside, EVEN), EMULATE)
+    m = to_float32(_load(operands[2] + at, inside, EVEN), EMULATE)
+    v = to_float32(_load(operands[3] + at, inside, EVEN), EMULATE)
+    if BESIDE == 2:
+        w = joined(weight, _load(operands[4] + at, inside, EVEN))
+    else:
+        w = to_float32(weight, EMULATE)
+    w, m, v = stepped(w, g, m, v, operands[5], DECAY, EMULATE)
+    _store(operands[2] + at, round_to_dtype(m, operands[2].dtype.element_ty, EMULATE), inside, EVEN)
+    _store(operands[3] + at, round_to_dtype(v, operands[3].dtype.element_ty, EMULATE), inside, EVEN)
+    if BESIDE == 2:
+        rounded, rest = halves(w)
+        _store(operands[4] + at, rest, inside, EVEN)
+    else:
+        rounded = round_to_dtype(w, operands[0].dtype.element_ty, EMULATE)
+    _store(operands[0] + at, rounded, inside, EVEN)
+    if BESIDE == 1:
+        rounded = round_to_dtype(w, operands[4].dtype.element_ty, EMULATE)
+        _store(operands[4] + at, rounded, inside, EVEN)
+    return rounded if EVEN else tl.where(inside, rounded, 0.0)
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _store(pointers, values, inside, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=inside)

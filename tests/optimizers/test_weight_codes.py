@@ -1,0 +1,245 @@
+"""``FusedAdam(weight_codes=)``: a training run with codes that the optimizer writes is the run without, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recipes import QUANTIZED, kinds
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.layers import WeightCodes
+from narrowcast.optimizers import FusedAdam
+
+BF16 = torch.bfloat16
+STATES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "masters": {"master_weights": True},
+    "remainders": {"master_weights": True, "store_param_remainders": True},
+    "scaled": {"exp_avg_dtype": torch.uint8},
+    "expanded": {"exp_avg_dtype": torch.float8_e4m3fn},
+}
+
+
+def model_of(recipe: Any, device: str = "cpu", width: int = 48, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    options = {"params_dtype": BF16, "device": device, **options}
+    model = nn.Sequential(
+        nc.Linear(width, 72, bias=False, **options),
+        nc.LayerNormMLP(72, 96, **options),
+        nc.Linear(72, 16, **options),
+    )
+    nc.set_recipe(model, recipe)
+    return model
+
+
+def optimizer_of(model: nn.Module, written: bool, **options: Any) -> FusedAdam:
+    codes = model if written else None
+    return FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.01, weight_codes=codes, **options)
+
+
+def losses(
+    model: nn.Sequential, optimizer: FusedAdam, call: Any = None, steps: int = 4, parts: int = 1
+) -> list[float]:
+    """Losses of the parts of each step, and of an evaluation after the second."""
+    call, found = call or model, []
+    device = model[0].weight.device
+    generator = torch.Generator().manual_seed(1)
+    for index in range(steps):
+        for _ in range(parts):
+            x = torch.randn(32, model[0].in_features, generator=generator).to(device, BF16)
+            loss = (call(x).float() - 1).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if index == 1:
+            with torch.no_grad():
+                found.append(model.eval()(x).float().sum().item())
+            model.train()
+    return found
+
+
+class WeightBytes(TorchDispatchMode):
+    """Counts what operators that quantize weights read and write while it is entered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.weights = {p.data_ptr() for p in model.parameters() if p.dim() == 2}
+        self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        if "adam_quantize_" in name:  # what it moves beside the step's own
+            self.moved += sum(buffer.nbytes for buffer in args[5])
+        elif "quantize" in name and isinstance(args[0], Tensor) and args[0].data_ptr() in self.weights:
+            self.moved += args[0].nbytes + sum(buffer.nbytes for buffer in out)
+        return out
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name not in ("nvfp4", "custom")])
+def test_losses_are_those_without(name: str) -> None:
+    both = []
+    for written in (False, True):
+        model = model_of(QUANTIZED[name])
+        both.append(losses(model, optimizer_of(model, written)))
+    assert both[0] == both[1]
+    assert all(layer.codes_are_written for layer in model)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_state_of_the_optimizer(state: str) -> None:
+    """What is stored with scales is stepped first, and the weights are quantized after it."""
+    both = []
+    for written in (False, True):
+        model = model_of("current")
+        both.append(losses(model, optimizer_of(model, written, **STATES[state]), parts=2))
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("written, bytes_each", [(False, 6), (True, 2)])
+def test_bytes_of_weights_in_a_step(written: bool, bytes_each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers read bf16 and write a code, twice; the optimizer writes two codes of what it has."""
+    monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
+    model = model_of("delayed")
+    optimizer = optimizer_of(model, written)
+    losses(model, optimizer, steps=1)
+    x = torch.randn(32, 48, dtype=BF16, requires_grad=True)
+    with WeightBytes(model) as counted:
+        model(x).float().sum().backward()
+        optimizer.step()
+    elements = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert counted.moved == pytest.approx(bytes_each * elements, rel=0.01)  # and some scales
+
+
+def test_parts_of_a_step_read_the_same_codes_under_delayed_scaling() -> None:
+    model = model_of("delayed")
+    optimizer = optimizer_of(model, True)
+    before = [buffer.clone() for buffer in model[0]._fp8_workspaces["weight"][1].rowwise]
+    losses(model, optimizer, steps=1, parts=3)
+    kept = model[0]._fp8_workspaces["weight"][1].rowwise
+    assert not torch.equal(kept[0], before[0])  # the step wrote them
+    assert model[0].amax_fwd[1] == model[0].weight.abs().max()
+
+
+@pytest.mark.parametrize("name", kinds(["current", "delayed", "block"]))
+def test_compiled(name: str) -> None:
+    """One graph for all steps, which reads what the optimizer writes."""
+    torch.compiler.reset()
+    made = []
+    for compiled in (False, True):
+        model = model_of(QUANTIZED[name])
+        graphs = CompileCounterWithBackend("aot_eager")
+        call = torch.compile(model, fullgraph=True, backend=graphs) if compiled else None
+        made.append(losses(model, optimizer_of(model, True), call))
+    assert made[0] == made[1]
+    assert graphs.frame_count == 1
+
+
+def test_a_weight_that_other_code_changes_is_quantized_again() -> None:
+    made = []
+    for written in (False, True):
+        model = model_of("current")
+        optimizer = optimizer_of(model, written)
+        losses(model, optimizer, steps=1)
+        with torch.no_grad():
+            model[0].weight.mul_(2.0)
+        made.append(losses(model, optimizer, steps=2))
+    assert made[0] == made[1]
+
+
+def test_what_is_changed_under_a_compiled_model_is_told_and_written_on_demand() -> None:
+    torch.compiler.reset()
+    model = model_of("current")
+    optimizer = optimizer_of(model, True)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    losses(model, optimizer, call, steps=1)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"write_weight_codes\(\)"):
+        call(torch.randn(32, 48, dtype=BF16))
+    optimizer.write_weight_codes()
+    x = torch.randn(32, 48, dtype=BF16)
+    assert torch.equal(call(x), model(x))
+
+
+def test_another_recipe_and_loaded_weights() -> None:
+    made = []
+    for written in (False, True):
+        model = model_of("current")
+        optimizer = optimizer_of(model, written)
+        found = losses(model, optimizer, steps=2)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        nc.set_recipe(model, "block")
+        found += losses(model, optimizer, steps=2)
+        model.load_state_dict(state)
+        made.append([*found, *losses(model, optimizer, steps=2)])
+    assert made[0] == made[1]
+
+
+def test_a_scaler_that_finds_infinities_changes_nothing() -> None:
+    model = model_of("current")
+    optimizer = optimizer_of(model, True, capturable=True)
+    losses(model, optimizer, steps=1)
+    kept = model[0]._fp8_workspaces["weight"][1]
+    before = [buffer.clone() for buffer in (*kept.rowwise, *kept.columnwise)]
+    model(torch.randn(32, 48, dtype=BF16)).sum().backward()
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    optimizer.step()
+    for old, new in zip(before, (*kept.rowwise, *kept.columnwise), strict=True):
+        assert torch.equal(old, new)
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert not torch.equal(before[0], kept.rowwise[0])
+
+
+def test_what_is_left_to_layers() -> None:
+    """Stored weights, groups, weights in parts and stochastic rounding; without a recipe there is nothing to write."""
+    assert WeightCodes(model_of(None)).weights() == []
+    assert WeightCodes(nc.GroupedLinear(2, 32, 32, recipe="current", device="cpu")).weights() == []
+    parts = nc.Linear(32, 64, parameters_split=("a", "b"), recipe="current", device="cpu")
+    assert WeightCodes(parts).weights() == [] and not parts.codes_are_written
+    with nc.quantized_model_init(recipe="current"):
+        stored = nc.Linear(32, 32, recipe="current", device="cpu")
+    assert WeightCodes(stored).weights() == []
+    with pytest.raises(TypeError, match="weight_codes"):
+        FusedAdam([nn.Parameter(torch.ones(2))], weight_codes=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["current", "delayed", "block"])
+def test_a_captured_step(name: str) -> None:
+    """Replays of a whole step, its optimizer included, are the eager steps, bit for bit."""
+    weights = []
+    for captured in (False, True):
+        model = model_of(QUANTIZED[name], "cuda", 64)
+        options = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "capturable": True}
+        optimizer = optimizer_of(model, captured, **options)
+        x = torch.randn(64, 64, device="cuda", dtype=BF16, generator=torch.Generator("cuda").manual_seed(3))
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
+            (model(x).float() - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            step = graph.replay  # type: ignore[assignment]
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
