@@ -161,6 +161,7 @@ _SIMPLE: dict[str, Callable[[Any, Program], Any]] = {
     "matmul": lambda t, op: t @ t.transpose(-1, -2),
     "unbind": lambda t, op: t.unbind(0)[-1],
 }
+LONGEST = 2048  # rows of a product with itself, whose size is their square
 CASTS = ("to_dtype", "double", "half")
 WRITES = ("mul_", "add_", "zero_", "fill_", "copy_", "setitem")
 
@@ -196,6 +197,8 @@ def run(program: Program) -> dict[str, float]:
     columns = None if columns is None else columns.clone()
     cast = False
     for op in program["ops"]:
+        if op["do"] == "matmul" and plain.dim() > 1 and plain.shape[-2] > LONGEST:
+            continue
         expected, theirs = attempt(lambda: apply(plain, op))
         if theirs is not None:
             continue

@@ -85,7 +85,16 @@ def delayed_wgrad(draw: Draw, make: Make, x: Tensor, dy: Tensor) -> None:
         y.backward(dy)
         later.backward_dw()  # type: ignore[operator]
         found = [y.detach(), leaf.grad, *(p.grad for p in later.parameters())]
-        assert_same(found, expected[step], f"delayed weight gradients, step {step}")
+        if draw.quantized:
+            assert_same(found, expected[step], f"delayed weight gradients, step {step}")
+            continue
+        for ours, theirs in zip(
+            found, expected[step], strict=True
+        ):  # PyTorch's own product, in another order of sums
+            assert ours is not None
+            error = (ours.double() - theirs.double()).norm()
+            fits = not theirs.isfinite().all() or error <= torch.finfo(x.dtype).eps * theirs.double().norm()
+            assert fits, f"delayed weight gradients, step {step}, in high precision are off by {error}"
 
 
 def microbatches(draw: Draw, make: Make, x: Tensor, dy: Tensor) -> None:
