@@ -5,9 +5,10 @@
 Experts of 4096 -> 2 x 14336 -> SwiGLU -> 4096, two per token, ``--tokens`` rows on each GPU, a fixed capacity of 1.25
 times an even share, so that nothing is read from the device: one step of each contender runs in CUDA's sync debug mode
 "error". ``torch bf16`` sends rows in bf16 and multiplies with ``grouped_mm``; it permutes as the others do. The others
-are ``MoEDispatch``, ``GroupedLinear`` and ``ops.SwiGLU``, rows sent as MXFP8 except in "narrowcast bf16". All run in
-eager code, compiled, and replayed as CUDA graphs of the eager step; each one's gradients are compared with those of the
-first one before it is timed.
+are ``MoEDispatch`` with a list of two ``ops.GroupedLinear`` and ``ops.SwiGLU``, rows sent as MXFP8 except in
+"narrowcast bf16"; with "FP8 wires" results and gradients, too, and the experts read the codes. All run in eager code,
+compiled, and replayed as CUDA graphs of the eager step; each one's gradients are compared with those of the first one
+before it is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import narrowcast as nc
 from narrowcast.testing import relative_error
 
 EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
-NAMES = ("torch bf16", *RECIPES, "narrowcast bf16")
+IN_CODES = ", FP8 wires"
+NAMES = ("torch bf16", *RECIPES, *(name + IN_CODES for name in RECIPES), "narrowcast bf16")
 MODES = ("eager", "captured", "compiled")
 STEPS = 5  # between two looks at the clock
 
@@ -39,16 +41,16 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, plain: bool) -> None:
         super().__init__()
-        options: dict[str, Any] = {"bias": False, "device": "cuda", "params_dtype": torch.bfloat16}
-        options["single_grouped_parameter"] = True
-        self.up = nc.GroupedLinear(count, HIDDEN, 2 * FFN, **options)
-        self.down = nc.GroupedLinear(count, FFN, HIDDEN, **options)
-        self.activation = nc.ops.SwiGLU()
+        options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        options["single_grouped_weight"] = True
+        self.up = nc.ops.GroupedLinear(count, HIDDEN, 2 * FFN, **options)
+        self.down = nc.ops.GroupedLinear(count, FFN, HIDDEN, **options)
+        self.all = nc.ops.Sequential(self.up, nc.ops.SwiGLU(), self.down)
         self.plain = plain
 
     def forward(self, rows: Tensor, splits: Tensor) -> Tensor:
         if not self.plain:
-            return self.down(self.activation(self.up(rows, splits)), splits)
+            return self.all(rows, splits, splits)
         ends = splits.cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(rows, self.up.weight.transpose(-2, -1), offs=ends).chunk(2, -1)
         return F.grouped_mm(F.silu(gate) * up, self.down.weight.transpose(-2, -1), offs=ends)
@@ -61,7 +63,15 @@ class Mixture(nn.Module):
         super().__init__()
         ranks = dist.get_world_size()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="cuda", dtype=torch.bfloat16)
-        wire = {"quantizer": None} if "bf16" in name else {}
+        wire: dict[str, Any] = {"quantizer": None} if "bf16" in name else {}
+        if name.endswith(IN_CODES):
+            quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3, columnwise=False)
+            if name.startswith("block"):
+                quantizer = nc.Float8BlockQuantizer(
+                    nc.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=1
+                )
+            wires = ("quantizer", "combine_quantizer", "grad_quantizer")
+            wire = {**dict.fromkeys(wires, quantizer), "deliver_codes": True}
         capacity = tokens * TOPK * 5 // (4 * ranks)
         self.dispatch = nc.distributed.MoEDispatch(EXPERTS, align_size=16, capacity=capacity, **wire)
         self.experts = Experts(EXPERTS // ranks, name == "torch bf16")
@@ -77,8 +87,9 @@ def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool) -> tuple[Mixture, 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
-    if name in RECIPES:
-        nc.set_recipe(model.experts, RECIPES[name]())
+    recipe = RECIPES.get(name.removesuffix(IN_CODES))
+    if recipe is not None:
+        nc.set_recipe(model.experts, recipe())
     run = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:

@@ -592,6 +592,24 @@ def grouped_quantize_cases(x: Tensor) -> Iterator[Arguments]:
             yield rows, splits, quantizer, "tensor", *state
 
 
+@family("grouped_act_quantize")
+def grouped_act_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for grad, rows, splits, *tail in grouped_act_backward_quantize_cases(x):
+        assert grad.shape[0] == rows.shape[0]
+        yield rows, splits, *tail
+
+
+@family("grouped_act_backward_quantize")
+def grouped_act_backward_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    for grad, splits in group_rows(x):
+        rows = torch.cat([grad, grad - 1], -1)
+        for quantizer in ONE_OF_EACH.values():
+            layout = grouped_layout(quantizer._storage_name)
+            yield grad, rows, splits, "swiglu", quantizer, layout, [], seed_for(quantizer, x)
+        for quantizer, *state in delayed_tail(x, splits.numel()):
+            yield grad, rows, splits, "swiglu", quantizer, "tensor", [], *state
+
+
 @family("grouped_quantize_coded")
 def grouped_quantize_coded_cases(x: Tensor) -> Iterator[Arguments]:
     for rows, splits in group_rows(x):

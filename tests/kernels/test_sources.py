@@ -325,8 +325,8 @@ def test_rows_of_groups(splits: list[int], columns: int, more: int, device: torc
     groups = torch.tensor(splits, dtype=torch.int32 if more else torch.int64)
     rows = padded_rows(total, len(splits), 128)
     x = make("blocks", (total, columns), torch.bfloat16)
-    padded = reference.sources.rows_of_groups(x, groups, rows)
-    source = kernels.sources.rows_of_groups(x.to(device), groups.to(device), rows)
+    padded = reference.grouped_sources.rows_of_groups(x, groups, rows)
+    source = kernels.grouped_sources.rows_of_groups(x.to(device), groups.to(device), rows)
     for name in ("block 1-D", "mxfp8"):
         expected = QUANTIZERS[name](reference, padded, True, True)
         for ours, theirs in zip(QUANTIZERS[name](kernels, source, True, True), expected, strict=True):

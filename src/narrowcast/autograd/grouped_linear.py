@@ -15,7 +15,7 @@ from ..recipe import LinearPlan
 from ..tensors import grouped_layout, plain
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_forward
-from .groups import GroupedRows, Groups, Places, biases_of_rows
+from .groups import GatedActivation, GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
 
 
@@ -27,16 +27,19 @@ def grouped_forward(
     args: LinearFwdArgs,
     groups: Groups,
     bias_scales: Tensor | None = None,
+    activation: GatedActivation | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the output (T, N), what to save of the input, and of the weights, without gradient.
 
     Args:
         x, splits, weights, biases: as of :func:`grouped_linear`.
         bias_scales: (T,) to multiply each row's bias with, or None.
+        activation: what the layer is applied to is the activation of ``x`` (T, 2K); None: ``x`` itself.
     """
     if not _reads_codes(args.plan):
-        x = plain(x)
-    grouped, weights = GroupedRows(groups, splits, x.dtype, weights[0].dtype), [*weights]
+        x, activation = plain(x) if activation is None else activation.apply(x), None
+    grouped = GroupedRows(groups, splits, x.dtype, weights[0].dtype, None, activation)
+    weights = [*weights]
     added = [*biases] if bias_scales is None else []
     forward = replay_of(linear_forward, [x, *weights, *added], (args, grouped, Places(weights)), len(added))
     out, saved_input, saved_weight = forward(weights, x, added, args, grouped)
@@ -47,7 +50,7 @@ def grouped_forward(
 
 
 def _reads_codes(plan: LinearPlan) -> bool:
-    """Return whether quantized rows are read as they are: all that reads rows in high precision wants them decoded."""
+    """Return whether rows are read by a quantizer alone: codes, or rows before an activation, need not be written."""
     return plan.quantized and plan.backward_override is None and not plan.save_original_input
 
 
@@ -110,6 +113,7 @@ def grouped_backward(
     saved: list[Tensor],
     scale_bwd: Tensor | None,
     bias_scales: Tensor | None = None,
+    activation: GatedActivation | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return (dgrad (T, K), gradients of the weights and of the biases), without gradient.
 
@@ -119,13 +123,14 @@ def grouped_backward(
         saved: what :func:`grouped_forward` saved of input and weights.
         scale_bwd: the scales that the forward copied.
         bias_scales: as then.
+        activation: ``dy`` is the gradient of the activation of its ``hidden``, the output; None: of the output.
     """
     if not _reads_codes(args.plan):
-        dy = plain(dy)
+        dy, activation = plain(dy) if activation is None else activation.apply(dy), None
     count = args.saved_input[0]
     inp, weight = saved[:count], saved[count:]
     release(saved)  # the stage frees each tensor after its last use
-    grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales)
+    grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales, activation)
     places = Places(weight[: groups.count if groups.split_weights else 1])
     backward = replay_of(linear_backward, [dy, scale_bwd, *inp, *weight], (args, grouped, places), len(inp))
     del places

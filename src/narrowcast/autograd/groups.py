@@ -15,7 +15,11 @@ from torch import Tensor
 
 from .._tracing import PLAIN
 from ..functional import (
+    act,
+    act_backward,
     are_adjacent,
+    grouped_act_backward_quantize,
+    grouped_act_quantize,
     grouped_column_sum,
     grouped_dequantize,
     grouped_gemm,
@@ -53,12 +57,38 @@ class Groups:
     dgrad_out: Tensor | None = None
 
 
+class GatedActivation(NamedTuple):
+    """A gated activation between two grouped layers, computed as rows are quantized.
+
+    ``name``, ``parameters``: as of ``act``. ``hidden``: (T, 2F), what the activation was applied to, where the rows are
+    the gradient of its result and their own gradient is wanted; None where they are what it is to be applied to.
+    """
+
+    name: str
+    parameters: list[float]
+    hidden: Tensor | None = None
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the rows in high precision."""
+        if self.hidden is None:
+            return act(x, self.name, self.parameters)
+        return act_backward(x, self.hidden, self.name, self.parameters)
+
+    def quantize(self, x: Tensor, *how: Any) -> list[Tensor]:
+        """Quantize; ``how``: splits, quantizer, layout and state."""
+        splits, quantizer, layout, *state = how
+        options = splits, self.name, quantizer, layout, self.parameters
+        if self.hidden is None:
+            return grouped_act_quantize(x, *options, *state)
+        return grouped_act_backward_quantize(x, self.hidden, *options, *state)
+
+
 @dataclass(slots=True)
 class GroupedRows:
     """The rows of an input or gradient in groups, and the operators of a stage on them.
 
     ``splits`` (G,): how many rows each group has. ``dtype``, ``weight_dtype``: of rows and weights before they are
-    quantized. ``bias_scales``: (T,) to multiply each row's bias with, or None.
+    quantized. ``bias_scales``: (T,) to multiply each row's bias with, or None. ``activation``: of the rows.
     """
 
     groups: Groups
@@ -66,12 +96,17 @@ class GroupedRows:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     bias_scales: Tensor | None = None
+    activation: GatedActivation | None = None
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]]:
         """Return the values and tensors of the groups that determine what a stage does."""
         groups = self.groups
         sizes = groups.count, groups.out_features, groups.in_features
-        return (sizes, groups.covered, self.dtype, self.weight_dtype), [self.splits, self.bias_scales]
+        key, tensors = (sizes, groups.covered, self.dtype, self.weight_dtype), [self.splits, self.bias_scales]
+        if self.activation is None:
+            return key, tensors
+        name, parameters, hidden = self.activation
+        return (*key, name, *parameters), [*tensors, hidden]
 
     def quantize(
         self, x: TensorOrQuantized, operand: Operand, scale: Tensor | None = None, amax: Tensor | None = None
@@ -83,6 +118,9 @@ class GroupedRows:
             state = operand.seed(parts[0]), scale, amax
             return by_direction(grouped_quantize_coded(*parts, *how, self.dtype, *state), operand)
         assert isinstance(x, Tensor)
+        if self.activation is not None:
+            buffers = self.activation.quantize(x, *how, operand.seed(x), scale, amax)
+            return by_direction(buffers, operand)
         return by_direction(grouped_quantize(x, *how, operand.seed(x), scale, amax), operand)
 
     def gemm(

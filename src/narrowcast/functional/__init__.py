@@ -34,6 +34,7 @@ from .delayed_scaling import (
 )
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
+from .grouped_activation import grouped_act_backward_quantize, grouped_act_quantize
 from .grouped_gemm import (
     grouped_dequantize,
     grouped_gemm,
@@ -112,6 +113,8 @@ __all__ = [
     "gemm_accumulate_",
     "gemm_batch_invariant",
     "gemm_call",
+    "grouped_act_backward_quantize",
+    "grouped_act_quantize",
     "grouped_column_sum",
     "grouped_dequantize",
     "grouped_gemm",

@@ -56,7 +56,7 @@ class _GroupedNumerics:
 
     def __init__(
         self,
-        x: Tensor,
+        numerics: Any,
         splits: Tensor | None,
         groups: int,
         scale: Tensor | None = None,
@@ -64,7 +64,7 @@ class _GroupedNumerics:
         keep_amax: bool = False,
     ):
         self.float8 = self
-        self.numerics, self.splits, self.groups = numerics_for(x).grouped_quantize, splits, groups
+        self.numerics, self.splits, self.groups = numerics, splits, groups
         self.scale, self.amax, self.keep_amax = scale, amax, keep_amax
 
     def quantize_current(self, x: Tensor, fmt: Any, **options: Any) -> list[Tensor]:
@@ -86,8 +86,8 @@ def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tenso
     return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
 
 
-def _encode_groups(
-    tensors: list[Tensor],
+def encode_groups(
+    tensors: list[Any],
     splits: Tensor | None,
     quantizer: QuantizerValue,
     layout: str,
@@ -95,18 +95,30 @@ def _encode_groups(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     keep_amax: bool = False,
+    numerics: Any = None,
+    gated: bool = False,
 ) -> list[Tensor]:
-    """Quantize rows (T, K) in groups, or weights, G of (N, K) or one (G, N, K), without splits."""
+    """Quantize rows (T, K) in groups, or weights, G of (N, K) or one (G, N, K), without splits.
+
+    Args:
+        numerics: whose source the rows are; None: they are a tensor.
+        gated: that source is a gated activation, or its gradient.
+    """
     x = stack(tensors) if splits is None else tensors[0]
     groups = x.shape[0] if splits is None else splits.shape[0]
+    if numerics is None:
+        numerics = numerics_for(x)
+    elif layout == "split" or (layout == "tensor" and not gated):  # no kernel computes these on the way in
+        x = numerics.sources.materialize(x)
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
-        parts, numerics = [x], _GroupedNumerics(x, splits, groups, scales, amaxes, keep_amax)
+        of_groups = numerics.grouped_gated if gated else numerics.grouped_quantize
+        parts, numerics = [x], _GroupedNumerics(of_groups, splits, groups, scales, amaxes, keep_amax)
     elif layout == "padded":
-        parts, numerics = [_padded(x, splits, quantizer)], numerics_for(x)
+        parts = [_padded(x, splits, quantizer, numerics)]
     else:
         sizes = _sizes(x, splits)
-        parts, numerics = x.reshape(-1, x.shape[-1]).split(sizes)[:groups], numerics_for(x)
+        parts = x.reshape(-1, x.shape[-1]).split(sizes)[:groups]
     seeds = [seed + group if seed is not None and group else seed for group in range(len(parts))]
     # one after the other: the split layout copies each group's buffers to where they stay
     encoded = (
@@ -125,14 +137,14 @@ def _sizes(x: Tensor, splits: Tensor | None) -> list[int]:
     return [*sizes, x.shape[0] - sum(sizes)]
 
 
-def _padded(x: Tensor, splits: Tensor | None, quantizer: QuantizerValue) -> Any:
+def _padded(x: Any, splits: Tensor | None, quantizer: QuantizerValue, numerics: Any) -> Any:
     """Return the matrix whose groups start at multiples of 128 rows; a source, if the kernels find its rows."""
-    alignment, numerics = ALIGNMENT["padded"], numerics_for(x)
+    alignment = ALIGNMENT["padded"]
     if splits is None:
         missing = -x.shape[1] % alignment
         return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
     rows = padded_rows(x.shape[0], splits.shape[0], alignment)
-    source = numerics.sources.rows_of_groups(x, splits, rows)
+    source = numerics.grouped_sources.rows_of_groups(x, splits, rows)
     return source if quantizer._takes_sources else numerics.sources.materialize(source)
 
 
@@ -271,7 +283,7 @@ def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
 def _describe(
     like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Empty buffers as ``_encode_groups`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
+    """Empty buffers as ``encode_groups`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
     columns = shape[-1]
     weights = len(shape) == 3
     rows = shape[0] * shape[1] if weights else shape[0]
@@ -297,7 +309,7 @@ def _grouped_quantize_fake(
 
 grouped_quantize = define(
     f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
-    lambda x, splits, quantizer, layout, *state: _encode_groups([x], splits, quantizer, layout, *state),
+    lambda x, splits, quantizer, layout, *state: encode_groups([x], splits, quantizer, layout, *state),
     _grouped_quantize_fake,
 )
 """Quantize the groups of rows of ``x``, each as if it were alone.
@@ -317,6 +329,19 @@ Raises:
 """
 
 
+def describe_rows(
+    like: Tensor,
+    rows: int,
+    columns: int,
+    splits: Tensor,
+    quantizer: QuantizerValue,
+    layout: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Return empty buffers as :func:`encode_groups` gives them for rows."""
+    return _describe(like, (rows, columns), splits.shape[0], quantizer, layout, dtype)
+
+
 def _encode_coded(
     codes: Tensor,
     scales: Tensor,
@@ -329,14 +354,10 @@ def _encode_coded(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> list[Tensor]:
-    """Quantize rows from codes; the layouts that no source serves decode them first."""
+    """Quantize rows from codes."""
     numerics = numerics_for(codes)
-    if layout != "padded" or not quantizer._takes_sources:
-        rows = numerics.coded.rows(codes, scales, e5m2, dtype)
-        return _encode_groups([rows], splits, quantizer, layout, seed, scale, amax)
-    count = padded_rows(codes.shape[0], splits.shape[0], ALIGNMENT["padded"])
-    source = numerics.coded.rows_of_groups(codes, scales, e5m2, splits, count, dtype)
-    return encode(source, quantizer, seed, scale, amax, numerics)
+    source = numerics.coded.source(codes, scales, e5m2, dtype)
+    return encode_groups([source], splits, quantizer, layout, seed, scale, amax, numerics=numerics)
 
 
 def _quantize_coded_fake(
@@ -349,7 +370,7 @@ def _quantize_coded_fake(
     dtype: torch.dtype,
     *state: Tensor | None,
 ) -> list[Tensor]:
-    return _describe(scales, tuple(codes.shape), splits.shape[0], quantizer, layout, dtype)
+    return describe_rows(scales, *codes.shape, splits, quantizer, layout, dtype)  # type: ignore[arg-type]
 
 
 grouped_quantize_coded = define(
@@ -378,7 +399,7 @@ def _quantize_weights_fake(
 
 grouped_quantize_weights = define(
     f"grouped_quantize_weights(Tensor[] weights, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
-    lambda weights, quantizer, layout, *state: _encode_groups(weights, None, quantizer, layout, *state),
+    lambda weights, quantizer, layout, *state: encode_groups(weights, None, quantizer, layout, *state),
     _quantize_weights_fake,
 )
 """As :data:`grouped_quantize` for G matrices (N, K), or for one (G, N, K) that holds them all."""
@@ -392,7 +413,7 @@ def _keeping_amax_fake(weights: list[Tensor], quantizer: QuantizerValue) -> list
 
 grouped_quantize_keeping_amax = define(
     f"grouped_quantize_keeping_amax(Tensor[] weights, {QUANTIZER} quantizer) -> Tensor[]",
-    lambda weights, quantizer: _encode_groups(weights, None, quantizer, "tensor", keep_amax=True),
+    lambda weights, quantizer: encode_groups(weights, None, quantizer, "tensor", keep_amax=True),
     _keeping_amax_fake,
 )
 """As :data:`grouped_quantize_weights` in the tensor layout under current scaling, and max|w| of each weight, fp32 (G,).

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, MX_BLOCK, cdiv
-from . import grouped
 from .codecs import decode_fp8, round_to_dtype
 from .launch import INTERPRETING, Launcher, check_device
 from .scaling import scales_of_rows
@@ -86,16 +85,10 @@ def rows(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Tenso
     return out
 
 
-def rows_of_groups(
-    codes: Tensor, scales: Tensor, e5m2: bool, splits: Tensor, count: int, dtype: torch.dtype
-) -> Source:
-    """Return ``reference.coded.rows_of_groups``, looked up and decoded on the way in."""
+def source(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Source:
+    """Return ``reference.coded.source``, decoded on the way in; only ``grouped_sources`` reads it."""
     data, factors, block = checked(codes, scales)
-    table = grouped.blocks_of_groups(splits, codes.shape[0], count)
+    constants = ("coded", str(dtype).removeprefix("torch."), e5m2, block, 0.0)
     return Source(
-        (count, codes.shape[1]),
-        dtype,
-        (data, table, factors),
-        ("coded_groups", str(dtype).removeprefix("torch."), e5m2, block, 0.0),
-        lambda _: grouped.pad_rows(rows(codes, scales, e5m2, dtype), splits, grouped.BLOCK_ROWS, count)[0],
+        tuple(codes.shape), dtype, (data, factors), constants, lambda _: rows(codes, scales, e5m2, dtype)
     )

@@ -217,17 +217,23 @@ def takes(x: Tensor, splits: Tensor | None, groups: int, alignment: int) -> bool
 
 
 def outputs(
-    x: Tensor, splits: Tensor | None, groups: int, rowwise: bool, columnwise: bool, alignment: int
+    shape: tuple[int, ...],
+    device: torch.device,
+    splits: Tensor | None,
+    groups: int,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
 ) -> tuple[int, Tensor | None, Tensor | None, Tensor]:
     """Return rows of the transposed codes, of all groups or without splits of a matrix; then where codes go, and
     scales.
     """
-    K = x.shape[-1]
-    rows = x.shape[1] if splits is None else padded_rows(x.shape[0], groups, alignment)
-    shape = (groups, K, rows) if splits is None else (K, rows)
-    data = torch.empty(x.shape, dtype=torch.uint8, device=x.device) if rowwise else None
-    transpose = torch.empty(shape, dtype=torch.uint8, device=x.device) if columnwise else None
-    return rows, data, transpose, torch.empty(groups, dtype=torch.float32, device=x.device)
+    K = shape[-1]
+    rows = shape[1] if splits is None else padded_rows(shape[0], groups, alignment)
+    transposed = (groups, K, rows) if splits is None else (K, rows)
+    data = torch.empty(shape, dtype=torch.uint8, device=device) if rowwise else None
+    transpose = torch.empty(transposed, dtype=torch.uint8, device=device) if columnwise else None
+    return rows, data, transpose, torch.empty(groups, dtype=torch.float32, device=device)
 
 
 def quantize(
@@ -245,7 +251,9 @@ def quantize(
     """Compute ``reference.grouped_quantize.quantize_current`` of contiguous ``x`` that :func:`takes` agrees to."""
     K = x.shape[-1]
     T = x.numel() // K
-    rows, data, transpose, scale_inv = outputs(x, splits, groups, rowwise, columnwise, alignment)
+    rows, data, transpose, scale_inv = outputs(
+        x.shape, x.device, splits, groups, rowwise, columnwise, alignment
+    )
     # The amaxes and what is counted. One launch clears both, unless the amaxes live on.
     sizes = [groups, groups + 1] if keep_amax else [2 * groups + 1]
     cleared = [torch.zeros(size, dtype=torch.float32, device=x.device) for size in sizes]

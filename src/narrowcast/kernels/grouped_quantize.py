@@ -48,13 +48,13 @@ def group_ends(splits_ptr, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit
-def _groups_of(row, ends, groups, GROUPS: tl.constexpr):
+def groups_of(row, ends, groups, GROUPS: tl.constexpr):
     """Return the number of the group of every row of [R]; ``groups`` for rows after the last one."""
     return tl.minimum(tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1), groups)
 
 
 @triton.jit
-def _raise_amax(amax_ptr, group, value, groups):
+def raise_amax(amax_ptr, group, value, groups):
     """Raise every group's amax to the values of its rows, all [R]; one atomic where all rows are in one group."""
     # A maximum over nothing but NaN is NaN.
     value = tl.where(group < groups, tl.maximum(value, 0.0), 0.0)
@@ -96,14 +96,14 @@ def _grouped_quantize_amax_kernel(
         largest = tl.maximum(largest, magnitude(x, EMULATE))
     if RAGGED:
         ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
-        group = _groups_of(row, ends, groups, GROUPS)
+        group = groups_of(row, ends, groups, GROUPS)
     else:
         group = tl.minimum(row // size, groups).to(tl.int32)
-    _raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
+    raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
 
 
 @triton.jit
-def _encoding_scale(
+def encoding_scale(
     scale,
     epsilon,
     CURRENT: tl.constexpr,
@@ -118,7 +118,7 @@ def _encoding_scale(
 
 
 @triton.jit
-def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
+def locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
     """Return every fourth padded row's [R] group and row of ``x``, and [R, 1] the rows of the group after it."""
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
     before = padded_ends[None, :] <= row[:, None]
@@ -131,7 +131,7 @@ def _locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.cons
 
 
 @triton.jit
-def _store_inverses(
+def store_inverses(
     scale_inv_ptr,
     scale_ptr,
     groups,
@@ -145,7 +145,7 @@ def _store_inverses(
     """Store the reciprocals of all groups' scales."""
     index = tl.arange(0, GROUPS)
     scale = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
-    scale = _encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+    scale = encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
     inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
     tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
 
@@ -200,12 +200,12 @@ def _grouped_quantize_cast_kernel(
     quad = tl.arange(0, TILE_ROWS // 4) * 4
     column = tl.arange(0, TILE_COLUMNS)[None, :]
     if RAGGED:
-        group, source, left = _locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
+        group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
         xs = load_rows(tile, K, left, mask, "")
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
-        scale = _encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
+        scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     else:
         member = tl.program_id(2).to(tl.int64)
         group = tl.zeros([TILE_ROWS // 4], tl.int32) + member.to(tl.int32)
@@ -213,9 +213,9 @@ def _grouped_quantize_cast_kernel(
         tile = x_ptr + (member * rows * K + m0 * K + k0)
         row = quad[:, None]
         xs = load_tile(tile, offsets, row, column, K, rows_left, columns_left, EVEN)
-        scale = _encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+        scale = encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
     if AMAX:
-        _raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
+        raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
 
     codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
     if ROWWISE:
@@ -233,7 +233,7 @@ def _grouped_quantize_cast_kernel(
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (tile_m == 0) & (tile_k == 0):
         if RAGGED:
-            _store_inverses(
+            store_inverses(
                 scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
             )
         else:
@@ -339,7 +339,7 @@ def _run_cast(
 ) -> list[Tensor]:
     groups, K = scale.shape[0], x.shape[-1]
     rows, data, transpose, scale_inv = grouped_current.outputs(
-        x, splits, groups, rowwise, columnwise, alignment
+        x.shape, x.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
         # One program at least, which writes the scales; the second dim is what a band of tiles may reach.

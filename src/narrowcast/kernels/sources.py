@@ -135,7 +135,8 @@ def pairs_tiles(constants: tuple[str, str, float, float, float], columns: int, t
         constants: of the source.
         columns: of its matrix.
     """
-    return constants[0] == "gated_backward" and columns // 2 % tile_columns == 0
+    gradient = constants[0] in ("gated_backward", "groups gated_backward")
+    return gradient and columns // 2 % tile_columns == 0
 
 
 class ColumnSums:
@@ -145,7 +146,14 @@ class ColumnSums:
         self.partials: Tensor | None = None
 
 
-ACTIVATIONS = ("activation", "activation_backward", "gated", "gated_backward")
+ACTIVATIONS = (
+    "activation",
+    "activation_backward",
+    "gated",
+    "gated_backward",
+    "groups gated",
+    "groups gated_backward",
+)
 _TENSOR = ("tensor", "", 0.0, 0.0, 0.0)
 
 
@@ -317,26 +325,6 @@ def norm_backward(
     )  # fmt: skip
 
 
-def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Source:
-    """Return ``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
-
-    Args:
-        x: (T, K).
-        splits: int32 or int64 (G,) on the device of ``x``.
-        rows: of the padded matrix, a multiple of 128.
-    """
-    check_input(x, 2)
-    x = x.contiguous()
-    blocks = grouped.blocks_of_groups(splits, x.shape[0], rows)
-    return Source(
-        (rows, x.shape[1]),
-        x.dtype,
-        (x, blocks),
-        ("groups", "", 0.0, 0.0, 0.0),
-        lambda _: grouped.pad_rows(x, splits, grouped.BLOCK_ROWS, rows)[0],
-    )
-
-
 def materialize(source: Tensor | Source) -> Tensor:
     """Return the matrix as a tensor."""
     return source.compute(None) if isinstance(source, Source) else source
@@ -391,10 +379,18 @@ def load_four_rows(
     """
     row = tl.arange(0, ROWS // 4) * 4
     column = tl.arange(0, COLUMNS)
-    GROUPS: tl.constexpr = SOURCE == "groups" or SOURCE == "coded_groups"
+    # Rows in groups, by what they are rows of; else the source itself.
+    PLAIN_KIND: tl.constexpr = "tensor" if SOURCE == "groups tensor" else SOURCE
+    CODED_KIND: tl.constexpr = "coded" if SOURCE == "groups coded" else PLAIN_KIND
+    GATED_KIND: tl.constexpr = "gated" if SOURCE == "groups gated" else CODED_KIND
+    KIND: tl.constexpr = "gated_backward" if SOURCE == "groups gated_backward" else GATED_KIND
+    GROUPS: tl.constexpr = KIND != SOURCE
     if GROUPS:
         # A tile lies in one block of a group, and reads as one of a tensor that ends with its rows.
-        block = operands[1] + m // _GROUP_ROWS * 2
+        TABLE: tl.constexpr = (
+            2 if KIND == "coded" or KIND == "gated_backward" else 1
+        )  # behind the other operands
+        block = operands[TABLE] + m // _GROUP_ROWS * 2
         before = m % _GROUP_ROWS
         rows_left = tl.load(block + 1) - before
         m = tl.load(block) + before
@@ -404,12 +400,12 @@ def load_four_rows(
     for j in tl.static_range(4):
         if PAIRED:
             x, y = load_pair(
-                operands, m + j, k, row, column, K // 2, rows_left - j, columns_left, FUNCTION, P0, P1, P2, EVEN,
+                operands, m + j, k, row, column, K // 2, rows_left - j, columns_left, FUNCTION, P0, P1, P2, INSIDE,
                 EMULATE,
             )  # fmt: skip
         else:
             x = load_source(
-                operands, m + j, k, row, column, K, rows_left - j, columns_left, SOURCE, FUNCTION, P0, P1, P2, INSIDE,
+                operands, m + j, k, row, column, K, rows_left - j, columns_left, KIND, FUNCTION, P0, P1, P2, INSIDE,
                 EMULATE,
             )  # fmt: skip
             y = x
@@ -448,10 +444,10 @@ def load_source(
     across = tl.broadcast_to(column[None, :], (row.shape[0], column.shape[0]))
     inside = (row < rows_left)[:, None] & (across < columns_left)
     offsets = row[:, None] * K + across
-    if SOURCE == "tensor" or SOURCE == "rounded" or SOURCE == "groups":
+    if SOURCE == "tensor" or SOURCE == "rounded":
         return convert(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
-    elif SOURCE == "coded_groups":
-        scale = scales_of_rows(operands[2], m + row, k, K, row < rows_left, P1, column.shape[0])
+    elif SOURCE == "coded":
+        scale = scales_of_rows(operands[1], m + row, k, K, row < rows_left, P1, column.shape[0])
         code = tl.load(operands[0] + (m * K + k) + offsets, mask=inside, other=0)
         return convert(decode_fp8(code, P0, EMULATE) * scale, FUNCTION, EMULATE)
     elif SOURCE == "activation" or SOURCE == "activation_backward":

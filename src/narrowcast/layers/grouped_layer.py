@@ -360,7 +360,7 @@ class GroupedLinearLayer(LinearLayer):
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _checked_input(self, inp: Tensor, weight: Tensor) -> Tensor:
+    def _checked_input(self, inp: Tensor, weight: Tensor, features: int | None = None) -> Tensor:
         """Return the input, cast where torch.autocast says so."""
         coded = is_coded(inp)
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)) and not coded:
@@ -368,7 +368,9 @@ class GroupedLinearLayer(LinearLayer):
                 f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor, or "
                 "rows in MXFP8 or in blocks of 128 of a row"
             )
-        return checked_input(inp, self.in_features, "in_features", weight, quantized_as_it_is=coded)
+        return checked_input(
+            inp, features or self.in_features, "in_features", weight, quantized_as_it_is=coded
+        )
 
     def _checked_splits(
         self, splits: Sequence[int] | Tensor, x: Tensor, label: str = "m_splits"

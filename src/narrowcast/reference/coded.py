@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLOAT8_FORMATS, MX_BLOCK
-from . import grouped
 from .codecs import decode_e8m0, decode_float8
 from .reduction import round_to_dtype
 
@@ -28,8 +27,4 @@ def rows(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Tenso
     return round_to_dtype(decode_float8(codes, FLOAT8_FORMATS["e5m2" if e5m2 else "e4m3"]) * factors, dtype)
 
 
-def rows_of_groups(
-    codes: Tensor, scales: Tensor, e5m2: bool, splits: Tensor, count: int, dtype: torch.dtype
-) -> Tensor:
-    """Decode rows, and pad each group of them with zeros to whole 128 rows; ``count``: rows of the result."""
-    return grouped.pad_rows(rows(codes, scales, e5m2, dtype), splits, 128, count)[0]
+source = rows

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from . import activation as _activation
 from . import cross_entropy as _cross_entropy
-from . import grouped as _grouped
 from . import norm as _norm
 from . import reduction
 
@@ -63,11 +62,6 @@ def normalized(
     """Return ``norm.normalized``: (y, mean, rstd, sum)."""
     y, summed, mean, rstd = _norm.normalized(x, weight, bias, residual=residual, **options)
     return y, mean, rstd, summed
-
-
-def rows_of_groups(x: Tensor, splits: Tensor, rows: int) -> Tensor:
-    """Return ``grouped.pad_rows`` to groups of whole 128 rows."""
-    return _grouped.pad_rows(x, splits, 128, rows)[0]
 
 
 def materialize(source: Tensor) -> Tensor:

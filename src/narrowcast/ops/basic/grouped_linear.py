@@ -14,6 +14,7 @@ from ..._checks import flags, positive
 from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
 from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
+from ...autograd.groups import GatedActivation
 from ...layers import GroupedLinearLayer, parameter_device
 from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ...layers.parameters import casts, parameter_dtype
@@ -153,18 +154,21 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
         requires_grad: bool,
         save_input: bool = False,
+        activation: GatedActivation | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
         """Compute the forward of this operation, and of the fused one it is part of.
 
         Args:
+            activation: between the input and this operation, computed as its result is quantized.
             save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
                 again for the weight gradient; not with delayed scaling.
         """
         (extra_inputs,), (own,) = basic_op_extra_inputs, basic_op_kwargs
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
-        inp = self._checked_input(input_, weights[0])  # type: ignore[arg-type]
-        x = inp.reshape(-1, self.in_features)
+        width = self.in_features if activation is None else 2 * self.in_features
+        inp = self._checked_input(input_, weights[0], width)  # type: ignore[arg-type]
+        x = inp.reshape(-1, width)
         splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
         bias_scales = extra_inputs[1] if self.scale_bias else None
         if bias_scales is not None and bias_scales.shape != inp.shape[:-1]:
@@ -176,7 +180,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
         out, saved_input, saved_weight = grouped_forward(
-            x, splits, weights, biases, args, groups, bias_scales
+            x, splits, weights, biases, args, groups, bias_scales, activation
         )
         out = out.view(*inp.shape[:-1], self.out_features)
         if not requires_grad:
@@ -210,14 +214,19 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         grad_output: TensorOrQuantized,
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
+        activation: GatedActivation | None = None,
     ) -> Gradients:
-        """Compute the backward of this operation, and of the fused one it is part of."""
+        """Compute the backward of this operation, and of the fused one it is part of.
+
+        Args:
+            activation: behind this operation; ``grad_output`` is that of its result.
+        """
         ctx: Any = basic_op_ctxs[0]
         tensors = ctx.take()
         splits: Any = tensors[0]
         scales: Any = tensors[1]
         saved: list[Any] = list(tensors[self.input_position :])
-        dy = grad_output.reshape(-1, self.out_features)  # type: ignore[union-attr]
+        dy = grad_output.reshape(-1, grad_output.shape[-1])  # type: ignore[union-attr]
         grad_scales: tuple[Tensor | None, ...] = ()
         if self.scale_bias:
             biases: list[Any] = list(tensors[2 : self.input_position])
@@ -225,7 +234,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         del tensors  # the GEMMs let go of each operand once it is read
         scale_bwd = None if ctx.scales is None else ctx.scales.scale_bwd
         grad_input, grads = grouped_backward(
-            ctx.backward_args, ctx.groups, dy, splits, saved, scale_bwd, scales
+            ctx.backward_args, ctx.groups, dy, splits, saved, scale_bwd, scales, activation
         )
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)

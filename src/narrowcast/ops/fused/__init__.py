@@ -21,10 +21,11 @@ from .forward_linear import (
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,
 )
+from .grouped_gated_mlp import GROUPED_GATED_MLP, GroupedGatedMLP
 from .grouped_mlp import GROUPED_MLP
 from .pattern import Fusion, Match, NearMiss, follows
 
-JOINT_FUSIONS: tuple[Fusion, ...] = (GROUPED_MLP,)
+JOINT_FUSIONS: tuple[Fusion, ...] = (GROUPED_MLP, GROUPED_GATED_MLP)
 FORWARD_FUSIONS: tuple[Fusion, ...] = (
     FORWARD_LINEAR_BIAS_ADD,
     FORWARD_LINEAR_BIAS_ACTIVATION,
@@ -57,6 +58,7 @@ __all__ = [
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
     "Fusion",
+    "GroupedGatedMLP",
     "Match",
     "NearMiss",
     "follows",

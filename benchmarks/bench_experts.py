@@ -1,0 +1,152 @@
+"""The experts of a mixture on one GPU: fc1, SwiGLU, fc2, forward and backward, replayed as CUDA graphs.
+
+64 experts of DeepSeek's shape, 2048 -> 2 x 1408 -> SwiGLU -> 2048, and the 49,152 rows of 8192 tokens with six experts
+each. The peer is plain PyTorch, compiled whole: bf16 ``grouped_mm`` and a gated SiLU. "one by one" runs the three
+operations without their fusion. "stored weights" has them in FP8, as an optimizer that writes codes leaves them: the
+step then quantizes none, as in a later microbatch. Contenders take turns with the peer; each one's gradients are
+compared with the peer's first. ``layer`` rows are one ``GroupedLinear`` 2048 -> 1408 alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from harness import RECIPES, Row, captured, parser, report_on_gpu, seconds_of
+from torch import Tensor, nn
+
+import narrowcast as nc
+from narrowcast.ops.registry import REGISTRY
+from narrowcast.testing import relative_error
+
+EXPERTS, HIDDEN, FFN, ROWS = 64, 2048, 1408, 49152
+PEER = "torch: bf16, compiled"
+ROUNDS = 5
+
+
+class Plain(nn.Module):
+    """The peer; ``whole``: with activation and second layer."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.up = nn.Parameter(torch.empty(EXPERTS, 2 * FFN if whole else FFN, HIDDEN, **options))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, FFN, **options)) if whole else None
+
+    def forward(self, rows: Tensor, splits: Tensor) -> Tensor:
+        ends = splits.cumsum(0).to(torch.int32)
+        hidden = F.grouped_mm(rows, self.up.transpose(-2, -1), offs=ends)
+        if self.down is None:
+            return hidden
+        gate, up = hidden.chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=ends)
+
+
+class Experts(nn.Module):
+    """The same of narrowcast's operations."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        options["single_grouped_weight"] = True
+        layers = [nc.ops.GroupedLinear(EXPERTS, HIDDEN, 2 * FFN if whole else FFN, **options)]
+        if whole:
+            layers += [nc.ops.SwiGLU(), nc.ops.GroupedLinear(EXPERTS, FFN, HIDDEN, **options)]
+        self.all = nc.ops.Sequential(*layers)
+
+    def forward(self, rows: Tensor, splits: Tensor) -> Tensor:
+        return self.all(rows, *[splits] * ((len(self.all) + 1) // 2))
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """No operations are fused."""
+    kept, REGISTRY.joint = REGISTRY.joint, []
+    REGISTRY.version += 1
+    try:
+        yield
+    finally:
+        REGISTRY.joint = kept
+        REGISTRY.version += 1
+
+
+def made(name: str, whole: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """A contender: rows and splits to results; its weights are drawn alike."""
+    recipe = next((make() for key, make in RECIPES.items() if name.startswith(key)), None)
+    stored: Any = contextlib.nullcontext()
+    if "stored" in name:
+        stored = nc.quantized_model_init(enabled=True, recipe=recipe)
+    with stored:
+        model = Plain(whole) if name == PEER else Experts(whole)
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.empty(parameter.shape, device="cuda", dtype=torch.bfloat16)
+            parameter.copy_(values.normal_(std=0.02, generator=generator))
+    if recipe is not None:
+        nc.set_recipe(model, recipe)
+    return torch.compile(model, fullgraph=True) if name == PEER else model
+
+
+def step_of(run: Any, x: Tensor, dy: Tensor, splits: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    leaves = (x, *run.parameters())
+    return lambda: torch.autograd.grad(run(x, splits), leaves, dy)
+
+
+def milliseconds(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Medians of steps in turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            seconds_of(step, 1)
+            times[name].append(1e3 * seconds_of(step, 5))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(chosen: Namespace) -> list[Row]:
+    rows: list[Row] = []
+    splits = torch.full((EXPERTS,), ROWS // EXPERTS, device="cuda")
+    names = [f"{name}{kind}" for name in RECIPES for kind in ("", ", one by one", ", stored weights")]
+    for whole in (True, False):
+        x, dy = (torch.randn(ROWS, n, device="cuda").bfloat16() for n in (HIDDEN, HIDDEN if whole else FFN))
+        x.requires_grad_(True)
+        torch.compiler.reset()
+        exact = step_of(made(PEER, whole), x, dy, splits)
+        expected, peer = [grad.float() for grad in exact()], captured(exact)
+        for name in names:
+            if chosen.only not in name or (not whole and "one by one" in name):
+                continue
+            with one_by_one() if "one by one" in name else contextlib.nullcontext():
+                step = step_of(made(name, whole), x, dy, splits)
+                for _ in range(2):  # delayed scaling learns its scales
+                    grads = step()
+                errors = [relative_error(*pair) for pair in zip(grads, expected, strict=True)]
+                assert max(errors) < 0.2, f"{name}: {errors}"
+                del grads
+                times = milliseconds({PEER: peer, name: captured(step)})
+            share = round(times[name] / times[PEER], 3)
+            ours = {
+                "contender": name,
+                "ms": round(times[name], 3),
+                "peer_ms": round(times[PEER], 3),
+                "share": share,
+            }
+            rows.append({"what": "experts" if whole else "layer", **ours})
+            print(rows[-1], flush=True)
+            del step
+            torch.cuda.empty_cache()
+        del exact, peer, expected
+    return rows
+
+
+def main() -> None:
+    report_on_gpu("experts", measure, parser(__doc__).parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Per-tensor FP8 of a gated activation of groups of rows, or of its gradient, computed on the way in.
+
+Values are those of ``activation``, rounded as it stores them, and codes those of ``grouped_quantize``: bit for bit what
+the two give one after the other. Of a gradient a program computes both halves from one read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import FLT_MAX, ElementFormat, cdiv
+from . import grouped_current
+from .activation import activate_gated, activate_gated_backward
+from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .grouped_quantize import (
+    encoding_scale,
+    group_ends,
+    groups_of,
+    locate,
+    raise_amax,
+    store_inverses,
+)
+from .launch import INTERPRETING, Launcher
+from .sources import Source
+from .tiles import is_wide, store_rows, store_transposed, tile_grid, tile_position
+
+TILE_ROWS = 64
+TILE_COLUMNS = 128
+AMAX_ROWS = 16
+AMAX_COLUMNS = 256
+
+
+@triton.jit
+def _values(
+    x, grad, F, inside, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    BACKWARD: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return the activation of a gate at ``x`` twice, or the gradients of the gate and of what it multiplies."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    a = to_float32(tl.load(x, mask=inside, other=0.0), EMULATE)
+    b = to_float32(tl.load(x + F, mask=inside, other=0.0), EMULATE)
+    if BACKWARD:
+        g = to_float32(tl.load(grad, mask=inside, other=0.0), EMULATE)
+        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
+        return round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+    else:
+        y = round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
+        return y, y
+
+
+@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "amax_ptr"])
+def _grouped_gated_amax_kernel(
+    x_ptr,
+    grad_ptr,
+    splits_ptr,
+    amax_ptr,
+    T,
+    F,
+    groups,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for start in tl.range(0, F, COLUMNS):
+        inside = (row < T)[:, None] & (column < F - start)
+        x = x_ptr + row[:, None] * (2 * F) + (start + column)
+        grad = grad_ptr + row[:, None] * F + (start + column)
+        first, second = _values(x, grad, F, inside, FUNCTION, P0, P1, P2, BACKWARD, EMULATE)
+        largest = tl.maximum(largest, magnitude(first, EMULATE))
+        if BACKWARD:
+            largest = tl.maximum(largest, magnitude(second, EMULATE))
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    raise_amax(amax_ptr, groups_of(row, ends, groups, GROUPS), tl.max(largest, axis=1), groups)
+
+
+@triton.jit
+def _emit(
+    xs, scale, data_ptr, transpose_ptr, source, left, m0, k, K, rows, rows_left, columns_left, E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, CURRENT: tl.constexpr, WORDS: tl.constexpr,
+    EVEN: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Encode four interleaved rows of a tile from column ``k`` on, and store them in both directions."""
+    column = tl.arange(0, xs[0].shape[1])[None, :]
+    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
+    if ROWWISE:
+        store_rows(data_ptr + (source[:, None] * K + k + column), codes, K, left, column < columns_left)
+    if COLUMNWISE:
+        words = pack_codes(*codes, EMULATE)
+        store_transposed(transpose_ptr, words, m0, k, rows, rows_left, columns_left, WORDS, EVEN)
+
+
+@triton.jit(
+    do_not_specialize=["groups", "band_bits"],
+    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
+)
+def _grouped_gated_cast_kernel(
+    x_ptr,
+    grad_ptr,
+    splits_ptr,
+    scale_ptr,
+    data_ptr,
+    transpose_ptr,
+    scale_inv_ptr,
+    amax_ptr,
+    T,
+    F,
+    rows,
+    groups,
+    band_bits,
+    epsilon,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    AMAX: tl.constexpr,
+    CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    POWER_2: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # ``rows``: of the transposed codes, all groups padded.
+    tile_m, tile_k = tile_position(band_bits, CURRENT)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= rows:
+        return
+    if WIDE:
+        rows = rows.to(tl.int64)
+        F = F.to(tl.int64)
+    rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
+    quad = tl.arange(0, TILE_ROWS // 4) * 4
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
+    inside = (column < columns_left) & (group < groups)[:, None]
+    firsts = ()
+    seconds = ()
+    for j in tl.static_range(4):
+        row = (source + j)[:, None]
+        x = x_ptr + (row * (2 * F) + k0 + column)
+        grad = grad_ptr + (row * F + k0 + column)
+        first, second = _values(
+            x, grad, F, inside & (left > j), FUNCTION, P0, P1, P2, BACKWARD, EMULATE
+        )  # fmt: skip
+        firsts = firsts + (first,)
+        seconds = seconds + (second,)
+    loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
+    scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
+    if AMAX:
+        largest = magnitude_of_four(*firsts, EMULATE)
+        if BACKWARD:
+            largest = tl.maximum(largest, magnitude_of_four(*seconds, EMULATE))
+        raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
+    K = 2 * F if BACKWARD else F
+    _emit(
+        firsts, scale, data_ptr, transpose_ptr, source, left, m0, k0, K, rows, rows_left, columns_left, E5M2, ROWWISE,
+        COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
+    )  # fmt: skip
+    if BACKWARD:
+        _emit(
+            seconds, scale, data_ptr, transpose_ptr, source, left, m0, F + k0, K, rows, rows_left, columns_left, E5M2,
+            ROWWISE, COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
+        )  # fmt: skip
+    if (tile_m == 0) & (tile_k == 0):
+        store_inverses(scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS)
+
+
+_amax = Launcher(_grouped_gated_amax_kernel, num_warps=8)
+_cast = Launcher(_grouped_gated_cast_kernel, num_warps=8)
+
+
+def _operands(source: Source) -> tuple[tuple[Tensor, Tensor], int, tuple[Any, ...]]:
+    """Return input and gradient, or the input twice; columns of a half; the kernels' constants."""
+    kind, *function = source.constants
+    x, *grad = source.operands
+    return (x, grad[0] if grad else x), x.shape[1] // 2, (*function, kind == "gated_backward")
+
+
+def amaxes(source: Source, splits: Tensor, groups: int) -> Tensor:
+    """Return ``grouped_quantize.amaxes`` of what the source computes."""
+    operands, F, function = _operands(source)
+    amax = torch.zeros(groups, dtype=torch.float32, device=source.device)
+    T = source.shape[0]
+    if T * F:
+        _amax(
+            (cdiv(T, AMAX_ROWS), 1, 1),
+            (*operands, splits, amax, T, F, groups),
+            (*function, triton.next_power_of_2(max(groups, 1)), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+        )
+    return amax
+
+
+def _run(
+    source: Source,
+    splits: Tensor,
+    scale: Tensor,
+    fmt: ElementFormat,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None,
+    current: bool,
+    power_2: bool,
+    epsilon: float,
+) -> list[Tensor]:
+    operands, F, function = _operands(source)
+    groups, T = scale.shape[0], source.shape[0]
+    rows, data, transpose, scale_inv = grouped_current.outputs(
+        source.shape, source.device, splits, groups, rowwise, columnwise, alignment
+    )
+    if groups:
+        # One program at least, which writes the scales.
+        (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(F, TILE_COLUMNS), 1))
+        absent = operands[0]  # the constants keep the kernel from touching it
+        _cast(
+            (across, down, 1),
+            (
+                *operands, splits, scale, absent if data is None else data,
+                absent if transpose is None else transpose, scale_inv, scale if amax is None else amax, T, F, rows,
+                groups, band_bits, float(epsilon),
+            ),
+            (
+                *function, fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
+                power_2 and current, alignment, triton.next_power_of_2(max(groups, 1)), TILE_ROWS, TILE_COLUMNS,
+                rows % TILE_ROWS == 0 and F % TILE_COLUMNS == 0, rows % 4 == 0, is_wide(rows, 2 * F), INTERPRETING,
+            ),
+        )  # fmt: skip
+    return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
+
+
+def quantize(
+    source: Source,
+    splits: Tensor,
+    scale: Tensor,
+    fmt: ElementFormat,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None = None,
+) -> list[Tensor]:
+    """Compute ``grouped_quantize.quantize`` of a gated activation of rows, or its gradient, from ``sources``."""
+    return _run(source, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0)
+
+
+def quantize_current(
+    source: Source,
+    splits: Tensor,
+    fmt: ElementFormat,
+    *,
+    groups: int,
+    power_2: bool,
+    epsilon: float,
+    rowwise: bool,
+    columnwise: bool,
+    alignment: int,
+    amax: Tensor | None = None,
+    keep_amax: bool = False,
+) -> list[Tensor]:
+    """Compute ``grouped_quantize.quantize_current`` likewise: one pass takes the amaxes, another writes the codes."""
+    amax = amaxes(source, splits, groups) if amax is None else amax
+    how = fmt, rowwise, columnwise, alignment
+    buffers = _run(source, splits, amax, *how, None, True, power_2, epsilon)
+    return [*buffers, amax] if keep_amax else buffers
