@@ -111,8 +111,8 @@ def milliseconds(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
 def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     splits = torch.full((EXPERTS,), ROWS // EXPERTS, device="cuda")
-    names = [f"{name}{kind}" for name in RECIPES for kind in ("", ", one by one", ", stored weights")]
-    for whole in (True, False):
+    names = [f"{name}{kind}" for kind in ("", ", stored weights", ", one by one") for name in RECIPES]
+    for whole in (True, False)[: chosen.shapes]:
         x, dy = (torch.randn(ROWS, n, device="cuda").bfloat16() for n in (HIDDEN, HIDDEN if whole else FFN))
         x.requires_grad_(True)
         torch.compiler.reset()
