@@ -154,7 +154,7 @@ def measure(chosen: Namespace) -> list[Row]:
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
     names = [name for name in NAMES if chosen.only in name]
-    modes = [mode for mode in MODES if mode != "compiled" or not chosen.skip_compile]
+    modes = [mode for mode in chosen.modes if mode != "compiled" or not chosen.skip_compile]
     firsts: dict[str, Row] = {}
     for mode, name in itertools.product(modes, names):
         if is_late(began, chosen.budget):
@@ -172,6 +172,7 @@ def measure(chosen: Namespace) -> list[Row]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=8192, help="rows of each GPU (default 8192)")
+    options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
     report_of_ranks("moe_dispatch", measure, options.parse_args())
 
