@@ -388,11 +388,12 @@ class World:
             if self.measure is not None:
                 self.measure.exact.knows_steps = False  # what a failed call has renewed is not modeled
         elif not self.plain:  # nothing of this may change what follows
-            # entering an autocast renews every layer that ran under one
-            self._use("copy" if self.program["how"] == "autocast" else how, seed)
+            self._use(how, seed)
 
     def _use(self, how: str, seed: int) -> None:
         """Save or copy the model, and go on with the original."""
+        if how == "train a copy" and self.program["how"] == "autocast":
+            how = "copy"  # an autocast that is entered renews what ran under one, which an evaluation shows
         state = self.model.state_dict()
         if how == "save":
             torch.save(state, io.BytesIO())

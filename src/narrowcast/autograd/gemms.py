@@ -274,11 +274,13 @@ def linear_backward(
     """Return gradients of a linear layer, dgrad (*lead, K).
 
     Args:
-        grad_output: (*lead, N), plain or quantized; with groups (T, N).
+        grad_output: (*lead, N), plain or quantized; with groups (T, N). Or a list of it, which is emptied, so that its
+            codes are freed once they are read. Python may hold an argument itself until the call returns.
         inp, weight: what was saved of them.
         scale_bwd: the scales that the forward copied.
         grouped: the groups of the rows, or None.
     """
+    grad_output = grad_output.pop() if isinstance(grad_output, list) else grad_output
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
     if args.parallel is not None:
         if args.parallel.gathers_grad_output:

@@ -289,7 +289,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         # codes that were made for this layer are freed once they are read
         grads: list[Any] = [grad_output if isinstance(grad_output, Tensor) else grad_output.take()]
         backward = _replay_of(linear_backward, grads[0], args.plan.grad_output, [*inp, *rest, scale], args)
-        grad_weight, grad_input, _ = backward(args, grads.pop(), inp, rest, scale)
+        grad_weight, grad_input, _ = backward(args, grads, inp, rest, scale)
         if grad_input is not None:
             grad_input = grad_input.to(ctx.input_dtype)
         return grad_input, (grad_weight,)
