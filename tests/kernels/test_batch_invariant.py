@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from narrowcast import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from narrowcast.quantizers import Float8RowsQuantizer
 from narrowcast.reference import batch_invariant as reference
 
 from .conftest import HAS_TRITON
@@ -53,6 +54,7 @@ def test_matmul(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device
 
 SCALING = {
     "tensor": Float8CurrentScalingQuantizer(E4M3, columnwise=False),
+    "row": Float8RowsQuantizer(E4M3, columnwise=False),
     "1x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=1),
     "128x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False),
     "1x32": MXFP8Quantizer(E4M3, columnwise=False),
@@ -73,7 +75,7 @@ def test_multiply_codes(M: int, N: int, K: int, scaling: str, device: torch.devi
     )
     b_scale = b_scale.t() if scaling == "128x128" else b_scale
     sizes = {
-        "block": {"tensor": 0, "1x32": 32}.get(scaling, 128),
+        "block": {"tensor": 0, "row": 0, "1x32": 32}.get(scaling, 128),
         "right_block": 128 if scaling == "128x128" else 1,
     }
     splits = reference.splits_of(K)
@@ -87,7 +89,7 @@ def test_multiply_codes(M: int, N: int, K: int, scaling: str, device: torch.devi
         made, left.dequantize(), right.dequantize(), bits=11 if device.type == "cuda" else 19
     )
     for at in (0, M // 2, M - 1):
-        scale = a_scale[at:] if sizes["block"] else a_scale
+        scale = a_scale if scaling == "tensor" else a_scale[at:]
         assert torch.equal(multiply(a[at:], b, scale, b_scale, splits)[0], made[at])
     if splits > 1:
         parts = [

@@ -42,9 +42,9 @@ def _gemm(
     return out if bias is None else out.add_(bias.to(dtype))
 
 
-_BLOCKS = {"tensor": 0, "1x128": FLOAT8_BLOCK, "1x32": MX_BLOCK}
+_BLOCKS = {"tensor": 0, "row": 0, "1x128": FLOAT8_BLOCK, "1x32": MX_BLOCK}
 """Elements of a row on the left that share a scale; 0 for all."""
-_PAIRS = (*((scaling, scaling) for scaling in _BLOCKS), ("1x128", "128x128"))
+_PAIRS = (*((scaling, scaling) for scaling in _BLOCKS), ("row", "tensor"), ("1x128", "128x128"))
 
 
 def _codes(buffers: list[Tensor], quantizer: QuantizerValue, columnwise: bool) -> NativeOperand | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
-from .. import _device
+from .. import _device, kernels
 from .._tracing import can_overwrite
 from ..upstream import opaque
 from ..upstream.compiler import may_choose_gemms
@@ -48,6 +48,9 @@ _TILED = {
 }
 _NATIVE_PAIRS = (
     ("tensor", "tensor"),
+    ("row", "row"),
+    ("row", "tensor"),
+    ("tensor", "row"),
     ("1x128", "1x128"),
     ("1x128", "128x128"),
     ("128x128", "1x128"),
@@ -224,8 +227,10 @@ def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
         e5m2 = a.data.dtype == b.data.dtype == torch.float8_e5m2
         return a.scaling == b.scaling and not e5m2 and bool(available())
     left, right = a.data.dtype is torch.float8_e5m2, b.data.dtype is torch.float8_e5m2
-    # block scaling takes E4M3 alone, per-tensor scaling E5M2 on one side
-    refused = (left and right) or (a.scaling != "tensor" and (left or right))
+    # block scaling takes E4M3 alone, scales of tensors and rows E5M2 on one side
+    refused = (left and right) or (a.scaling not in ("tensor", "row") and (left or right))
+    if "row" in (a.scaling, b.scaling):
+        refused = refused or not (kernels.AVAILABLE and _device.is_fp8_available())
     return (a.scaling, b.scaling) in _NATIVE_PAIRS and not refused
 
 
@@ -275,7 +280,10 @@ def multiply_native(
         return out if bias is None else out + bias.to(dtype)
     if a.scaling == "plain":
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
-    if a.scaling == "tensor":
+    if "row" in (a.scaling, b.scaling):
+        kernel = numerics_for(a.data).batch_invariant.multiply_codes
+        fused, product = False, kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
+    elif a.scaling == "tensor":
         fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
         product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
     elif a.scaling in _TILED:

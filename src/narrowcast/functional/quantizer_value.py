@@ -34,8 +34,8 @@ class NativeOperand(NamedTuple):
     """A GEMM operand the tensor cores read as it is.
 
     ``data``: (rows, contraction) in an fp8 dtype, row-major. ``scale``: decoding scales in the layout of
-    ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"1x128"``, ``"128x128"``, or
-    ``"plain"`` for a matrix in high precision, whose scale is 1.
+    ``torch.nn.functional.scaled_mm`` for the left operand. ``scaling``: ``"tensor"``, ``"row"`` (fp32, one per
+    row), ``"1x128"``, ``"128x128"``, or ``"plain"`` for a matrix in high precision, whose scale is 1.
 
     ``"1x32"`` (MXFP8) and ``"1x16"`` (NVFP4, two codes per byte) have compact scale codes, uint8 (rows to 128, blocks
     to 4), which the GEMM's caller puts in order; strides are any. ``tensor_scale``: NVFP4's fp32 scale of all, (1,).

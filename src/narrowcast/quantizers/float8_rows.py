@@ -10,9 +10,11 @@ from torch import Tensor
 
 from .._checks import numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
+from ..functional import NativeOperand
 from ..reference import float8_rows
 from ..tensors import Float8RowsTensor, Float8RowsTensorStorage
 from .arguments import FP8_ELEMENTS, fp8_dtype_of
+from .codes import codes_as_matrix
 from .float8_blockwise import Float8BlockQuantizer
 from .quantizer import Quantizer
 
@@ -26,7 +28,7 @@ def _checked_rule(rule: str) -> str:
 class Float8RowsQuantizer(Quantizer):
     """FP8 data with one fp32 scale per row, and per column in the column-wise data.
 
-    No GPU's GEMM takes it here: recipes need ``emulate=True`` on a GPU.
+    On GPUs with FP8 a Triton kernel multiplies the codes; those of grouped layers need ``emulate=True``.
 
     Args:
         fp8_dtype: E4M3 or E5M2.
@@ -92,6 +94,10 @@ class Float8RowsQuantizer(Quantizer):
             return float8_rows.dequantize(codes, scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
         values = float8_rows.dequantize(codes.flatten(1), scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
         return values.t().contiguous().view(*codes.shape[1:], codes.shape[0])
+
+    def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
+        codes, scale_inv = buffers
+        return NativeOperand(codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise), scale_inv, "row")
 
     def _scales_are_powers(self) -> bool:
         return False

@@ -97,8 +97,8 @@ def forward_like(
         format: "hf-fp8-block128" (weights in 128 x 128 tiles, inputs in 1 x 128 groups), "fp8-channel" (a scale per
             row of a weight and per token), "fp8-tensor" (a scale per weight and per token), or "fp8-static" (delayed
             scaling: a scale per weight and one for the inputs of a layer, the same rule in all engines).
-        emulate: decode operands before they are multiplied, which all but "hf-fp8-block128" with quantized inputs need
-            on a GPU; None does it for them.
+        emulate: decode operands before they are multiplied, which "weight-only" needs on a GPU, and experts with scales
+            per row; None does it for them.
 
     Returns:
         ``model``.
@@ -112,17 +112,21 @@ def forward_like(
         raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, (*ROWS, WEIGHT_ONLY)))}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, FORMATS))}")
-    names = [
-        name
+    names = {
+        name: layer._module_type == "grouped_linear"
         for name, layer in model.named_modules()
         if isinstance(layer, LinearLayer) and layer.recipe is not None
-    ]
+    }
     if not names:
         raise ValueError("no layer of the model has a recipe; convert it first: nc.convert(model, recipe)")
     if format == STATIC and engine == WEIGHT_ONLY:
         raise ValueError(f"format={format!r} scales inputs, which engine={engine!r} leaves in high precision")
-    decodes = format != "hf-fp8-block128" or engine == WEIGHT_ONLY if emulate is None else emulate
-    recipe: Recipe = CustomRecipe(qfactory=EngineQuantizers(engine, format), emulate=decodes)
     if format == STATIC:
-        recipe = DelayedScaling(emulate=bool(emulate))
-    return set_recipe(model, dict.fromkeys(names, recipe))
+        return set_recipe(model, dict.fromkeys(names, DelayedScaling(emulate=bool(emulate))))
+    factory = EngineQuantizers(engine, format)
+    by_row = format != "hf-fp8-block128"
+    recipes: dict[bool, Recipe] = {}
+    for grouped in (False, True):
+        decodes = engine == WEIGHT_ONLY or (by_row and grouped) if emulate is None else emulate
+        recipes[grouped] = CustomRecipe(qfactory=factory, emulate=decodes)
+    return set_recipe(model, {name: recipes[is_grouped] for name, is_grouped in names.items()})
