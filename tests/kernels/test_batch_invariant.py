@@ -118,6 +118,23 @@ def test_mix(part: object, device: torch.device) -> None:
     assert torch.equal(first, made[..., :1, :])
 
 
+def test_softmax(device: torch.device) -> None:
+    """Equal to the reference, and of whatever length."""
+    logits = torch.randn(3, 7, 700, device=device) * 20
+    logits[0, 1, 650:] = float("-inf")
+    logits[0, 2] = float("-inf")
+    logits[0, 3, 5] = float("nan")
+    logits[0, 4] = -200.0
+    for length in (700, 256, 3):
+        x = logits[..., :length]
+        made, expected = kernel.softmax(x).cpu(), reference.softmax(x.cpu())
+        assert torch.equal(made.isnan(), expected.isnan())
+        assert torch.equal(made.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(kernel.softmax(logits[:1, 1:2, :650]), kernel.softmax(logits)[:1, 1:2, :650])
+    with pytest.raises(ValueError, match="give torch.float32"):
+        kernel.softmax(logits.half())
+
+
 def test_empty(device: torch.device) -> None:
     for numerics in (reference, kernel):
         for M, N, K in ((0, 3, 5), (3, 0, 5), (3, 5, 0)):

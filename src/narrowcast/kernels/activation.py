@@ -58,9 +58,15 @@ def _reciprocal(x, EMULATE: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, EMULATE: tl.constexpr):
-    """Return ``1 / (1 + 2**t)`` with ``t = -x * log2(e)``; 2**t from a polynomial, scaled by bits of a rounding sum."""
+    """Return ``1 / (1 + 2**t)`` with ``t = -x * log2(e)``."""
     t = x * -1.4426950408889634
     t = at_most(at_least(t, -125.0), 125.0)
+    return _reciprocal(exp2(t, EMULATE) + 1.0, EMULATE)
+
+
+@triton.jit
+def exp2(t, EMULATE: tl.constexpr):
+    """Return ``2**t`` of ``t`` in [-125, 125]: a polynomial, scaled by bits of a rounding sum."""
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
     p = product(f, 0.0013269521296024323, EMULATE) + 0.009671291336417198
@@ -70,7 +76,7 @@ def sigmoid(x, EMULATE: tl.constexpr):
     p = product(p, f, EMULATE) + 1.0
     # The low byte of the sum's bits is the biased exponent. A NaN stays one in the product, not in its bits.
     power = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    return _reciprocal(product(p, power, EMULATE) + 1.0, EMULATE)
+    return product(p, power, EMULATE)
 
 
 @triton.jit

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import round_to_dtype, to_float32
+from .activation import exp2
+from .codecs import at_least, product, round_to_dtype, to_float32
 from .grouped_gemm import tile_origin
 from .launch import INTERPRETING, Launcher, check_device
+from .reduction import fold_lanes
 from .scaling import e8m0_value
 
 # A tile's size changes no bit: an element of the product is of its row and its column.
@@ -27,6 +29,8 @@ STEP_BYTES = 128
 """Of an operand's row in a step; fewer where a block of scales has fewer."""
 
 BAND = 8
+SOFTMAX_ROWS = 4
+LANES = 256
 
 
 @triton.jit
@@ -240,3 +244,57 @@ def mix(weights: Tensor, values: Tensor) -> Tensor:
     _check(a, b)
     out = _product(a, b, b.stride(), b.shape[2], 1, None, torch.float32)
     return out.view(*weights.shape[:-1], values.shape[-1])
+
+
+@triton.jit
+def _exponential(x, EMULATE: tl.constexpr):
+    """Return the exponential of fp32 that is not positive; 0 where its exponent is below -125."""
+    t = product(x, tl.full(x.shape, 1.4426950408889634, tl.float32), EMULATE)
+    return tl.where(t < -125.0, 0.0, exp2(at_least(t, -125.0), EMULATE))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _softmax_kernel(x_ptr, out_ptr, T, K, ROWS: tl.constexpr, LANES: tl.constexpr, EMULATE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, LANES)
+    offsets = row[:, None] * K + lane[None, :]
+    there = (row < T)[:, None]
+    highest = tl.full([ROWS, LANES], float("-inf"), tl.float32)
+    for start in tl.range(0, K, LANES):
+        inside = there & (lane < K - start)[None, :]
+        highest = tl.maximum(highest, tl.load(x_ptr + offsets + start, mask=inside, other=float("-inf")))
+    base = tl.max(highest, axis=1)
+    base = tl.where(base == float("-inf"), 0.0, base)[:, None]
+    lanes = tl.zeros([ROWS, LANES], tl.float32)
+    for start in tl.range(0, K, LANES):
+        inside = there & (lane < K - start)[None, :]
+        lanes += _exponential(
+            tl.load(x_ptr + offsets + start, mask=inside, other=float("-inf")) - base, EMULATE
+        )
+    total = fold_lanes(lanes)
+    total = tl.where(total == 0.0, 1.0, total)
+    totals = tl.broadcast_to(total[:, None], [ROWS, LANES])
+    for start in tl.range(0, K, LANES):
+        inside = there & (lane < K - start)[None, :]
+        e = _exponential(tl.load(x_ptr + offsets + start, mask=inside, other=0.0) - base, EMULATE)
+        tl.store(out_ptr + offsets + start, tl.div_rn(e, totals), mask=inside)
+
+
+_softmax = Launcher(_softmax_kernel, num_warps=4)
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Compute ``reference.batch_invariant.softmax``.
+
+    Raises:
+        ValueError: a tensor that the kernel cannot reach, or no fp32.
+    """
+    check_device(logits)
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits are {logits.dtype}; give torch.float32")
+    x, out = logits.contiguous(), torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if x.numel():
+        K = x.shape[-1]
+        T = x.numel() // K
+        _softmax((cdiv(T, SOFTMAX_ROWS), 1, 1), (x, out, T, K), (SOFTMAX_ROWS, LANES, INTERPRETING))
+    return out

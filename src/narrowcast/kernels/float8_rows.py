@@ -81,7 +81,7 @@ def _float8_rows_kernel(
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
         largest = tl.max(magnitude(x, EMULATE), axis=1)
     else:
-        for at in range(0, left, COLUMNS):
+        for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
             part = tl.load(x_ptr + offsets + at, mask=inside, other=0.0)
             largest = tl.maximum(largest, tl.max(magnitude(part, EMULATE), axis=1))
@@ -93,7 +93,7 @@ def _float8_rows_kernel(
         inside = (row < M)[:, None] & (index < left)[None, :]
         tl.store(codes_ptr + offsets, _codes(x, factor, RULE, E5M2, EMULATE), mask=inside)
     else:
-        for at in range(0, left, COLUMNS):
+        for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
             part = tl.load(x_ptr + offsets + at, mask=inside, other=0.0)
             tl.store(codes_ptr + offsets + at, _codes(part, factor, RULE, E5M2, EMULATE), mask=inside)

@@ -97,7 +97,9 @@ class Float8RowsQuantizer(Quantizer):
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
         codes, scale_inv = buffers
-        return NativeOperand(codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise), scale_inv, "row")
+        return NativeOperand(
+            codes_as_matrix(codes, ELEMENT_FORMATS[self.dtype], columnwise), scale_inv, "row"
+        )
 
     def _scales_are_powers(self) -> bool:
         return False
