@@ -79,4 +79,5 @@ def test_its_own_forward_gives_the_log_probabilities(format: str, tmp_path: Path
     assert quantized == 4
     if format == "fp8-channel" and DEVICE == "cpu":
         assert torch.equal(own, found)
-    assert k3(found, own) < 1e-12  # a scale of the tensor multiplies before the product there, after it here
+    # a scale of the tensor multiplies before the product there, after it here; a GPU adds products of codes in 14 bits
+    assert k3(found, own) < (1e-12 if DEVICE == "cpu" else 1e-5)

@@ -454,8 +454,9 @@ def load_source(
         a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         if SOURCE == "activation":
             return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
-        g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
+        else:  # Triton 3.6 goes on after a return that is not the last of its branch
+            g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+            return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
     elif SOURCE == "gated":
         wide = m * (2 * K) + k
         offsets = row[:, None] * (2 * K) + across
