@@ -28,9 +28,12 @@ from .launch import GluonLauncher
 TILE_K = 128
 BAND = 16
 TILE = (128, 256, 1)
+NARROW_TILE = (128, 128, 1)
 BLOCK_ROWS_TILE = (128, 128, 1)
 BLOCK_CONTRACTION_TILE = (128, 256, 2)
 """Rows and columns of a tile, and how many parts of bf16 results are on their way out at once."""
+WASTE = 24
+"""The share of wide tiles that may lie outside the result; more costs longer than a narrow tile's reads."""
 WIDTH = 128
 """Columns of such a part, and of a partial sum."""
 SHARED_MEMORY = 231424
@@ -501,6 +504,8 @@ def multiply(
     tile_m, tile_n, stagings = TILE
     if block_scaled:
         tile_m, tile_n, stagings = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
+    elif not contraction and 0 < N % tile_n <= NARROW_TILE[1] and -N % tile_n > N // WASTE:
+        tile_m, tile_n, stagings = NARROW_TILE
     out_size = out.element_size()
     stagings = stagings if out_size == 2 else 1
     room = SHARED_MEMORY - stagings * tile_m * WIDTH * out_size
