@@ -1,6 +1,6 @@
 """LoRA of rank 16 with PEFT on layers of the 8B shape of Llama: bf16, and frozen weights that are stored quantized.
 
-The layers are compiled one by one and share one graph; ``eager`` runs them as they are. A step is forward, backward and
+The layers are compiled one by one and share one graph, the loss is another; ``eager`` runs them as they are. A step is forward, backward and
 AdamW on the adapters, timed as a loop issues it. Adapters are in bf16, but where the name says fp32, PEFT's default.
 The vocabulary is an eighth of the model's, so that the head has the share that it has beside 32 layers.
 ``--profile NAME`` prints where the GPU's time goes.
@@ -78,8 +78,10 @@ def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
     """Return a model and what makes one step of it."""
     model, cuda = make(name, device), device == "cuda"
     if "eager" not in name:
-        for layer in model.base_model.model.model.layers:
-            layer.compile(backend="inductor" if cuda else "aot_eager")
+        backend, base = "inductor" if cuda else "aot_eager", model.base_model.model
+        for layer in base.model.layers:
+            layer.compile(backend=backend)
+        base.loss_function = torch.compile(base.loss_function, backend=backend)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
     words = torch.randint(0, SIZES[device]["vocab_size"], BATCH[device], device=device)

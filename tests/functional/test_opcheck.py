@@ -118,14 +118,15 @@ def swizzle_cases(x: Tensor) -> Iterator[Arguments]:
 def add_product_cases(x: Tensor) -> Iterator[Arguments]:
     matrix = x.flatten(0, -2)
     for base in (matrix, matrix.float()):
-        yield base, x.new_ones(matrix.shape[0], 4), x.new_ones(4, matrix.shape[1]).t()
+        yield [base], x.new_ones(matrix.shape[0], 4), x.new_ones(4, matrix.shape[1]).t()
+        yield [base, base + 1], x.new_ones(matrix.shape[0], 2), x.new_ones(matrix.shape[1], 2)
 
 
 @family("thin_products")
 def thin_products_cases(x: Tensor) -> Iterator[Arguments]:
     wide = x.flatten(0, -2)
     right, left = x.new_ones(4, wide.shape[1]).t(), x.new_ones(wide.shape[0], 4)
-    yield from ((wide, right, None), (wide, None, left), (wide, right, left))
+    yield wide, right, left
 
 
 @family("pad_rows")

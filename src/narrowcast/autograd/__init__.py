@@ -1,7 +1,7 @@
 """Autograd functions: the boundaries between modules and operators."""
 
 from .activation import ActivationSettings, activate
-from .adapter import adapter_input, adapter_output, adapter_product
+from .adapter import adapter_inputs, adapter_output, adapter_product
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .gemms import fprop
@@ -31,7 +31,7 @@ __all__ = [
     "ProgramArgs",
     "ProgramFunction",
     "activate",
-    "adapter_input",
+    "adapter_inputs",
     "adapter_output",
     "adapter_product",
     "add_to_main_grad_",

@@ -1,11 +1,13 @@
-"""An adapter of two thin matrices beside a linear layer: no product is written before it is added.
+"""Adapters of two thin matrices beside linear layers: no product is written before it is added.
 
-An adapter adds ``(x A^T) (s B)^T`` to its layer's output. ``adapter_input`` is before the layer and ``adapter_output``
-after it, so that the layer's own gradient of the input comes by the first one, which adds the adapter's to it.
+An adapter adds ``(x A^T) (s B)^T`` to its layer's output. ``adapter_inputs`` is before the layers that read one input,
+and ``adapter_output`` after each of them. So the layers' own gradients of the input come by the first one, which sums
+them and adds the adapters' products in one pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,32 +21,32 @@ def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _Input(torch.autograd.Function):
-    """(x, A) -> (x, x A^T), or x A^T alone; see :func:`adapter_input`."""
+class _Inputs(torch.autograd.Function):
+    """(x, A, ...) -> (x, ..., x A^T, ...), or the products alone; see :func:`adapter_inputs`."""
 
     @staticmethod
-    def forward(ctx: Any, inp: Tensor, lora_a: Tensor, passes: bool) -> Any:
-        thin = lora_a.to(inp.dtype)
-        ctx.passes = passes
-        ctx.kind = lora_a.dtype
+    def forward(ctx: Any, passes: bool, inp: Tensor, *lora_as: Tensor) -> Any:
+        thins = [lora_a.to(inp.dtype) for lora_a in lora_as]
+        thin = thins[0] if len(thins) == 1 else torch.cat(thins)
+        ctx.passes, ctx.ranks, ctx.kind = passes, [lora_a.shape[0] for lora_a in lora_as], lora_as[0].dtype
         ctx.save_for_backward(inp, thin)
-        (hidden,) = thin_products(_matrix(inp), thin.t(), None)
-        return (inp.view_as(inp), hidden) if passes else hidden
+        hidden = _matrix(inp) @ thin.t()
+        products = [part.contiguous() for part in hidden.split(ctx.ranks, 1)] if len(lora_as) > 1 else [hidden]
+        return (*[inp.view_as(inp) for _ in lora_as if passes], *products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         inp, thin = ctx.saved_tensors
-        grad_hidden = grads[-1]
-        grad_inp = grad_a = None
-        if ctx.needs_input_grad[1]:
-            (columns,) = thin_products(_matrix(inp), None, grad_hidden)
-            grad_a = columns.t().to(ctx.kind)
+        count = len(ctx.ranks)
+        grad_hidden = grads[-1] if count == 1 else torch.cat(grads[-count:], 1)
+        grad_inp = None
         if ctx.passes:
-            grad_inp = add_product(_matrix(grads[0]), grad_hidden, thin.t()).view(inp.shape)
-        elif ctx.needs_input_grad[0]:
-            grad_inp = (grad_hidden @ thin).view(inp.shape)
-        return grad_inp, grad_a, None
+            grad_inp = add_product([_matrix(grad) for grad in grads[:count]], grad_hidden, thin.t())
+        elif ctx.needs_input_grad[1]:
+            grad_inp = grad_hidden @ thin
+        grad_as = (grad_hidden.t() @ _matrix(inp)).to(ctx.kind).split(ctx.ranks)
+        return None, None if grad_inp is None else grad_inp.view(inp.shape), *grad_as
 
 
 class _Output(torch.autograd.Function):
@@ -53,10 +55,9 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         thin = (lora_b * scaling).to(hidden.dtype)
-        ctx.scaling = scaling
-        ctx.kind = lora_b.dtype
+        ctx.scaling, ctx.kind = scaling, lora_b.dtype
         ctx.save_for_backward(hidden, thin)
-        return add_product(_matrix(out), hidden, thin).view(out.shape)
+        return add_product([_matrix(out)], hidden, thin).view(out.shape)
 
     @staticmethod
     @once_differentiable
@@ -66,21 +67,22 @@ class _Output(torch.autograd.Function):
         return grad, grad_hidden, (columns * ctx.scaling).to(ctx.kind), None
 
 
-def adapter_input(inp: Tensor, lora_a: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input for the layer beside the adapter, and the product (M, r) for :func:`adapter_output`.
+def adapter_inputs(inp: Tensor, lora_as: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return for each adapter the input for the layer beside it, and its product (M, r) for :func:`adapter_output`.
 
     Args:
-        inp: (*lead, K), bf16 or fp16.
-        lora_a: (r, K); multiplied in the dtype of ``inp``.
+        inp: (*lead, K), bf16 or fp16; all these layers read it.
+        lora_as: (r, K) each, of one dtype; multiplied in the dtype of ``inp``.
     """
-    if inp.requires_grad and torch.is_grad_enabled():
-        return _Input.apply(inp, lora_a, True)  # type: ignore[no-any-return]
-    return inp, adapter_product(inp, lora_a)
+    if not (inp.requires_grad and torch.is_grad_enabled()):
+        return [(inp, product) for product in _Inputs.apply(False, inp, *lora_as)]
+    made = _Inputs.apply(True, inp, *lora_as)
+    return list(zip(made[: len(lora_as)], made[len(lora_as) :]))
 
 
 def adapter_product(inp: Tensor, lora_a: Tensor) -> Tensor:
     """Return the product (M, r) alone; for an input that the layer does not read, such as after dropout."""
-    return _Input.apply(inp, lora_a, False)  # type: ignore[no-any-return]
+    return _Inputs.apply(False, inp, lora_a)[0]  # type: ignore[no-any-return]
 
 
 def adapter_output(out: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
@@ -88,7 +90,7 @@ def adapter_output(out: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float) 
 
     Args:
         out: (*lead, N), of the layer.
-        hidden: (M, r), of :func:`adapter_input`.
+        hidden: (M, r), of :func:`adapter_inputs`.
         lora_b: (N, r).
         scaling: s.
     """

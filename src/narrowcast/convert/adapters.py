@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from ..autograd import adapter_input, adapter_output, adapter_product
+from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 from .requantize import requantized
@@ -102,10 +102,14 @@ def fuse_adapters(model: Any, enabled: bool = True) -> Any:
         TypeError: ``model`` is no PEFT model.
         ValueError: an adapter is of another kind or merged, or none is active.
     """
-    for _, layer in list(_layers(model)):
+    layers = list(_layers(model))
+    for _, layer in layers:
         vars(layer).pop("forward", None)
+        vars(layer).pop("shared_input", None)
         if enabled:
             layer.forward = MethodType(_forward_fused, layer)
+    if enabled:
+        _shared_inputs(layers)
     return model
 
 
@@ -234,22 +238,70 @@ def _forward_merged(scales: Scales, layer: Any, x: Tensor, *args: Any, **kwargs:
     return out
 
 
+_SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read one input, in a module of Transformers."""
+
+
+class _Shared:
+    """Layers whose adapters read one input. The first call multiplies for all of them; ``products`` wait for theirs.
+
+    If one is left over, another input has come: from then on each layer multiplies for itself.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.products: list[Any] = [None for _ in layers]
+        self.inp: Tensor | None = None
+
+    def goes_with(self, layer: Any, adapter: str) -> bool:
+        """Return whether this layer is one of them, and all have this adapter alone."""
+        alike = all(_active(one) == [adapter] and not one.merged and _is_plain(one, adapter) for one in self.layers)
+        return alike and any(one is layer for one in self.layers)
+
+    def of(self, layer: Any, x: Tensor, adapter: str) -> tuple[Tensor, Tensor]:
+        """Return the input for a layer, and the product of its adapter."""
+        at = next(i for i, one in enumerate(self.layers) if one is layer)
+        if self.inp is not x or self.products[at] is None:
+            if self.inp is not None:
+                self.layers, self.products, self.inp = [layer], [None], None
+                return adapter_inputs(x, [layer.lora_A[adapter].weight])[0]
+            self.products = list(adapter_inputs(x, [one.lora_A[adapter].weight for one in self.layers]))
+            self.inp = x
+        made = self.products[at]
+        self.products[at] = None
+        if all(one is None for one in self.products):
+            self.inp = None
+        return made  # type: ignore[no-any-return]
+
+
+def _shared_inputs(layers: list[tuple[str, Any]]) -> None:
+    """Note on layers which others read the same input."""
+    found = {name: layer for name, layer in layers}
+    for name, layer in layers:
+        before, _, own = name.rpartition(".")
+        names = next((names for names in _SHARING if own in names), ())
+        group = [found[f"{before}.{one}"] for one in names if f"{before}.{one}" in found]
+        if len(group) > 1 and layer is group[0]:
+            shared = _Shared(group)
+            for one in group:
+                one.shared_input = shared
+
+
 def _forward_fused(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a LoRA layer with its thin products fused."""
     active = [] if layer.merged else _active(layer)
-    if (
-        kwargs
-        or x.dtype not in (torch.bfloat16, torch.float16)
-        or not all(_is_plain(layer, a) for a in active)
-    ):
+    if kwargs or x.dtype not in (torch.bfloat16, torch.float16) or not all(_is_plain(layer, a) for a in active):
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
     products = []
+    shared = getattr(layer, "shared_input", None)
     for adapter in active:
-        weight, dropped = layer.lora_A[adapter].weight, layer.lora_dropout[adapter](x)
-        if dropped is x:
-            x, product = adapter_input(x, weight)
+        dropped = layer.lora_dropout[adapter](x)
+        if dropped is not x:
+            product = adapter_product(dropped, layer.lora_A[adapter].weight)
+        elif shared is not None and len(active) == 1 and shared.goes_with(layer, adapter):
+            x, product = shared.of(layer, x, adapter)
         else:
-            product = adapter_product(dropped, weight)
+            x, product = adapter_inputs(x, [layer.lora_A[adapter].weight])[0]
         products.append(product)
     out: Tensor = layer.base_layer(x, *args)
     for adapter, product in zip(active, products, strict=True):

@@ -1,13 +1,14 @@
 """Products with thin matrices, as the adapters of LoRA have them: the wide matrix is read once.
 
-A library's GEMM with a thin side reads the wide matrix once for each of the two products that a backward takes of it,
-and writes a product before it is added. Sums are in an order of their own: rows and columns of the wide matrix are
-divided among the programs, and what each has summed is added in fp32.
+A library's GEMM writes a product before it is added, and reads the wide matrix once for each of the two products that a
+backward takes of it. One product of a wide matrix alone is as fast there. Sums are in an order of their own: rows and
+columns of the wide matrix are divided among the programs, and what each has summed is added in fp32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,16 +17,19 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
+from .grouped_gemm import ROOM
 from .launch import INTERPRETING, Launcher, check_device
 
 ADD_ROWS = 64
-ADD_COLUMNS = 128
+ADD_COLUMNS = 64
 ROWS = 128
 COLUMNS = 64
-PROGRAMS = 256
 PARTS = 4
+PROGRAMS = 256
 MIN_RANK = 16
-MAX_RANK = 128
+LARGEST_RANK = 64
+"""Of thin matrices that these kernels multiply; the library multiplies others."""
+MOST_BASES = 4
 
 
 @triton.jit
@@ -39,6 +43,9 @@ def _operand(x, EMULATE: tl.constexpr):
 @triton.jit
 def _thin_add_kernel(
     base_ptr,
+    second_ptr,
+    third_ptr,
+    fourth_ptr,
     left_ptr,
     right_ptr,
     out_ptr,
@@ -47,6 +54,7 @@ def _thin_add_kernel(
     rank,
     right_row,
     right_column,
+    BASES: tl.constexpr,
     RANK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -58,7 +66,13 @@ def _thin_add_kernel(
     inner = tl.arange(0, RANK)
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
-    base = tl.load(base_ptr + place, mask=inside, other=0.0)
+    base = to_float32(tl.load(base_ptr + place, mask=inside, other=0.0), EMULATE)
+    if BASES > 1:
+        base = base + to_float32(tl.load(second_ptr + place, mask=inside, other=0.0), EMULATE)
+    if BASES > 2:
+        base = base + to_float32(tl.load(third_ptr + place, mask=inside, other=0.0), EMULATE)
+    if BASES > 3:
+        base = base + to_float32(tl.load(fourth_ptr + place, mask=inside, other=0.0), EMULATE)
     left = tl.load(
         left_ptr + row[:, None] * rank + inner[None, :],
         mask=(row < M)[:, None] & (inner < rank)[None, :],
@@ -69,8 +83,7 @@ def _thin_add_kernel(
         mask=(column < N)[None, :] & (inner < rank)[:, None],
         other=0.0,
     )
-    total = tl.dot(_operand(left, EMULATE), _operand(right, EMULATE))
-    total = total + to_float32(base, EMULATE)
+    total = tl.dot(_operand(left, EMULATE), _operand(right, EMULATE)) + base
     tl.store(out_ptr + place, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
@@ -87,8 +100,6 @@ def _thin_products_kernel(
     length,
     right_row,
     right_column,
-    OF_ROWS: tl.constexpr,
-    OF_COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -106,23 +117,21 @@ def _thin_products_kernel(
     sums = ()
     for part in tl.static_range(PARTS):
         at = first + part * TILE_M + row
-        if OF_COLUMNS:
-            left = tl.load(
-                left_ptr + at[:, None] * rank + inner[None, :],
-                mask=(at < M)[:, None] & of_rank[None, :],
-                other=0.0,
-            )
-            lefts = lefts + (_operand(left, EMULATE),)
+        left = tl.load(
+            left_ptr + at[:, None] * rank + inner[None, :],
+            mask=(at < M)[:, None] & of_rank[None, :],
+            other=0.0,
+        )
+        lefts = lefts + (_operand(left, EMULATE),)
         sums = sums + (tl.zeros([TILE_M, RANK], tl.float32),)
     for step in range(0, length, TILE_N):
         column = begin + step + tl.arange(0, TILE_N)
-        if OF_ROWS:
-            right = tl.load(
-                right_ptr + column[:, None] * right_row + inner[None, :] * right_column,
-                mask=(column < end)[:, None] & of_rank[None, :],
-                other=0.0,
-            )
-            right = _operand(right, EMULATE)
+        right = tl.load(
+            right_ptr + column[:, None] * right_row + inner[None, :] * right_column,
+            mask=(column < end)[:, None] & of_rank[None, :],
+            other=0.0,
+        )
+        right = _operand(right, EMULATE)
         total = tl.zeros([TILE_N, RANK], tl.float32)
         new = ()
         for part in tl.static_range(PARTS):
@@ -133,72 +142,76 @@ def _thin_products_kernel(
                 other=0.0,
             )
             wide = _operand(wide, EMULATE)
-            if OF_ROWS:
-                new = new + (tl.dot(wide, right, sums[part]),)
-            if OF_COLUMNS:
-                total = tl.dot(tl.trans(wide), lefts[part], total)
-        if OF_ROWS:
-            sums = new
-        if OF_COLUMNS:
-            tl.store(
-                columns_ptr + (tl.program_id(0).to(tl.int64) * N + column)[:, None] * rank + inner[None, :],
-                total,
-                mask=(column < end)[:, None] & of_rank[None, :],
-            )
-    if OF_ROWS:
-        for part in tl.static_range(PARTS):
-            at = first + part * TILE_M + row
-            tl.store(
-                rows_ptr + (tl.program_id(1).to(tl.int64) * M + at)[:, None] * rank + inner[None, :],
-                sums[part],
-                mask=(at < M)[:, None] & of_rank[None, :],
-            )
+            new = new + (tl.dot(wide, right, sums[part]),)
+            total = tl.dot(tl.trans(wide), lefts[part], total)
+        sums = new
+        tl.store(
+            columns_ptr + (tl.program_id(0).to(tl.int64) * N + column)[:, None] * rank + inner[None, :],
+            total,
+            mask=(column < end)[:, None] & of_rank[None, :],
+        )
+    for part in tl.static_range(PARTS):
+        at = first + part * TILE_M + row
+        tl.store(
+            rows_ptr + (tl.program_id(1).to(tl.int64) * M + at)[:, None] * rank + inner[None, :],
+            sums[part],
+            mask=(at < M)[:, None] & of_rank[None, :],
+        )
 
 
 _add = Launcher(_thin_add_kernel, num_warps=4)
 _products = Launcher(_thin_products_kernel, num_warps=4, num_stages=3)
+_products_in_little = Launcher(_thin_products_kernel, num_warps=4, num_stages=2)
 
 
-def add_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Compute ``reference.thin.add_product`` in an order of its own; ``right`` may have any strides."""
+def add_product(bases: Sequence[Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """Compute ``reference.thin.add_product`` of contiguous tensors; ``right`` may have any strides."""
+    base = bases[0]
     check_device(base)
     (M, N), rank = base.shape, left.shape[1]
     out = torch.empty_like(base)
+    if rank > LARGEST_RANK:
+        bases = [*bases, left.to(base.dtype) @ right.t().to(base.dtype)]
+        left, right, rank = left.new_zeros(M, 1), right[:, :1], 1
+    for more in bases[MOST_BASES:]:
+        bases = [bases[0] + more, *bases[1:MOST_BASES]]
     if out.numel():
+        given = [*bases, *[base] * (MOST_BASES - len(bases))]
         _add(
             (cdiv(M, ADD_ROWS) * cdiv(N, ADD_COLUMNS), 1, 1),
-            (base, left, right, out, M, N, rank, *right.stride()),
-            (_padded(rank), ADD_ROWS, ADD_COLUMNS, INTERPRETING),
+            (*given, left, right, out, M, N, rank, *right.stride()),
+            (len(bases), _padded(rank), ADD_ROWS, ADD_COLUMNS, INTERPRETING),
         )
     return out
 
 
-def products(wide: Tensor, right: Tensor | None, left: Tensor | None) -> list[Tensor]:
+def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
     """Compute ``reference.thin.products`` in an order of its own; ``right`` may have any strides."""
     check_device(wide)
-    (M, N), thin = wide.shape, right if left is None else left
-    rank = thin.shape[1]  # type: ignore[union-attr]
-    parts = 1 if left is None else PARTS
+    (M, N), rank = wide.shape, right.shape[1]
+    if rank > LARGEST_RANK:
+        return [wide @ right, (wide.t() @ left).float()]
+    parts, launcher = PARTS, _products
+    if not _has_room(wide.device) or rank > 2 * MIN_RANK:
+        parts, launcher = 1, _products_in_little
     tiles = cdiv(M, ROWS * parts)
     length = cdiv(cdiv(N, COLUMNS), max(1, PROGRAMS // max(tiles, 1))) * COLUMNS
-    splits = cdiv(N, length)
-    rows = wide.new_empty((splits, M, rank) if right is not None else (1, 1, 1), dtype=torch.float32)
-    columns = wide.new_empty((tiles, N, rank) if left is not None else (1, 1, 1), dtype=torch.float32)
+    rows = wide.new_empty((cdiv(N, length), M, rank), dtype=torch.float32)
+    columns = wide.new_empty((tiles, N, rank), dtype=torch.float32)
     if M and N:
-        strides: Any = (0, 0) if right is None else right.stride()
-        _products(
-            (tiles, splits, 1),
-            (
-                wide, wide if right is None else right, wide if left is None else left, rows, columns,
-                M, N, rank, length, *strides,
-            ),
-            (
-                right is not None, left is not None, parts, _padded(rank), ROWS, COLUMNS, INTERPRETING,
-            ),
-        )  # fmt: skip
-    made = [] if right is None else [rows.sum(0).to(wide.dtype)]
-    return made if left is None else [*made, columns.sum(0)]
+        launcher(
+            (tiles, rows.shape[0], 1),
+            (wide, right, left, rows, columns, M, N, rank, length, *right.stride()),
+            (parts, _padded(rank), ROWS, COLUMNS, INTERPRETING),
+        )
+    return [rows.sum(0).to(wide.dtype), columns.sum(0)]
 
 
 def _padded(rank: int) -> int:
     return max(MIN_RANK, triton.next_power_of_2(rank))
+
+
+@functools.cache
+def _has_room(device: torch.device) -> bool:
+    """Return whether a block may have the shared memory of Hopper; GPUs of compute capability 8.9 and 12 have half."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM

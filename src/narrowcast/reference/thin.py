@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
-def add_product(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return ``RN(base + left @ right.T)`` in the dtype of ``base``; the product and the sum are in fp32.
+def add_product(bases: Sequence[Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """Return ``RN(sum(bases) + left @ right.T)`` in the dtype of the bases; product and sum are in fp32.
 
     Args:
-        base: (M, N).
+        bases: (M, N) each.
         left: (M, r).
         right: (N, r).
     """
-    return (base.float() + left.float() @ right.float().t()).to(base.dtype)
+    total = left.float() @ right.float().t()
+    for base in bases:
+        total = total + base.float()
+    return total.to(bases[0].dtype)
 
 
-def products(wide: Tensor, right: Tensor | None, left: Tensor | None) -> list[Tensor]:
+def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
     """Return ``wide @ right`` (M, r), rounded to the dtype of ``wide``, and ``wide.T @ left`` (N, r) in fp32.
 
     Args:
         wide: (M, N).
-        right: (N, r), or None for the second product alone.
-        left: (M, r), or None for the first alone.
+        right: (N, r).
+        left: (M, r).
     """
-    made = [] if right is None else [(wide.float() @ right.float()).to(wide.dtype)]
-    return made if left is None else [*made, wide.float().t() @ left.float()]
+    return [(wide.float() @ right.float()).to(wide.dtype), wide.float().t() @ left.float()]
