@@ -1,8 +1,9 @@
 """LoRA of rank 16 with PEFT on layers of the 8B shape of Llama: bf16, and frozen weights that are stored quantized.
 
-The layers are compiled one by one and share one graph, the loss is another; ``eager`` runs them as they are. A step is forward, backward and
-AdamW on the adapters, timed as a loop issues it. Adapters are in bf16, but where the name says fp32, PEFT's default.
-The vocabulary is an eighth of the model's, so that the head has the share that it has beside 32 layers.
+The layers are compiled one by one and share one graph, the loss is another; ``eager`` runs them as they are. A step is
+forward, backward and AdamW on the adapters, timed as a loop issues it. Adapters are in bf16, but where the name says
+fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without products in the GEMMs. The vocabulary is an
+eighth of the model's, so that the head has the share that it has beside 32 layers.
 ``--profile NAME`` prints where the GPU's time goes.
 """
 
@@ -71,7 +72,12 @@ def make(name: str, device: str) -> Any:
         nc.convert(model, RECIPES[recipe](), skip="lm_head", weights=weights)
     adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     model = peft.get_peft_model(model, adapters, autocast_adapter_dtype="fp32" in name)
-    return nc.fuse_adapters(model) if "fused" in name else model
+    if "fused" in name:
+        nc.fuse_adapters(model)
+    if "apart" in name:
+        for module in model.modules():
+            vars(module).pop("adds_in_gemm", None)
+    return model
 
 
 def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:

@@ -249,9 +249,10 @@ def distance(made: Tensor, expected: Tensor) -> float:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("in_gemm", [False, True])
 @pytest.mark.parametrize("name, weights", CASES)
 def test_fused_adapters_give_what_they_give_beside(
-    name: str, weights: Any, dropout: float, dtype: torch.dtype
+    name: str, weights: Any, in_gemm: bool, dropout: float, dtype: torch.dtype
 ) -> None:
     model = (
         adapted(QUANTIZED[name], weights, 63, 40)
@@ -273,6 +274,7 @@ def test_fused_adapters_give_what_they_give_beside(
     torch.manual_seed(2)
     expected = gradients(model, x, beside)
     assert nc.fuse_adapters(model) is model
+    lora.adds_in_gemm |= in_gemm  # as on a GPU
     torch.manual_seed(2)
     made = gradients(model, x)
     assert [one.dtype for one in made] == [one.dtype for one in expected]

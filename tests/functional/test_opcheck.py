@@ -535,6 +535,16 @@ def gemm_cases(x: Tensor) -> Iterator[Arguments]:
             yield kind, *left, *right, added, dtype, *sizes, False, x.is_cuda
 
 
+@family("gemm_with_product")
+def gemm_with_product_cases(x: Tensor) -> Iterator[Arguments]:
+    for kind, left, left_quantizer, right, right_quantizer, added, dtype, rows, columns, *how in gemm_cases(
+        x
+    ):
+        if added is None and kind != "wgrad":
+            thin = x.new_ones(rows, 2), x.new_ones(2, columns).t()
+            yield kind, left, left_quantizer, right, right_quantizer, *thin, dtype, rows, columns, *how
+
+
 @family("gemm_batch_invariant")
 def gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for *operands, _, _ in gemm_cases(x):

@@ -1,7 +1,7 @@
 """Autograd functions: the boundaries between modules and operators."""
 
 from .activation import ActivationSettings, activate
-from .adapter import adapter_inputs, adapter_output, adapter_product
+from .adapter import AdaptedLinearFunction, adapter_inputs, adapter_output, adapter_product
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .concatenate import concatenate
 from .gemms import fprop
@@ -17,6 +17,7 @@ from .weight_gradient import add_to_main_grad_, compute_wgrad
 __all__ = [
     "Activation",
     "ActivationSettings",
+    "AdaptedLinearFunction",
     "DelayedScales",
     "Groups",
     "Linear",

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from .._tracing import once_differentiable
 from ..functional import add_product, thin_products
+from ..tensors import saved_tensors
+from .arguments import LinearBwdArgs, LinearFwdArgs
+from .gemms import linear_backward, linear_bwd_args, linear_forward
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -31,7 +34,9 @@ class _Inputs(torch.autograd.Function):
         ctx.passes, ctx.ranks, ctx.kind = passes, [lora_a.shape[0] for lora_a in lora_as], lora_as[0].dtype
         ctx.save_for_backward(inp, thin)
         hidden = _matrix(inp) @ thin.t()
-        products = [part.contiguous() for part in hidden.split(ctx.ranks, 1)] if len(lora_as) > 1 else [hidden]
+        products = (
+            [part.contiguous() for part in hidden.split(ctx.ranks, 1)] if len(lora_as) > 1 else [hidden]
+        )
         return (*[inp.view_as(inp) for _ in lora_as if passes], *products)
 
     @staticmethod
@@ -65,6 +70,46 @@ class _Output(torch.autograd.Function):
         hidden, thin = ctx.saved_tensors
         grad_hidden, columns = thin_products(_matrix(grad).to(hidden.dtype), thin, hidden)
         return grad, grad_hidden, (columns * ctx.scaling).to(ctx.kind), None
+
+
+class AdaptedLinearFunction(torch.autograd.Function):
+    """A linear layer with a frozen weight and an adapter, whose products are added in the layer's own GEMMs.
+
+    Operands as of ``LinearFunction``, and A (r, K), B (N, r) with their scaling. The plan is quantized, and nothing is
+    split over processes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Any,
+        inp: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        scaling: float,
+        args: LinearFwdArgs,
+    ) -> Tensor:
+        thin_a, thin_b = lora_a.to(inp.dtype), (lora_b * scaling).to(inp.dtype)
+        hidden = _matrix(inp) @ thin_a.t()
+        out, saved_input, saved_weight = linear_forward(weight, inp, bias, args, thin=(hidden, thin_b))
+        ctx.save_for_backward(args.scales.scale_bwd, inp, hidden, thin_a, thin_b, *saved_weight.tensors)
+        ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)
+        ctx.adapter = scaling, lora_a.dtype
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        args: LinearBwdArgs = ctx.backward_objects
+        scaling, kind = ctx.adapter
+        scale_bwd, inp, hidden, thin_a, thin_b, *weight = saved_tensors(ctx)
+        grad_hidden, columns = thin_products(_matrix(grad), thin_b, hidden)
+        grad_a = (grad_hidden.t() @ _matrix(inp)).to(kind)
+        _, grad_inp, grad_bias = linear_backward(
+            args, grad, [], weight, scale_bwd, thin=(grad_hidden, thin_a.t())
+        )
+        return None, grad_inp, grad_bias, grad_a, (columns * scaling).to(kind), None, None
 
 
 def adapter_inputs(inp: Tensor, lora_as: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -23,6 +23,7 @@ from ..functional import (
     draw_seed,
     gemm,
     gemm_batch_invariant,
+    gemm_with_product,
     quantize,
     quantize_dbias,
     quantize_operand,
@@ -67,9 +68,14 @@ def fprop(
     rows: int,
     out_features: int,
     grouped: GroupedRows | None = None,
+    thin: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it."""
+    """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it; ``thin``: added."""
     operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
+    if thin is not None:
+        how = dtype, rows, out_features, plan.fast_fprop, plan.emulate
+        out = gemm_with_product("fprop", *operands, *thin, *how)
+        return out if bias is None else out + bias.to(dtype)  # type: ignore[no-any-return]
     if grouped is not None:
         return grouped.gemm("fprop", plan, *operands, bias, dtype, rows)
     if plan.batch_invariant:
@@ -84,6 +90,7 @@ def linear_forward(
     args: LinearFwdArgs,
     grouped: GroupedRows | None = None,
     dtype: torch.dtype | None = None,
+    thin: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     """Return the output (*lead, N), the input to save, and the weight to save.
 
@@ -94,6 +101,7 @@ def linear_forward(
         grouped: the groups of the rows, or None. With them inp is (T, K), weight a list, G of (N, K) or one
             (G, N, K), and bias a list, G of (N,), or one (G, N), or none.
         dtype: of the output; default: of the activations.
+        thin: (M, r) and (N, r), whose product is added to the output; the plan is quantized, and nothing is split.
     """
     plan, scales, rows = args.plan, args.scales, rows_of(inp)
     if args.parallel is not None:
@@ -116,7 +124,7 @@ def linear_forward(
         x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
-    out = fprop(plan, x, w, bias, dtype or args.dtype, rows, features, grouped)
+    out = fprop(plan, x, w, bias, dtype or args.dtype, rows, features, grouped, thin)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -270,6 +278,7 @@ def linear_backward(
     weight: list[Tensor],
     scale_bwd: Tensor | None,
     grouped: GroupedRows | None = None,
+    thin: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return gradients of a linear layer, dgrad (*lead, K).
 
@@ -279,6 +288,7 @@ def linear_backward(
         inp, weight: what was saved of them.
         scale_bwd: the scales that the forward copied.
         grouped: the groups of the rows, or None.
+        thin: (M, r) and (K, r), whose product is added to dgrad, as :func:`linear_forward` takes one.
     """
     grad_output = grad_output.pop() if isinstance(grad_output, list) else grad_output
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
@@ -308,7 +318,7 @@ def linear_backward(
             del buffers
         else:
             quantized = operand.split(quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd))
-        gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows, grouped)
+        gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows, grouped, thin)
     wgrad, dgrad, grad_bias = gradients
     if len(lead) != 1 and dgrad is not None:
         dgrad = dgrad.view(*lead, args.shape[1])
@@ -353,6 +363,7 @@ def quantized_gradients(
     weight: list[Tensor],
     rows: int,
     grouped: GroupedRows | None = None,
+    thin: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
     """Return gradients from the quantized gradient of the output, whose row-wise buffers are let go of; dgrad (rows,
     K).
@@ -368,7 +379,10 @@ def quantized_gradients(
     if plan.needs_input:
         columns, quantizer = weight_of_dgrad(args, weight, grouped, (grad.rowwise or grad.columnwise)[0])
         operands = grad.rowwise, grad.quantizer, columns, quantizer
-        if grouped is None:
+        if thin is not None:
+            how = args.dtype, rows, args.shape[1], plan.fast_dgrad, plan.emulate
+            dgrad = gemm_with_product("dgrad", *operands, *thin, *how)
+        elif grouped is None:
             how = plan.fast_dgrad, plan.emulate
             dgrad = gemm("dgrad", *operands, None, args.dtype, rows, args.shape[1], *how)
         else:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..autograd import adapter_inputs, adapter_output, adapter_product
+from ..functional import multiplies_with_product
+from ..nn import Linear
 from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 from .requantize import requantized
@@ -108,6 +110,8 @@ def fuse_adapters(model: Any, enabled: bool = True) -> Any:
         vars(layer).pop("shared_input", None)
         if enabled:
             layer.forward = MethodType(_forward_fused, layer)
+            base = layer.base_layer
+            layer.adds_in_gemm = isinstance(base, Linear) and multiplies_with_product(base.weight.device)
     if enabled:
         _shared_inputs(layers)
     return model
@@ -255,7 +259,9 @@ class _Shared:
 
     def goes_with(self, layer: Any, adapter: str) -> bool:
         """Return whether this layer is one of them, and all have this adapter alone."""
-        alike = all(_active(one) == [adapter] and not one.merged and _is_plain(one, adapter) for one in self.layers)
+        alike = all(
+            _active(one) == [adapter] and not one.merged and _is_plain(one, adapter) for one in self.layers
+        )
         return alike and any(one is layer for one in self.layers)
 
     def of(self, layer: Any, x: Tensor, adapter: str) -> tuple[Tensor, Tensor]:
@@ -276,7 +282,7 @@ class _Shared:
 
 def _shared_inputs(layers: list[tuple[str, Any]]) -> None:
     """Note on layers which others read the same input."""
-    found = {name: layer for name, layer in layers}
+    found = dict(layers)
     for name, layer in layers:
         before, _, own = name.rpartition(".")
         names = next((names for names in _SHARING if own in names), ())
@@ -290,15 +296,25 @@ def _shared_inputs(layers: list[tuple[str, Any]]) -> None:
 def _forward_fused(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a LoRA layer with its thin products fused."""
     active = [] if layer.merged else _active(layer)
-    if kwargs or x.dtype not in (torch.bfloat16, torch.float16) or not all(_is_plain(layer, a) for a in active):
+    if (
+        kwargs
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or not all(_is_plain(layer, a) for a in active)
+    ):
         return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
-    products = []
+    read = [layer.lora_dropout[adapter](x) for adapter in active]
+    alone = len(active) == 1 and read[0] is x
+    if alone and getattr(layer, "adds_in_gemm", False):
+        a, b = layer.lora_A[active[0]].weight, layer.lora_B[active[0]].weight
+        made = layer.base_layer._with_adapter(x, a, b, layer.scaling[active[0]])
+        if made is not None:
+            return made  # type: ignore[no-any-return]
+    products, given = [], x
     shared = getattr(layer, "shared_input", None)
-    for adapter in active:
-        dropped = layer.lora_dropout[adapter](x)
-        if dropped is not x:
+    for adapter, dropped in zip(active, read, strict=True):
+        if dropped is not given:
             product = adapter_product(dropped, layer.lora_A[adapter].weight)
-        elif shared is not None and len(active) == 1 and shared.goes_with(layer, adapter):
+        elif alone and shared is not None and shared.goes_with(layer, adapter):
             x, product = shared.of(layer, x, adapter)
         else:
             x, product = adapter_inputs(x, [layer.lora_A[adapter].weight])[0]

@@ -78,7 +78,7 @@ from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .routes import taking_apart
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
-from .thin import add_product, thin_products
+from .thin import add_product, gemm_with_product, multiplies_with_product, thin_products
 from .transpose import transpose_codes
 
 __all__ = [
@@ -113,6 +113,7 @@ __all__ = [
     "gemm_accumulate_",
     "gemm_batch_invariant",
     "gemm_call",
+    "gemm_with_product",
     "grouped_act_backward_quantize",
     "grouped_act_quantize",
     "grouped_column_sum",
@@ -136,6 +137,7 @@ __all__ = [
     "moe_collect_coded",
     "moe_positions",
     "moe_spread",
+    "multiplies_with_product",
     "norm",
     "norm_backward",
     "norm_backward_quantize",

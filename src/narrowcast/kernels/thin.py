@@ -18,7 +18,7 @@ from torch import Tensor
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_gemm import ROOM
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import INTERPRETING, Launcher, NotCompiledError, check_device, for_hopper
 
 ADD_ROWS = 64
 ADD_COLUMNS = 64
@@ -207,6 +207,48 @@ def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
     return [rows.sum(0).to(wide.dtype), columns.sum(0)]
 
 
+def has_gemm(device: torch.device) -> bool:
+    """Return whether :func:`gemm` multiplies on this device."""
+    return for_hopper("grouped_hopper", device) is not None
+
+
+def gemm(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    thin_left: Tensor,
+    thin_right: Tensor,
+    dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor | None:
+    """Return ``left @ right.T + thin_left @ thin_right.T``; None if no kernel here multiplies these.
+
+    Args:
+        left, right: FP8 codes (M, K) and (N, K), with a scale each, fp32 of one element.
+        thin_left: (M, r), thin_right: (N, r), of any strides; bf16 or fp16.
+        dtype: of the result.
+    """
+    hopper, (rows, columns) = for_hopper("grouped_hopper", left.device), (left.shape[0], right.shape[0])
+    fits = thin_left.dtype == thin_right.dtype == dtype and thin_left.shape[1] <= LARGEST_RANK
+    if hopper is None or not fits or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if left.shape[1] % 16 or not hopper.takes(left, right[None], right_scale, columns, 1, None):
+        return None
+    out = torch.empty((rows, columns), dtype=dtype, device=left.device)
+    all_rows = torch.full((1,), rows, dtype=torch.int32, device=left.device)
+    scales = left_scale.view(1), right_scale.view(1)
+    programs = torch.cuda.get_device_properties(left.device).multi_processor_count
+    try:
+        hopper.multiply(
+            out, left, scales[0], right[None], scales[1], all_rows, None, 1, programs, fast_accumulation,
+            (thin_left.contiguous(), thin_right),
+        )  # fmt: skip
+    except NotCompiledError:
+        return None
+    return out
+
+
 def _padded(rank: int) -> int:
     return max(MIN_RANK, triton.next_power_of_2(rank))
 
@@ -214,4 +256,7 @@ def _padded(rank: int) -> int:
 @functools.cache
 def _has_room(device: torch.device) -> bool:
     """Return whether a block may have the shared memory of Hopper; GPUs of compute capability 8.9 and 12 have half."""
-    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
+    return (
+        device.type != "cuda"
+        or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
+    )

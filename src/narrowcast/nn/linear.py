@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._checks import flags, positive, text
 from .._determinism import DETERMINISM
 from .._tracing import in_eager
-from ..autograd import LinearFunction, quantize_input_gradient, quantize_output
+from ..autograd import AdaptedLinearFunction, LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
@@ -206,6 +206,28 @@ class Linear(LinearLayer, nn.Linear):
             return F.linear(inp, weight, self.bias)
         except RuntimeError:  # which says less than what the checks raise
             return None
+
+    def _with_adapter(self, inp: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor | None:
+        """Return the output with that of an adapter, added in the GEMMs of per-tensor FP8; None if these do not run.
+
+        Args:
+            inp: (*lead, in_features), in high precision.
+            lora_a: (r, in_features).
+            lora_b: (out_features, r).
+            scaling: factor of the adapter's output.
+        """
+        recipe, weight = self._recipe_in_force(), self._whole("weight")
+        apart = self._parts or self._placed or self._parallel is not None or self.return_bias
+        if recipe is None or apart or self._on_dtensors or weight.requires_grad:
+            return None
+        inp = checked_input(inp, self.in_features, "in_features", weight)
+        stage = self._stages[0]
+        plan = self._plan(recipe, stage, inp.requires_grad, weight)
+        per_tensor = plan.quantized and plan.input.storage_name.endswith("Float8TensorStorage")
+        if not per_tensor or plan.backward_override is not None or plan.eager_only or plan.batch_invariant:
+            return None
+        args = self._fwd_args(stage, plan, inp.dtype, weight, self.bias, None)
+        return AdaptedLinearFunction.apply(weight, inp, self.bias, lora_a, lora_b, scaling, args)  # type: ignore[no-any-return]
 
     def forward(
         self,
