@@ -279,7 +279,7 @@ def test_fused_adapters_give_what_they_give_beside(
     made = gradients(model, x)
     assert [one.dtype for one in made] == [one.dtype for one in expected]
     assert max(map(distance, made, expected)) < 0.02
-    if not dropout:
+    if not dropout and weights == "stored":
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert all(map(torch.equal, gradients(model, x, compiled), made))
     nc.fuse_adapters(model, enabled=False)

@@ -309,13 +309,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from narrowcast.kernels import grouped_hopper as hopper
 kernel = hopper._grouped_hopper_kernel
 at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
-for contraction, (height, width, stagings), stages in (
-    (False, hopper.BLOCK_ROWS_TILE, 6), (True, hopper.BLOCK_CONTRACTION_TILE, 3),
+for contraction, (height, width, stagings), stages, rank in (
+    (False, hopper.BLOCK_ROWS_TILE, 6, 0), (True, hopper.BLOCK_CONTRACTION_TILE, 3, 0), (False, hopper.TILE, 4, 16),
 ):
-    constants = dict(CONTRACTION=contraction, BLOCK_SCALED=True, PROMOTED=True, BIAS=False, ALIGNMENT=128,
+    constants = dict(RANK=rank, CONTRACTION=contraction, BLOCK_SCALED=rank == 0, PROMOTED=True, BIAS=False,
+                     ALIGNMENT=128,
                      TILE_M=height, TILE_N=width, TILE_K=128, STAGES=stages, BAND=8, WIDTH=128, STAGINGS=stagings,
                      left_scale_row=1, **{"right_scale_row" if contraction else "right_scale_step": 1})
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(
+        thin_left_ptr="*bf16", thin_right_ptr="*bf16",
         out_ptr="*bf16", bias_ptr="*bf16", splits_ptr="*i64", left_scale_ptr="*fp32", right_scale_ptr="*fp32",
         out=f"tensordesc<bf16[{height // 2},128],{hopper.RESULTS[16]!r}>",
         left=f"tensordesc<fp8e5[{height},128],{hopper.CODES!r}>",

@@ -43,6 +43,7 @@ SHARED_MEMORY = 231424
 # their names up to Triton 3.6, and since
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 RESULTS = {
@@ -272,18 +273,14 @@ def _tile_product(
 
 @gluon.jit
 def _add_thin(
-    total, staging, thin, row, column, rows, N, RANK: gl.constexpr, TURNED: gl.constexpr, HEIGHT: gl.constexpr,
-    WIDTH: gl.constexpr,
+    total, staging, thin, row, column, rows, N, RANK: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Add the product of a row of the thin left matrix and one of the right to each sum; ``staging`` is free memory."""
-    left_ptr, right_ptr, rank, right_row, right_column = thin
+    left_ptr, right_ptr, rank = thin
     LAYOUT: gl.constexpr = total.type.layout
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    if TURNED:
-        RIGHT: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1])
-    else:
-        RIGHT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    RIGHT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * RANK, element_bitwidth=16, rank=2)
     down = row + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, LEFT))
     inner = gl.arange(0, RANK, layout=gl.SliceLayout(0, LEFT))
@@ -292,24 +289,22 @@ def _add_thin(
     along = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, RIGHT))
     inner = gl.arange(0, RANK, layout=gl.SliceLayout(0, RIGHT))
     inside = (along < N)[:, None] & (inner < rank)[None, :]
-    right = gl.load(
-        right_ptr + along[:, None] * right_row + inner[None, :] * right_column, mask=inside, other=0.0
-    )
+    right = gl.load(right_ptr + along[:, None] * rank + inner[None, :], mask=inside, other=0.0)
     memory = reinterpret(staging, right.dtype, [WIDTH, RANK], SHARED)
     memory.store(right)
     fence_async_shared()
     sums = gl.convert_layout(total, SUMS)
     sums = warpgroup_mma(left, memory.permute((1, 0)), sums, is_async=True)
     sums = warpgroup_mma_wait(0, deps=[sums])
-    gl.thread_barrier()  # the memory is written to next
+    barrier()  # the memory is written to next
     return gl.convert_layout(sums, LAYOUT)
 
 
 @gluon.jit
 def _multiply(
     out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights, right_scales, full,
-    free, numbers, strides, thin, RANK: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr,
-    CONTRACTION: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, BIAS: gl.constexpr,
+    free, numbers, strides, thin, RANK: gl.constexpr, HALF: gl.constexpr, CONTRACTION: gl.constexpr,
+    BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, BIAS: gl.constexpr,
     ALIGNMENT: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     BAND: gl.constexpr, WIDTH: gl.constexpr, STAGINGS: gl.constexpr,
 ):  # fmt: skip
@@ -369,9 +364,7 @@ def _multiply(
                 tma.store_wait(0)  # until the engine has read what is in them
             staging = stagings.index(HALF * STAGINGS + part % STAGINGS)
             if RANK:
-                total = _add_thin(
-                    total, staging, thin, m0, n0 + part * WIDTH, height, N, RANK, TURNED, HEIGHT, WIDTH,
-                )  # fmt: skip
+                total = _add_thin(total, staging, thin, m0, n0 + part * WIDTH, height, N, RANK, HEIGHT, WIDTH)
             _store(
                 total, out_ptr, out, staging, bias, biases, out_start, m0, n0 + part * WIDTH, height, N, BIAS, HEIGHT,
                 WIDTH,
@@ -413,10 +406,7 @@ def _grouped_hopper_kernel(
     thin_left_ptr,
     thin_right_ptr,
     thin_rank,
-    thin_row,
-    thin_column,
     RANK: gl.constexpr,
-    TURNED: gl.constexpr,
     CONTRACTION: gl.constexpr,
     BLOCK_SCALED: gl.constexpr,
     PROMOTED: gl.constexpr,
@@ -445,14 +435,14 @@ def _grouped_hopper_kernel(
     fence_async_shared()
     numbers = rows, M, N, K, groups
     strides = left_scale_row, left_scale_step, right_scale_group, right_scale_row, right_scale_step
-    thin = thin_left_ptr, thin_right_ptr, thin_rank, thin_row, thin_column
+    thin = thin_left_ptr, thin_right_ptr, thin_rank
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
                     out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights,
-                    right_scales, full, free, numbers, strides, thin, RANK, TURNED, 0, CONTRACTION, BLOCK_SCALED,
+                    right_scales, full, free, numbers, strides, thin, RANK, 0, CONTRACTION, BLOCK_SCALED,
                     PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES, BAND, WIDTH, STAGINGS,
                 ),
             ),
@@ -460,7 +450,7 @@ def _grouped_hopper_kernel(
                 _multiply,
                 (
                     out_ptr, out, stagings, left_scale_ptr, right_scale_ptr, bias_ptr, splits_ptr, lefts, rights,
-                    right_scales, full, free, numbers, strides, thin, RANK, TURNED, 1, CONTRACTION, BLOCK_SCALED,
+                    right_scales, full, free, numbers, strides, thin, RANK, 1, CONTRACTION, BLOCK_SCALED,
                     PROMOTED, BIAS, ALIGNMENT, TILE_M, TILE_N, TILE_K, STAGES, BAND, WIDTH, STAGINGS,
                 ),
             ),
@@ -540,7 +530,7 @@ def multiply(
 
     Args:
         programs: multiprocessors of the GPU.
-        thin: bf16 (rows, r) and (N, r) of any strides, whose product is added to that of the one group.
+        thin: (rows, r) and (N, r), contiguous, in the dtype of ``out``; their product is added to the one group's.
     """
     contraction, block_scaled = right.dim() == 2, left_scale.dim() > 1
     if contraction:
@@ -573,18 +563,16 @@ def multiply(
         scales = TensorDescriptor(right_scale, [entries], [1], [tile_n], SCALES)
     thin_left, thin_right = (out, out) if thin is None else thin
     rank = 0 if thin is None else thin_left.shape[1]
-    turned = rank > 0 and thin_right.stride(1) != 1
     _grouped(
         (programs, 1, 1),
         (
             out, results, lefts, left_scale, rights, right_scale, scales, left_scale if bias is None else bias, splits,
             rows, M, N, K, splits.shape[0], down, across, *strides, thin_left, thin_right, rank,
-            *thin_right.stride(),
         ),
         (
-            max(16, 1 << (rank - 1).bit_length()) if rank else 0, turned, contraction, block_scaled,
-            block_scaled or not fast_accumulation, bias is not None, alignment, tile_m,
-            tile_n, TILE_K, stages, BAND, WIDTH, stagings,
+            max(16, 1 << (rank - 1).bit_length()) if rank else 0, contraction, block_scaled,
+            block_scaled or not fast_accumulation, bias is not None, alignment, tile_m, tile_n, TILE_K, stages, BAND,
+            WIDTH, stagings,
         ),
     )  # fmt: skip
 

@@ -242,7 +242,7 @@ def gemm(
     try:
         hopper.multiply(
             out, left, scales[0], right[None], scales[1], all_rows, None, 1, programs, fast_accumulation,
-            (thin_left.contiguous(), thin_right),
+            (thin_left.contiguous(), thin_right.contiguous()),
         )  # fmt: skip
     except NotCompiledError:
         return None
