@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from narrowcast_tools import cli
 from narrowcast_tools.bench.account import (
@@ -24,7 +27,7 @@ from narrowcast_tools.bench.account import (
 )
 from narrowcast_tools.bench.account_show import account_table, waterfall, write_account
 from narrowcast_tools.bench.measure import Contender
-from narrowcast_tools.bench.works import MODELS, OPTIMIZERS, TINY, phases_of
+from narrowcast_tools.bench.works import MODELS, OPTIMIZERS, TINY, Work, build, phases_of
 
 BF16, FP8 = "c10::BFloat16", "c10::Float8_e4m3fn"
 CEILINGS = Ceilings(copy=1e12, bf16=1e12, fp8=2e12)
@@ -143,6 +146,21 @@ def test_the_phases_make_the_step_that_is_timed(optimizer: str) -> None:
             assert module.weight.grad is not None
     assert module.weight.grad is None
     assert len(losses) == 1 and not torch.equal(module.weight, before)
+
+
+def test_parts_of_a_model_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, original = CompileCounter(), nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: original(self, backend=graphs, **options)
+    )
+    monkeypatch.setattr(importlib.import_module("narrowcast_tools.bench.works"), "BLOCKS_AT_ONCE", 1)
+    module = build(Work("", "model", (3, 32, 32, 2, 1, 1, 16)), None, "cpu")
+    tokens = torch.randint(0, 32000, (2, 1, 16))
+    expected = module(*tokens)
+    module.compile_parts()
+    loss = module(*tokens)
+    assert torch.allclose(loss, expected, rtol=1e-2)
+    assert graphs.frame_count == 3  # embedding, block, loss
 
 
 GAPS = Row("gaps", 1.0, 0, 0, 0.0)

@@ -110,15 +110,18 @@ class Account(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def take_account(work: Work, contender: Contender, ceilings: Ceilings) -> Account:
+def take_account(work: Work, contender: Contender, ceilings: Ceilings, *, in_parts: bool = False) -> Account:
     """Return profile one compiled training step of a model and group its kernels; needs a GPU.
 
     Time per kernel comes from a step that the host issues; ``step_ms`` from replays of the same step as a CUDA graph,
-    where capturing succeeds, so that "gaps" is what the GPU waits for between kernels.
+    where capturing succeeds, so that "gaps" is what the GPU waits for between kernels. ``in_parts``: four blocks are
+    compiled, not the whole model, which takes less time.
     """
     torch.compiler.reset()
     module = contender.prepare(build(work, contender.layers, "cuda", contender.head))
-    run = MODES["compiled"](module)
+    if in_parts:
+        module.compile_parts()  # type: ignore[operator]
+    run = module if in_parts else MODES["compiled"](module)
 
     def forward(*given: Any) -> Any:
         with contender.around():

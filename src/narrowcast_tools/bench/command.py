@@ -28,6 +28,7 @@ def bench(
     only: str,
     recipes: str,
     modes: str,
+    in_parts: bool,
     optimizer: str,
     head: str,
     device: str,
@@ -47,9 +48,9 @@ def bench(
     if suite == "account":
         if device == "cpu" or only or resume:
             raise typer.BadParameter(
-                "bench account needs a GPU, and takes --model, --recipes, --optimizer, --head and --out alone"
+                "bench account needs a GPU, and takes --model, --recipes, --optimizer, --head, --in-parts, --out alone"
             )
-        return _account(model, (_words(recipes), ["compiled"], False, optimizer, head), out)
+        return _account(model, (_words(recipes), ["compiled"], False, optimizer, head), out, in_parts)
     words = _words(recipes), _words(modes), device == "cpu", optimizer, head
     try:
         chosen = works(suite, only)
@@ -93,7 +94,7 @@ def bench(
     return 0
 
 
-def _account(model: str, chosen: Chosen, out: Path | None) -> int:
+def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> int:
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
     if model not in ACCOUNT_MODELS:
         raise typer.BadParameter(
@@ -108,7 +109,7 @@ def _account(model: str, chosen: Chosen, out: Path | None) -> int:
     ceilings, accounts = measure_ceilings(), []
     for contender in running:
         with console.status(f"{contender.name}: compiling and profiling"):
-            accounts.append(take_account(ACCOUNT_MODELS[model], contender, ceilings))
+            accounts.append(take_account(ACCOUNT_MODELS[model], contender, ceilings, in_parts=in_parts))
         console.print(account_table(accounts[-1], ACCOUNT_MODELS[model].name))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

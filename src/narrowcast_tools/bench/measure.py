@@ -126,7 +126,7 @@ def _by_torchao(module: nn.Module, name: str) -> nn.Module:
     config = float8.Float8LinearConfig.from_recipe_name(name)
     if isinstance(module, nn.Linear):  # torchao replaces modules inside another module
         module = nn.Sequential(module)
-    float8.convert_to_float8_training(module, config=config, module_filter_fn=lambda _, at: at != "head")
+    float8.convert_to_float8_training(module, config=config, module_filter_fn=lambda _, at: at != "loss.head")
     return module
 
 

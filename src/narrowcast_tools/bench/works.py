@@ -16,6 +16,7 @@ from narrowcast.recipe import Recipe
 BF16 = torch.bfloat16
 VOCABULARY = 32000
 RATE = 3e-4
+BLOCKS_AT_ONCE = 4  # of a model that is compiled in parts
 Step = Callable[[], Any]
 
 
@@ -264,17 +265,48 @@ def _block(sizes: tuple[int, ...], layers: Any, device: str) -> nn.Module:
     )
 
 
+class _Blocks(nn.Module):
+    """Consecutive blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, **positions: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **positions)
+        return x
+
+
+class _Loss(nn.Module):
+    """The last norm, the head, in bf16 unless it has a recipe, and the loss."""
+
+    def __init__(self, width: int, recipe: Recipe | None, **place: Any) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.norm, self.head = nn.RMSNorm(width, **place), nn.Linear(width, VOCABULARY, bias=False, **place)
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        if self.recipe is not None:
+            options: dict[str, Any] = {"chunk_size": VOCABULARY, "recipe": self.recipe}
+            return linear_cross_entropy(self.norm(x), self.head.weight, wanted, **options)
+        logits = self.head(self.norm(x)).flatten(0, 1).float()
+        return F.cross_entropy(logits, wanted.flatten())
+
+
 class _Model(nn.Module):
-    """A Llama-like language model with its loss; the embedding in bf16, and the head unless it has a recipe."""
+    """A Llama-like language model with its loss; the embedding in bf16."""
 
     def __init__(self, sizes: tuple[int, ...], layers: Any, device: str, head: Recipe | None = None) -> None:
         super().__init__()
-        self.recipe_of_head = head
         count, width, _, heads, *_, length = sizes
         place: dict[str, Any] = {"device": device, "dtype": BF16}
         self.embedding = nn.Embedding(VOCABULARY, width, **place)
-        self.blocks = nn.ModuleList(_block(sizes, layers, device) for _ in range(count))
-        self.norm, self.head = nn.RMSNorm(width, **place), nn.Linear(width, VOCABULARY, bias=False, **place)
+        blocks = [_block(sizes, layers, device) for _ in range(count)]
+        self.parts = nn.ModuleList(
+            _Blocks(blocks[at : at + BLOCKS_AT_ONCE]) for at in range(0, count, BLOCKS_AT_ONCE)
+        )
+        self.loss = _Loss(width, head, **place)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -288,13 +320,14 @@ class _Model(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         self.positions = tuple(positions)
 
+    def compile_parts(self) -> None:
+        """Compile embedding, blocks and loss apart: what is compiled of some blocks serves the others, too."""
+        for part in (self.embedding, *self.parts, self.loss):
+            part.compile(fullgraph=True)
+
     def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
         x = self.embedding(tokens)
         positions = {name: getattr(self, name) for name in self.positions}
-        for block in self.blocks:
-            x = block(x, **positions)
-        if self.recipe_of_head is not None:
-            options: dict[str, Any] = {"chunk_size": VOCABULARY, "recipe": self.recipe_of_head}
-            return linear_cross_entropy(self.norm(x), self.head.weight, wanted, **options)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return F.cross_entropy(logits, wanted.flatten())
+        for part in self.parts:
+            x = part(x, **positions)
+        return self.loss(x, wanted)

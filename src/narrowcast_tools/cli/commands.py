@@ -186,6 +186,9 @@ def bench(
     modes: Annotated[
         str, typer.Option(help="Any of eager, compiled, graphs, separated by commas.")
     ] = "eager,compiled",
+    in_parts: Annotated[
+        bool, typer.Option("--in-parts", help="account: compile four blocks of the model at a time.")
+    ] = False,
     optimizer: Annotated[
         str, typer.Option(help="Of models under a recipe: AdamW, which is PyTorch's fused one, or FusedAdam.")
     ] = "AdamW",
