@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import narrowcast as nc
 from narrowcast.state import renew
@@ -532,14 +531,6 @@ class World:
         self.optimizer = self._optimizer()
         self.optimizer.load_state_dict(state)
 
-    def check_hooks(self, after: str) -> None:
-        """Check that nothing that ended is still in force: hooks of saved tensors, modes of operators."""
-        if (
-            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-            or _len_torch_dispatch_stack()
-        ):
-            raise Difference(f"after {after} a checkpoint is still in force")
-
     def play(self) -> list[tuple[str, Tensor | None]]:
         if self.program.get("calibrated") and "delayed" in _families(self.program):
             self.calibrate()
@@ -562,7 +553,8 @@ class World:
                 found = self.matrix(item["which"] or 0)
                 if found is not None:
                     found[1].requires_grad_(not item["frozen"])
-            self.check_hooks(do)
+            if programs.is_something_in_force():
+                raise Difference(f"after {do} a checkpoint is still in force")
         for of, p in self.model.named_parameters():
             for name, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):

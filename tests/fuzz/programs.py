@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 import narrowcast as nc
 from narrowcast.functional import replay
@@ -146,6 +147,14 @@ def settings(on_cpu: bool, large: bool) -> Iterator[None]:
             yield
     finally:
         replay.ON_CPU, plan.SMALL_WEIGHT = kept
+
+
+def is_something_in_force() -> bool:
+    """Return whether hooks of saved tensors or modes of operators are in force, as of a checkpoint that did not end."""
+    return bool(_top_hooks(True) is not None or _len_torch_dispatch_stack())
+
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def generator(seed: int) -> torch.Generator:

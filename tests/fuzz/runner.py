@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import platform
 import random
@@ -100,6 +101,8 @@ def outcome(suite: Suite, program: programs.Program) -> BaseException | None:
     """What a program fails with; what it does not say, as one from before there was a choice, is None."""
     if suite.draw is not None:
         program = {**dict.fromkeys(suite.draw(random.Random(0))), **program}
+    if programs.is_something_in_force():
+        gc.collect()  # the error of the case before holds it
     try:
         with programs.limit(LIMIT):
             for name in suite.case(copy.deepcopy(program)) or ():
