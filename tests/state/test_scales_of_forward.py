@@ -328,6 +328,16 @@ def test_a_checkpoint_of_a_layer_in_evaluation_reads_the_scales_of_its_forward(r
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False)))
 
 
+def test_a_compiled_layer_in_evaluation_in_a_reentrant_checkpoint_raises() -> None:
+    """Its graph runs without gradients first and keeps no scales; the error says what does."""
+    model = Model()
+    one_forward(model, draw(0), draw(1))
+    run = compiled(model.blocks[0].eval())
+    cp.checkpoint(run, draw(2), use_reentrant=False).sum().backward()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        cp.checkpoint(run, draw(2), use_reentrant=True).sum().backward()
+
+
 def test_a_backward_may_evaluate_what_no_forward_has_run() -> None:
     layer = nc.Linear(32, 32, device="cpu", recipe=RECIPE).eval()
 

@@ -87,8 +87,8 @@ class Run:
 
 UNKNOWN_FORWARD = (
     "a layer under delayed scaling runs in a backward, and which forward it repeats is not known: that forward did not "
-    "pass here, or the layer was moved since; recompute with torch.utils.checkpoint or narrowcast.checkpoint, compile "
-    "the function around the checkpoint, or use a recipe without delayed scaling"
+    "pass here, or the layer was moved since; recompute with torch.utils.checkpoint(use_reentrant=False) or "
+    "narrowcast.checkpoint, compile the function around the checkpoint, or use a recipe without delayed scaling"
 )
 
 
