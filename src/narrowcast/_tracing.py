@@ -49,6 +49,15 @@ def traced_local(context: Any, name: str) -> Any:
     return dynamo.traced_local(context, name, frames_up=1)
 
 
+def is_known(condition: Any) -> bool:
+    """Return a condition on sizes; False in traced code whose sizes are not known, which is not guarded either."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def refuse_in_one_graph(context: Any, reason: str) -> None:
     """Raise the reason why the traced code cannot be part of a graph (``fullgraph=True``).
 

@@ -545,6 +545,24 @@ def gemm_with_product_cases(x: Tensor) -> Iterator[Arguments]:
             yield kind, left, left_quantizer, right, right_quantizer, *thin, dtype, rows, columns, *how
 
 
+@family("gemm_few_rows")
+def gemm_few_rows_cases(x: Tensor) -> Iterator[Arguments]:
+    matrix, bias = x.flatten(0, -2), torch.randn(24, device=x.device)
+    tiles = nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False)
+    scaled = DelayedFloat8Quantizer(E4M3, 1), torch.tensor([1.0, 2.0], device=x.device)
+    pairs: list[Any] = [
+        (VARIANTS["current"], VARIANTS["current"], None),
+        (scaled[0], VARIANTS["current"], scaled[1]),
+        (VARIANTS["block 1d"], tiles, None),
+    ]
+    if not x.is_cuda:
+        pairs.append((VARIANTS["mxfp8"], VARIANTS["mxfp8"], None))
+    for left, right, scale in pairs:
+        weight = storage_of(right, x.new_ones(24, x.shape[-1])).rowwise_operand()
+        for added, dtype in ((None, torch.bfloat16), (bias, torch.float32)):
+            yield matrix, left.with_usage(True, False), weight, right, added, dtype, 24, scale, False
+
+
 @family("gemm_batch_invariant")
 def gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for *operands, _, _ in gemm_cases(x):

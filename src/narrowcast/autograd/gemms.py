@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import release
+from .._tracing import is_known, release
 from ..functional import (
     draw_seed,
     gemm,
     gemm_batch_invariant,
+    gemm_few_rows,
     gemm_with_product,
     quantize,
     quantize_dbias,
@@ -83,6 +84,22 @@ def fprop(
     return gemm("fprop", *operands, bias, dtype, rows, out_features, plan.fast_fprop, plan.emulate)
 
 
+def has_few_rows(args: LinearFwdArgs, rows: int) -> bool:
+    """Return whether the GEMM quantizes an input of so many rows itself: if nothing collects its amax, too."""
+    return args.scales.amax_fwd is None and args.parallel is None and is_known(rows <= args.plan.few_rows)
+
+
+def fprop_of_few_rows(
+    x: Tensor, weight: Any, bias: Tensor | None, args: LinearFwdArgs, dtype: torch.dtype
+) -> Tensor:
+    """Return y = x w^T + bias of a matrix in high precision."""
+    plan, (w, _) = args.plan, weight_operand(weight, args)
+    return gemm_few_rows(  # type: ignore[no-any-return]
+        x, plan.input.quantizer, w.rowwise, w.quantizer, bias, dtype, weight.shape[0], args.scales.scale_fwd,
+        plan.fast_fprop,
+    )  # fmt: skip
+
+
 def linear_forward(
     weight: Any,
     inp: TensorOrQuantized,
@@ -108,6 +125,16 @@ def linear_forward(
         return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
         return _forward_in_high_precision(weight, inp, bias, args, grouped, dtype or args.dtype)
+    if (
+        plan.few_rows
+        and grouped is None
+        and thin is None
+        and not isinstance(inp, QuantizedTensorStorage)
+        and has_few_rows(args, rows)
+    ):
+        out = fprop_of_few_rows(inp.reshape(rows, inp.shape[-1]), weight, bias, args, dtype or args.dtype)
+        nothing = SavedOperand([], None)
+        return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1]), nothing, nothing
     if grouped is not None:
         x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
     elif isinstance(inp, QuantizedTensorStorage):

@@ -38,6 +38,8 @@ from .gemms import (
     SavedOperand,
     after,
     fprop,
+    fprop_of_few_rows,
+    has_few_rows,
     linear_backward,
     linear_bwd_args,
     quantized_gradients,
@@ -118,9 +120,12 @@ class Norm:
             keeps |= plan.needs_weight and plan.backward_override == "high_precision"
         operand: OperandBuffers | None = None
         output: Any = None
-        if keeps:
+        few = plan.few_rows and has_few_rows(behind, x.shape[0])
+        if keeps or few:
             output, mean, rstd, summed = norm(*how)
-            if parallel is None:
+            if few:
+                pass  # the GEMM quantizes it
+            elif parallel is None:
                 operand = plan.input.quantize(output, scale, amax)
             elif joins:
                 operand = parallel.share(output, plan.input, plan.input.seed(output), scale, amax)
@@ -185,6 +190,8 @@ class Activation:
         if plan.needs_input and plan.saves_codes:
             kept = kept_in_codes(hidden)
         saved = [SavedOperand(kept, None)]
+        if plan.few_rows and has_few_rows(behind, value.rows):
+            return value._replace(plain=act(hidden, name, parameters)), saved
         if plan.needs_weight and plan.backward_override == "high_precision":
             output = act(hidden, name, parameters)
             operand = plan.input.quantize(output, scales.scale_fwd, scales.amax_fwd)
@@ -263,6 +270,11 @@ class Linear:
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
         """Return the output and the backward's data."""
+        if args.plan.few_rows and value.operand is None and has_few_rows(args, value.rows):
+            x: Any = value.plain
+            x = x if x.dim() == 2 else x.reshape(value.rows, x.shape[-1])
+            out = fprop_of_few_rows(x, tensors[self.weight], tensors[self.bias], args, args.dtype)
+            return Value(out, None, value.lead, value.rows), [SavedOperand([], None), SavedOperand([], None)]
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
         lead, parallel = value.lead, args.parallel

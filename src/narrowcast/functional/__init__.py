@@ -32,6 +32,7 @@ from .delayed_scaling import (
     scales_of_run,
     take_amaxes,
 )
+from .few_rows import gemm_few_rows
 from .gemm import gemm, gemm_accumulate_
 from .grouped import pad_rows, unpad_rows
 from .grouped_activation import grouped_act_backward_quantize, grouped_act_quantize
@@ -72,7 +73,7 @@ from .quantize import (
     quantize_operand,
     quantize_rounded,
 )
-from .quantizer_value import BufferTable, GemmOperand, NativeOperand, QuantizerValue
+from .quantizer_value import BufferTable, GemmOperand, NativeOperand, Prologue, QuantizerValue
 from .replay import Metadata, replay_of
 from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .routes import taking_apart
@@ -88,6 +89,7 @@ __all__ = [
     "GemmOperand",
     "Metadata",
     "NativeOperand",
+    "Prologue",
     "QuantizerValue",
     "WeightsNote",
     "act",
@@ -113,6 +115,7 @@ __all__ = [
     "gemm_accumulate_",
     "gemm_batch_invariant",
     "gemm_call",
+    "gemm_few_rows",
     "gemm_with_product",
     "grouped_act_backward_quantize",
     "grouped_act_quantize",

@@ -16,7 +16,8 @@ from torch import Tensor
 from ..formats import ELEMENT_FORMATS, DType
 from ..upstream import opaque
 from ..upstream.tensors import schema_of
-from . import gemm as _gemm  # noqa: F401  # defines operators that are looked up here
+from . import few_rows as _few_rows  # noqa: F401  # defines operators that are looked up here
+from . import gemm as _gemm  # noqa: F401
 from . import grouped_gemm as _grouped_gemm  # noqa: F401
 from .gemm import gemm_directions
 from .quantizer_value import quantizer_of_text
@@ -40,6 +41,8 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
     named = dict(zip((argument.name for argument in schema_of(func).arguments), args))
     if "left_quantizer" not in named:
         return None
+    if isinstance(named["left"], Tensor):  # of a few rows, native on every GPU that has the formats
+        named |= {"kind": "fprop", "left": [named["left"]], "emulate": False}
     # the batch-invariant GEMM has no native form
     return GemmCall(**{name: named.get(name, True) for name in GemmCall._fields})
 
@@ -61,6 +64,10 @@ def _gemm_flops(
 ) -> int:
     rows, columns = others[4:6]
     return 2 * rows * columns * _contraction(kind, left[0], left_quantizer, rows)
+
+
+def _few_rows_flops(left: Tensor, *others: Any, **_: Any) -> int:
+    return 2 * math.prod(left.shape) * others[5]  # type: ignore[no-any-return]
 
 
 def _accumulate_flops(
@@ -92,6 +99,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "gemm": _gemm_flops,
     "gemm_accumulate_": _accumulate_flops,
     "gemm_batch_invariant": _gemm_flops,
+    "gemm_few_rows": _few_rows_flops,
     "grouped_gemm": _grouped_flops,
     "grouped_gemm_batch_invariant": _grouped_flops,
     "grouped_mm": _grouped_mm_flops,

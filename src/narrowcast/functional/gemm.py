@@ -288,11 +288,23 @@ def multiply_native(
         product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
     elif a.scaling in _TILED:
         fused, product = False, _multiply_in_tiles(a, b, dtype)
+    elif _has_few_rows(a, b):
+        fused, codes = True, (a.data.view(torch.uint8), a.scale.t(), b.data.view(torch.uint8), b.scale)
+        product = kernels.few_rows.multiply_codes(*codes, bias, dtype)  # type: ignore[attr-defined]
     else:
         # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
         fused, product = False, _multiply_in_blocks(a, b, dtype)
     out = product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
     return out if bias is None or fused else out.add_(bias.to(dtype))
+
+
+FEW_ROWS = 64
+"""Rows up to which a kernel multiplies blocks: the library's GEMM takes up to three times as long with so few."""
+
+
+def _has_few_rows(a: NativeOperand, b: NativeOperand) -> bool:
+    in_blocks = (a.scaling, b.scaling) == ("1x128", "128x128")
+    return in_blocks and a.data.shape[0] <= FEW_ROWS and a.data.shape[1] == b.data.shape[1] and kernels.AVAILABLE
 
 
 def _multiply_per_tensor(

@@ -47,6 +47,20 @@ class NativeOperand(NamedTuple):
     tensor_scale: Tensor | None = None
 
 
+class Prologue(NamedTuple):
+    """How the kernel of a GEMM quantizes its left operand itself, to E4M3.
+
+    ``scaling``: "current", "given" (element ``slot`` of the state's scales) or "1x128". ``power_2``, ``epsilon``: of
+    scales that the kernel computes. ``rows``: up to which it is the faster way.
+    """
+
+    scaling: str
+    rows: int
+    power_2: bool = False
+    epsilon: float = 0.0
+    slot: int = 0
+
+
 class QuantizerValue(opaque.Base):
     """Base of every quantizer: a frozen description that operators take by value."""
 
@@ -58,6 +72,9 @@ class QuantizerValue(opaque.Base):
 
     _shares_amax: ClassVar[bool] = False
     """Whether it can quantize by an amax that processes have reduced."""
+
+    _has_prologue: ClassVar[bool] = False
+    """Whether the kernel of a GEMM can encode in its place; see :meth:`_prologue`."""
 
     _multiplies: ClassVar[bool] = False
     """Whether it computes GEMMs itself, by ``_multiply``, with a right operand whose quantizer does, too."""
@@ -181,6 +198,10 @@ class QuantizerValue(opaque.Base):
     ) -> Tensor:
         """Return the product of two operands, (rows, columns) of ``dtype``, with the bias added."""
         raise NotImplementedError(f"{type(self).__qualname__} does not multiply")
+
+    def _prologue(self) -> Prologue | None:
+        """Return how the kernel of a GEMM quantizes its left operand as this quantizer does; None if none can."""
+        return None
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand | None:
         """Return the operand for the hardware GEMM, or None when this format has none on any supported GPU."""

@@ -1,11 +1,11 @@
 """Triton kernels: the reference's functions, equal bit for bit, for tensors on a GPU.
 
 Modules, functions and signatures are those of ``narrowcast.reference``, where they are described; what a module here
-lacks has no kernel. Tensors that no kernel can reach, and dtypes that none reads, are a ValueError. Each module is
-imported when it is first used, because Triton takes a while: ``import narrowcast`` does not load it. This is the one
-place that copes with Triton being absent, as it is beside CPU builds of PyTorch: ``AVAILABLE`` is then False and the
-modules are None. Setting ``TRITON_INTERPRET=1`` before the first use runs the kernels on CPU tensors in Triton's
-interpreter, for tests.
+lacks has no kernel, and ``few_rows`` is two operators of the reference in one. Tensors that no kernel can reach, and
+dtypes that none reads, are a ValueError. Each module is imported when it is first used, because Triton takes a while:
+``import narrowcast`` does not load it. This is the one place that copes with Triton being absent, as it is beside CPU
+builds of PyTorch: ``AVAILABLE`` is then False and the modules are None. Setting ``TRITON_INTERPRET=1`` before the first
+use runs the kernels on CPU tensors in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MODULES = (
     "cross_entropy",
     "delayed",
     "dequantize",
+    "few_rows",
     "float8",
     "float8_block",
     "float8_rows",

@@ -55,7 +55,7 @@ kernel instead of two. They are read out of L2: at most 4 us more of an H200, le
 
 
 @triton.jit
-def _largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
     """Return max|x| of every ``step / BLOCK``-th block of a contiguous tensor, from ``start`` on; NaN ignored."""
     QUARTER: tl.constexpr = BLOCK // 4
     index = tl.arange(0, QUARTER)
@@ -90,7 +90,7 @@ def _tensor_scale(
     if CURRENT:
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)
-            largest = _largest_magnitude(x_ptr, start, _AMAX_BLOCK, n, _AMAX_BLOCK, EMULATE)
+            largest = largest_magnitude(x_ptr, start, _AMAX_BLOCK, n, _AMAX_BLOCK, EMULATE)
         else:
             index = tl.arange(0, PARTIALS)
             parts = tl.load(scale_ptr + index, mask=index < partials, other=0.0).to(tl.float32)
@@ -295,7 +295,7 @@ def _float8_amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl
     # Programs stride through the tensor together, so that its end is what the last reads leave in L2.
     program = tl.program_id(0)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    largest = _largest_magnitude(x_ptr, program.to(tl.int64) * BLOCK, step, n, BLOCK, EMULATE)
+    largest = largest_magnitude(x_ptr, program.to(tl.int64) * BLOCK, step, n, BLOCK, EMULATE)
     tl.store(partials_ptr + program, largest)
 
 

@@ -50,7 +50,7 @@ _BLOCK = tl.constexpr(FLOAT8_BLOCK)
 
 
 @triton.jit
-def _scales(
+def block_scales(
     amax,
     epsilon,
     FP8_MAX: tl.constexpr,
@@ -126,7 +126,7 @@ def _emit_tile(
     if SQUARE:
         size = magnitude_of_four(*xs, EMULATE)
         amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+        scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
         codes = fp8_codes(xs, scale, E5M2, True, EMULATE)
         pad = tl.arange(0, 4)[None, :]
         padded_scale = tl.where(pad == 0, scale_inv, 0.0)
@@ -142,7 +142,7 @@ def _emit_tile(
     else:
         if COLUMNWISE:
             amax = tl.max(magnitude_of_four(*xs, EMULATE), axis=0, keep_dims=True)
-            scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+            scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
             scaled = ()
             for j in tl.static_range(4):
                 scaled = scaled + (to_float32(xs[j], EMULATE) * scale,)
@@ -154,7 +154,7 @@ def _emit_tile(
             inverses = ()
             for j in tl.static_range(4):
                 amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
-                scale, scale_inv = _scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+                scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
                 code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
                 store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
                 inverses = inverses + (tl.reshape(scale_inv, [_BLOCK // 4]),)

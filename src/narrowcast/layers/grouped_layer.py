@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flags, positive, text
-from .._tracing import has_addresses, host_reads
+from .._tracing import has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
 from ..functional import calibrate_, join_weights, splits_on_device
@@ -55,12 +55,7 @@ def plan_for_rows(plan: LinearPlan, rows: int, groups: int) -> LinearPlan:
     """Return the plan of a grouped layer for as many rows. Compiled code that does not know them keeps the plan."""
     if plan.weight_once is None:
         return plan
-    few = rows <= FEW_ROWS * groups
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-        few = guard_or_false(few)
-    return plan.weight_once if few else plan
+    return plan.weight_once if is_known(rows <= FEW_ROWS * groups) else plan
 
 
 class GroupedLinearLayer(LinearLayer):

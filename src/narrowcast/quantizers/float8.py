@@ -10,13 +10,16 @@ from torch import Tensor
 
 from .._checks import flags, numbers
 from ..formats import ELEMENT_FORMATS, DType
-from ..functional import calibrate_, quantize
+from ..functional import Prologue, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
 from ..upstream.cuda import part_of
 from ..upstream.tensors import count_modes
 from .amax_reduction import AmaxReducing
 from .arguments import FP8_ELEMENTS, fp8_dtype_of, warn_ignored
 from .quantizer import Quantizer
+
+FEW_ROWS = 8
+"""Rows up to which a GEMM quantizes them itself: with more, the library's GEMM of codes gains more than a launch."""
 
 
 class _Float8Base(Quantizer):
@@ -50,7 +53,7 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     force_pow_2_scales: bool
     amax_epsilon: float
 
-    _takes_sources = _needs_amax = _shares_amax = True
+    _takes_sources = _needs_amax = _shares_amax = _has_prologue = True
 
     def __init__(
         self,
@@ -112,6 +115,11 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
     ) -> list[Tensor]:
         return self._encode_again(numerics, x, scale[:1])  # computed outside: the amax of all ranks
 
+    def _prologue(self) -> Prologue | None:
+        if not self._has_prologue or self.with_amax_reduction or self.dtype != DType.kFloat8E4M3:
+            return None
+        return Prologue("current", FEW_ROWS, self.force_pow_2_scales, self.amax_epsilon)
+
     def _amax_to_share(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> Tensor:
         return numerics.float8.amax(x).expand(2).contiguous()
 
@@ -139,7 +147,7 @@ class DelayedFloat8Quantizer(_Float8Base):
 
     slot: int
 
-    _takes_sources = True
+    _takes_sources = _has_prologue = True
 
     def __init__(
         self, fp8_dtype: DType | torch.dtype, slot: int, *, rowwise: bool = True, columnwise: bool = True
@@ -161,6 +169,11 @@ class DelayedFloat8Quantizer(_Float8Base):
 
     def _is_delayed(self) -> bool:
         return True
+
+    def _prologue(self) -> Prologue | None:
+        if not self._has_prologue or self.dtype != DType.kFloat8E4M3:
+            return None
+        return Prologue("given", FEW_ROWS, slot=self.slot)
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
         raise RuntimeError(

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from .._checks import flags, numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
+from ..functional import Prologue
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
 from .arguments import FP8_ELEMENTS, fp8_dtype_of
 from .quantizer import Quantizer
+
+FEW_ROWS = 16
+"""Rows up to which a GEMM quantizes them itself."""
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -36,7 +40,7 @@ class Float8BlockQuantizer(Quantizer):
     block_len: ClassVar[int] = FLOAT8_BLOCK
     _storage_class = Float8BlockwiseQTensorStorage
     _tensor_class = Float8BlockwiseQTensor
-    _takes_sources = True
+    _takes_sources = _has_prologue = True
     _layout_fields = ("dtype", "block_scaling_dim", "force_pow_2_scales")
     _elements = FP8_ELEMENTS
 
@@ -101,6 +105,11 @@ class Float8BlockQuantizer(Quantizer):
 
     def _decode_options(self, buffers: list[Tensor], columnwise: bool) -> dict[str, Any]:
         return {"fmt": self._element_format(), "two_d": self.block_scaling_dim == 2}
+
+    def _prologue(self) -> Prologue | None:
+        if not self._has_prologue or self.block_scaling_dim != 1 or self.dtype != DType.kFloat8E4M3:
+            return None
+        return Prologue("1x128", FEW_ROWS, self.force_pow_2_scales, self.amax_epsilon)
 
     def _scales_are_powers(self) -> bool:
         return self.force_pow_2_scales

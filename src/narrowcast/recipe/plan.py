@@ -57,7 +57,8 @@ class LinearPlan:
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: a row of the output has the
     same bits in every batch (:func:`narrowcast.set_deterministic`). ``weight_once``: the plan with ``kept_weight``
     instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
-    ``saves_codes``: a norm or an activation before the layer keeps its input for the backward in codes.
+    ``saves_codes``: a norm or an activation before the layer keeps its input for the backward in codes. ``few_rows``:
+    up to how many rows the GEMM quantizes them itself; 0 if a gradient is requested, too.
     """
 
     needs_input: bool
@@ -82,6 +83,7 @@ class LinearPlan:
     eager_only: str = ""
     batch_invariant: bool = False
     saves_codes: bool = False
+    few_rows: int = 0
     weight_once: LinearPlan | None = None
 
     def __hash__(self) -> int:
@@ -205,10 +207,17 @@ def _build(
         backward_state=backward_state,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
         batch_invariant=batch_invariant,
+        few_rows=0 if needs_input or needs_weight or batch_invariant else _few_rows(recipe, inp, weight),
     )
     if not repeatable:
         return plan
     return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, dgrad_weight=None))
+
+
+def _few_rows(recipe: Recipe, inp: Quantizer, weight: Quantizer) -> int:
+    """Return up to how many rows the GEMM quantizes its input itself."""
+    prologue = inp._prologue()
+    return 0 if prologue is None or recipe.emulate or weight._multiplies else prologue.rows
 
 
 def _check_rows_alone(recipe: Recipe, quantizer: Quantizer) -> None:

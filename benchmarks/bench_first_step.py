@@ -1,0 +1,118 @@
+"""First training step of a compiled stack of ``TransformerLayer``s: how long it takes, relative to the same in bf16.
+
+Each case runs in a process of its own, without the compiler's caches of earlier ones. On a GPU Inductor compiles, and
+the time is the wall clock's. On a CPU nothing is compiled after the graphs are traced (``aot_eager``), and the time is
+the process's. ``--cases`` names the recipes, of ``--how`` "whole": the stack as one graph, and "by block": one compiled
+block serves as all. ``--jobs`` cases run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from harness import Row, parser, report
+from torch import Tensor, nn
+
+import narrowcast as nc
+
+BATCH, LENGTH = 4, 128
+RECIPES: dict[str, Any] = {
+    "bf16": lambda: None,
+    "current": nc.recipe.Float8CurrentScaling,
+    "delayed": nc.recipe.DelayedScaling,
+    "block": nc.recipe.Float8BlockScaling,
+}
+
+
+class Stack(nn.Module):
+    """Blocks in a row, of heads of 64."""
+
+    def __init__(self, layers: int, hidden: int, device: str) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias": False}
+        options |= {"normalization": "RMSNorm", "activation": "swiglu", "attn_input_format": "bshd"}
+        options |= {"params_dtype": torch.bfloat16, "device": device}
+        sizes = hidden, 4 * hidden, hidden // 64
+        self.blocks = nn.ModuleList(
+            nc.TransformerLayer(*sizes, layer_number=number, **options) for number in range(1, layers + 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def first_step(layers: int, hidden: int, how: str, recipe: str, device: str) -> float:
+    """Seconds of the first forward and backward, on top of what PyTorch's compiler takes to load."""
+    model = Stack(layers, hidden, device)
+    nc.set_recipe(model, RECIPES[recipe]())
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    torch.compile(nn.Linear(8, 8).to(device), backend=backend)(torch.ones(2, 8, device=device)).sum().backward()
+    run: nn.Module = model
+    if how == "whole":
+        run = torch.compile(model, fullgraph=True, backend=backend)  # type: ignore[assignment]
+    else:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend=backend)
+    x = torch.randn(BATCH, LENGTH, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    start = clock()
+    run(x).sum().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def in_a_process(*case: Any) -> float:
+    """Seconds of a case, or NaN where it failed."""
+    with tempfile.TemporaryDirectory() as caches:
+        own = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
+        words = [sys.executable, __file__, "--case", json.dumps(case)]
+        done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr[-2000:], flush=True)
+        return float("nan")
+    return float(done.stdout.splitlines()[-1])
+
+
+def measure(chosen: Namespace) -> list[Row]:
+    names, ways = chosen.cases.split(","), chosen.how.split(",")
+    cases = [(chosen.layers, chosen.hidden, how, name, chosen.device) for how in ways for name in names]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        times = dict(zip(cases, pool.map(lambda case: in_a_process(*case), cases)))
+    rows: list[Row] = []
+    for (layers, hidden, how, name, device), seconds in times.items():
+        base = times.get((layers, hidden, how, "bf16", device))
+        row: Row = {"layers": layers, "hidden": hidden, "how": how, "recipe": name}
+        row |= {"backend": "inductor" if device == "cuda" else "aot_eager", "first_step_s": round(seconds, 2)}
+        rows.append(row | ({"share_of_bf16": round(seconds / base, 2)} if base else {}))
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--hidden", type=int, default=1024)
+    options.add_argument("--cases", default=",".join(RECIPES))
+    options.add_argument("--how", default="whole,by block")
+    options.add_argument("--jobs", type=int, default=1)
+    options.add_argument("--case", help="for the processes that this one starts")
+    chosen = options.parse_args()
+    if chosen.case:
+        print(first_step(*json.loads(chosen.case)))
+        return
+    report("first_step", measure(chosen), chosen)
+
+
+if __name__ == "__main__":
+    main()
