@@ -57,7 +57,9 @@ def first_step(layers: int, hidden: int, how: str, recipe: str, device: str) -> 
     model = Stack(layers, hidden, device)
     nc.set_recipe(model, RECIPES[recipe]())
     backend = "inductor" if device == "cuda" else "aot_eager"
-    torch.compile(nn.Linear(8, 8).to(device), backend=backend)(torch.ones(2, 8, device=device)).sum().backward()
+    torch.compile(nn.Linear(8, 8).to(device), backend=backend)(
+        torch.ones(2, 8, device=device)
+    ).sum().backward()
     run: nn.Module = model
     if how == "whole":
         run = torch.compile(model, fullgraph=True, backend=backend)  # type: ignore[assignment]

@@ -304,7 +304,9 @@ FEW_ROWS = 64
 
 def _has_few_rows(a: NativeOperand, b: NativeOperand) -> bool:
     in_blocks = (a.scaling, b.scaling) == ("1x128", "128x128")
-    return in_blocks and a.data.shape[0] <= FEW_ROWS and a.data.shape[1] == b.data.shape[1] and kernels.AVAILABLE
+    return (
+        in_blocks and a.data.shape[0] <= FEW_ROWS and a.data.shape[1] == b.data.shape[1] and kernels.AVAILABLE
+    )
 
 
 def _multiply_per_tensor(

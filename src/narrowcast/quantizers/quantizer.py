@@ -28,17 +28,20 @@ from ..functional import (
 )
 from ..functional.quantize import overwrite
 from ..functional.quantizer_value import CLASSES, quantizer_of_text
-from ..tensors import QuantizedTensor, QuantizedTensorStorage, plain_gradient
+from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from ..upstream.compiler import NotInGraph
 from .arguments import element_dtype_of, field_value
 from .codes import codes_as_matrix
-from .value import SPELLINGS, _rebuild_quantizer, class_identifier
-
-_FLAGS_OF_ENCODING = {
-    "_encode": ("_takes_sources", "_needs_amax", "_shares_amax"),
-    "_encode_scaled": ("_takes_sources",),
-}
+from .straight_through import QuantizeFunction
+from .value import (
+    FLAGS_OF_ENCODING,
+    QUIET_FIELDS,
+    SPELLINGS,
+    _rebuild_quantizer,
+    check_value,
+    class_identifier,
+)
 
 
 class Quantizer(Sealable, QuantizerValue):
@@ -78,7 +81,7 @@ class Quantizer(Sealable, QuantizerValue):
         CLASSES[cls._identifier] = cls
         cls._te_compile_value_opaque = False  # per class: a subclass registers itself
         # they describe the encoding that they were declared beside; of another nothing is known
-        for method, flags in _FLAGS_OF_ENCODING.items():
+        for method, flags in FLAGS_OF_ENCODING.items():
             for flag in flags if method in cls.__dict__ else ():
                 if flag not in cls.__dict__:
                     setattr(cls, flag, False)
@@ -149,16 +152,7 @@ class Quantizer(Sealable, QuantizerValue):
         fields = self._value_fields()
         if fields is None:
             raise TypeError(f"{type(self).__qualname__} has no value fields: it is not registered as a value")
-        for name, held in vars(self).items():
-            if _is_process_group(held):
-                raise TypeError(
-                    f"{type(self).__qualname__}.{name} holds a process group and cannot be used as a value; pass the "
-                    "group to each quantize call instead"
-                )
-            if isinstance(held, Tensor):
-                raise TypeError(
-                    f"{type(self).__qualname__}.{name} holds a tensor and cannot be used as a value"
-                )
+        check_value(self)
         values = ((name, getattr(self, name)) for name in fields)
         key = (
             type(self).__qualname__,
@@ -212,7 +206,7 @@ class Quantizer(Sealable, QuantizerValue):
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))
-        shown = ", ".join(f"{name}={getattr(self, name)!s}" for name in fields if name not in _QUIET_FIELDS)
+        shown = ", ".join(f"{name}={getattr(self, name)!s}" for name in fields if name not in QUIET_FIELDS)
         return f"{type(self).__name__}({shown})"
 
     def replace(self, **changes: Any) -> Quantizer:
@@ -474,7 +468,7 @@ class Quantizer(Sealable, QuantizerValue):
                 )
             return self.update_quantized(tensor, out, amax_reduction_group=amax_reduction_group)
         if torch.is_grad_enabled() and tensor.requires_grad:
-            return _QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
+            return QuantizeFunction.apply(tensor, self, dtype or tensor.dtype, amax_reduction_group)
         return self._quantize_detached(tensor, dtype or tensor.dtype, amax_reduction_group)
 
     def _quantize_detached(self, tensor: Tensor, dtype: torch.dtype, group: Any) -> Any:
@@ -599,23 +593,3 @@ class Quantizer(Sealable, QuantizerValue):
 
 def _refuse_while_tracing(context: Any) -> None:
     refuse_in_one_graph(context, traced_local(context, "self")._not_a_value())
-
-
-_QUIET_FIELDS = ("internal", "optimize_for_gemm")
-
-
-def _is_process_group(held: Any) -> bool:
-    return torch.distributed.is_available() and isinstance(held, torch.distributed.ProcessGroup)
-
-
-class _QuantizeFunction(torch.autograd.Function):
-    """Quantization with a straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, quantizer: Quantizer, dtype: torch.dtype, group: Any) -> Any:
-        ctx.dtype = tensor.dtype
-        return quantizer._quantize_detached(tensor.detach(), dtype, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return plain_gradient(grad_output).to(ctx.dtype), None, None, None

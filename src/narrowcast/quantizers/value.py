@@ -6,12 +6,19 @@ import enum
 import typing
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from ..functional.quantizer_value import CLASSES
 
 if TYPE_CHECKING:
     from .quantizer import Quantizer
 
 _FIELD_TYPES = (bool, int, float, str)
+QUIET_FIELDS = ("internal", "optimize_for_gemm")
+FLAGS_OF_ENCODING = {
+    "_encode": ("_takes_sources", "_needs_amax", "_shares_amax"),
+    "_encode_scaled": ("_takes_sources",),
+}
 SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", "storage_metadata"))
 """Methods of quantizers that later versions of the upstream project call by another name."""
 
@@ -63,3 +70,21 @@ def class_identifier(cls: type[Quantizer]) -> str:
         number += 1
         identifier = f"{name}#{number}"
     return identifier
+
+
+def check_value(quantizer: Quantizer) -> None:
+    """Check that a quantizer holds nothing that no value may hold.
+
+    Raises:
+        TypeError: it holds a process group or a tensor.
+    """
+    for name, held in vars(quantizer).items():
+        if torch.distributed.is_available() and isinstance(held, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"{type(quantizer).__qualname__}.{name} holds a process group and cannot be used as a value; pass the "
+                "group to each quantize call instead"
+            )
+        if isinstance(held, torch.Tensor):
+            raise TypeError(
+                f"{type(quantizer).__qualname__}.{name} holds a tensor and cannot be used as a value"
+            )
