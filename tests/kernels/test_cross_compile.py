@@ -78,8 +78,8 @@ def test_little_shared_memory_has_fewer_steps_at_once(monkeypatch: pytest.Monkey
     for gpu, shared in SHARED_MEMORY.items():
         found = types.SimpleNamespace(shared_memory_per_block_optin=shared, multi_processor_count=1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
-        assert grouped_gemm._limits.__wrapped__(device) == (1, gpu in (90, 100))
-    assert grouped_gemm._limits(torch.device("cpu"))[1]
+        assert grouped_gemm.limits.__wrapped__(device) == (1, gpu in (90, 100))
+    assert grouped_gemm.limits(torch.device("cpu"))[1]
     for name in ("_rows", "_contraction"):
         few, many = getattr(grouped_gemm, f"{name}_in_little"), getattr(grouped_gemm, name)
         assert few.kernel is many.kernel and (few.options["num_stages"], many.options["num_stages"]) == (2, 4)

@@ -382,7 +382,7 @@ def rows(
         return out
     block_scaled = left_scale.dim() > 1
     blocks = (left_block, right_block) if block_scaled else None
-    programs, has_room = _limits(left.device)
+    programs, has_room = limits(left.device)
     faster = _faster(left, right, right_scale, columns, alignment, blocks)
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
@@ -447,7 +447,7 @@ def contraction(
     if out.numel() == 0:
         return out
     blocks = (left_block, right_block) if block_scaled else None
-    programs, has_room = _limits(left.device)
+    programs, has_room = limits(left.device)
     faster = _faster(left, right, right_scale, N, alignment, blocks)
     if faster is not None:
         operands = left, left_scale, right, right_scale, splits, None
@@ -524,7 +524,7 @@ def _multiplied(faster: Any, *arguments: Any) -> bool:
 
 
 @functools.cache
-def _limits(device: torch.device) -> tuple[int, bool]:
+def limits(device: torch.device) -> tuple[int, bool]:
     """Return how many programs fill a device, and whether a block may have ``ROOM`` bytes of shared memory."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS, True  # few, so that a program takes several tiles

@@ -7,7 +7,6 @@ columns of the wide matrix are divided among the programs, and what each has sum
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .grouped_gemm import ROOM
+from .grouped_gemm import limits
 from .launch import INTERPRETING, Launcher, NotCompiledError, check_device, for_hopper
 
 ADD_ROWS = 64
@@ -192,7 +191,7 @@ def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
     if rank > LARGEST_RANK:
         return [wide @ right, (wide.t() @ left).float()]
     parts, launcher = PARTS, _products
-    if not _has_room(wide.device) or rank > 2 * MIN_RANK:
+    if not limits(wide.device)[1] or rank > 2 * MIN_RANK:
         parts, launcher = 1, _products_in_little
     tiles = cdiv(M, ROWS * parts)
     length = cdiv(cdiv(N, COLUMNS), max(1, PROGRAMS // max(tiles, 1))) * COLUMNS
@@ -238,7 +237,7 @@ def gemm(
     out = torch.empty((rows, columns), dtype=dtype, device=left.device)
     all_rows = torch.full((1,), rows, dtype=torch.int32, device=left.device)
     scales = left_scale.view(1), right_scale.view(1)
-    programs = torch.cuda.get_device_properties(left.device).multi_processor_count
+    programs, _ = limits(left.device)
     try:
         hopper.multiply(
             out, left, scales[0], right[None], scales[1], all_rows, None, 1, programs, fast_accumulation,
@@ -251,12 +250,3 @@ def gemm(
 
 def _padded(rank: int) -> int:
     return max(MIN_RANK, triton.next_power_of_2(rank))
-
-
-@functools.cache
-def _has_room(device: torch.device) -> bool:
-    """Return whether a block may have the shared memory of Hopper; GPUs of compute capability 8.9 and 12 have half."""
-    return (
-        device.type != "cuda"
-        or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOM
-    )

@@ -125,9 +125,7 @@ def test_a_run_with_bf16_weights_learns_and_goes_on(
     (last,) = [path for path in checkpoint.steps_in(tmp_path / "parts") if path.name.endswith("6")]
     last.rename(tmp_path / "gone")
     again = Run(config, corpus, progress, folder=tmp_path / "parts", resume=True).train().history.train
-    assert again[:4] == losses[:4]  # the first step after the checkpoint has its weights
-    # E4M3 moments are encoded once more when they are read
-    assert again == losses if optimizer != "fused-e4m3" else again == pytest.approx(losses, rel=0.02)
+    assert again == losses
 
 
 def test_a_head_in_fp8_has_no_chunked_loss(config: TrainConfig, corpus: Corpus) -> None:
