@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
@@ -88,9 +90,10 @@ def test_losses_are_those_without(name: str) -> None:
     both = []
     for written in (False, True):
         model = model_of(QUANTIZED[name])
-        both.append(losses(model, optimizer_of(model, written)))
+        optimizer = optimizer_of(model, written)
+        both.append(losses(model, optimizer))
+        assert all(layer.codes_are_written is written for layer in model)
     assert both[0] == both[1]
-    assert all(layer.codes_are_written for layer in model)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -167,6 +170,21 @@ def test_what_is_changed_under_a_compiled_model_is_told_and_written_on_demand() 
     optimizer.write_weight_codes()
     x = torch.randn(32, 48, dtype=BF16)
     assert torch.equal(call(x), model(x))
+
+
+def test_copies_and_layers_whose_optimizer_is_gone_quantize_again() -> None:
+    torch.compiler.reset()
+    model = model_of("current")
+    optimizer = optimizer_of(model, True)
+    losses(model, optimizer, steps=1)
+    twin = copy.deepcopy(model)
+    assert not any(layer.codes_are_written for layer in twin)
+    call = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    losses(twin, optimizer_of(twin, False), call, steps=3)  # none of these steps raises
+    del optimizer
+    gc.collect()
+    assert not any(layer.codes_are_written for layer in model)
+    assert all(kept is None for layer in model for kept in layer._fp8_workspaces.values())
 
 
 def test_another_recipe_and_loaded_weights() -> None:

@@ -570,7 +570,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 destination[prefix + name] = dequantized(parameter)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fp8_workspaces": dict.fromkeys(self._fp8_workspaces)}
+        kept = dict.fromkeys(self._fp8_workspaces)  # and no optimizer writes those of a copy
+        return {**super().__getstate__(), "_fp8_workspaces": kept, "codes_are_written": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -8,6 +8,7 @@ they were made from, and quantizes it itself otherwise.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -60,6 +61,7 @@ class WeightCodes:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [layer for layer in model.modules() if isinstance(layer, LinearLayer)]
         self._kept: dict[tuple[int, str], tuple[tuple[str, OperandBuffers], list[Tensor]]] = {}
+        weakref.finalize(self, _leave, self._layers).atexit = False
 
     def weights(self) -> list[WrittenWeight]:
         """Return the weights; those that have no codes, or codes under another recipe, are quantized now."""
@@ -97,6 +99,13 @@ class WeightCodes:
             made.quantize()
             made.note()
         return WrittenWeight(weight, operand, kept[1], scale, amax)
+
+
+def _leave(layers: list[LinearLayer]) -> None:
+    """Let layers quantize their weights again: the optimizer is gone."""
+    for layer in layers:
+        layer.codes_are_written = False
+        layer._drop_workspaces()
 
 
 def _is_written(weight: Tensor, plan: LinearPlan) -> bool:
