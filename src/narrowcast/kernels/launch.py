@@ -37,7 +37,15 @@ from ..upstream.functionalization import (
     without_modes,
 )
 from ..upstream.tensors import count_modes
-from ..upstream.triton import HOOKS, Start, launch_in_graph, node_of, start_of, written_by
+from ..upstream.triton import (
+    HOOKS,
+    Start,
+    keep_intermediate_code,
+    launch_in_graph,
+    node_of,
+    start_of,
+    written_by,
+)
 
 INTERPRETING: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter; fixed when the kernels are defined, that is at import."""
@@ -157,6 +165,7 @@ class Launcher:
     def _traced(self) -> Any:
         """Return the kernel with the compile options that Inductor takes."""
         if self.traced is None:
+            keep_intermediate_code(__name__.partition(".")[0])
             options = {name: value for name, value in self.options.items() if name == "num_stages"}
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)
