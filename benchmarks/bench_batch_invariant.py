@@ -3,7 +3,8 @@
     python benchmarks/bench_batch_invariant.py --save
 
 CPU time on a CPU; on a GPU the time of the kernels, on weights that do not stay in the cache. ``ratio`` is the time
-relative to the library's order of sums (lower is better). Layers have stored weights: nothing quantizes a weight.
+relative to the library's order of sums (lower is better); ``one_process`` is the mode with ``processes=1``. Layers have
+stored weights: nothing quantizes a weight.
 """
 
 from __future__ import annotations
@@ -88,30 +89,31 @@ def cases(device: str) -> dict[str, Callable[[], Sequence[Run]]]:
 
 
 @torch.no_grad()
-def milliseconds(runs: Sequence[Run], repeats: int, device: str) -> tuple[float, float]:
-    """Return the medians of the time, without the mode and with it."""
-    times: dict[str | None, list[float]] = {None: [], "batch-invariant": []}
+def milliseconds(runs: Sequence[Run], repeats: int, device: str) -> list[float]:
+    """Return the medians of the time: without the mode, in the mode of 8 processes, and in that of one."""
+    modes = (None, 8, 1)
+    times: dict[str, list[float]] = {str(processes): [] for processes in modes}
 
-    def in_mode(mode: str | None) -> Callable[[Run], object]:
+    def in_mode(processes: int | None) -> Callable[[Run], object]:
         def run(one: Run) -> object:
-            nc.set_deterministic(mode)
+            nc.set_deterministic("batch-invariant" if processes else None, processes=processes or 8)
             return one()
 
         return run
 
     if device == "cuda":
-        found = time_in_turns({str(mode): in_mode(mode) for mode in times}, [(run,) for run in runs], repeats)
-        times = {mode: [us / 1e3 for us in found[str(mode)]] for mode in times}
+        contenders = {str(processes): in_mode(processes) for processes in modes}
+        found = time_in_turns(contenders, [(run,) for run in runs], repeats)
+        times = {mode: [us / 1e3 for us in taken] for mode, taken in found.items()}
     else:
         for _ in range(repeats + 1):
-            for mode, taken in times.items():
+            for processes in modes:
                 start = time.process_time()
-                in_mode(mode)(runs[0])
-                taken.append(1e3 * (time.process_time() - start))
+                in_mode(processes)(runs[0])
+                times[str(processes)].append(1e3 * (time.process_time() - start))
         times = {mode: taken[1:] for mode, taken in times.items()}
     nc.set_deterministic(None)
-    library, invariant = (statistics.median(taken) for taken in times.values())
-    return library, invariant
+    return [statistics.median(taken) for taken in times.values()]
 
 
 def measure(chosen: Namespace) -> list[Row]:
@@ -119,10 +121,14 @@ def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     for name, make in cases(chosen.device).items():
         if chosen.only in name:
-            library, invariant = milliseconds(make(), chosen.repeats, chosen.device)
-            rows.append(
-                {"case": name, "library_ms": library, "invariant_ms": invariant, "ratio": invariant / library}
-            )
+            library, invariant, one = milliseconds(make(), chosen.repeats, chosen.device)
+            row: Row = {
+                "case": name,
+                "library_ms": library,
+                "invariant_ms": invariant,
+                "ratio": invariant / library,
+            }
+            rows.append(row | {"one_process_ms": one, "one_process_ratio": one / library})
     return rows
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 BATCH_INVARIANT = "batch-invariant"
 MODES = (None, BATCH_INVARIANT)
+PROCESSES = (1, 2, 4, 8)
 
 
 class _Determinism:
-    batch_invariant = False
+    batch_invariant = 0
 
 
 DETERMINISM = _Determinism()
-"""The mode, which hot paths read without a call."""
+"""The mode, which hot paths read without a call: 0, or over how many processes a layer may be split."""
 
 
-def set_deterministic(mode: str | None) -> None:
+def set_deterministic(mode: str | None, *, processes: int = 8) -> None:
     """Set how the results of this process may depend on the batch, until the next call.
 
     In the mode "batch-invariant" the output of a row has the same bits alone and in every batch, and under tensor
@@ -27,13 +28,17 @@ def set_deterministic(mode: str | None) -> None:
 
     Args:
         mode: None, in which libraries choose the order of sums by the sizes, or "batch-invariant".
+        processes: over how many processes, at most, a row-parallel layer has the bits of one: 1, 2, 4 or 8. A
+            contraction is summed in as many parts. With 1 it is one sum, the fastest on a GPU.
 
     Raises:
-        ValueError: another mode.
+        ValueError: another mode, or number of processes.
     """
     if mode not in MODES:
         raise ValueError(f"deterministic mode is {mode!r}; use None or 'batch-invariant'")
-    DETERMINISM.batch_invariant = mode == BATCH_INVARIANT
+    if type(processes) is not int or processes not in PROCESSES:
+        raise ValueError(f"processes is {processes!r}; use 1, 2, 4 or 8")
+    DETERMINISM.batch_invariant = processes if mode == BATCH_INVARIANT else 0
 
 
 def get_deterministic() -> str | None:

@@ -567,7 +567,7 @@ def gemm_few_rows_cases(x: Tensor) -> Iterator[Arguments]:
 def gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for *operands, _, _ in gemm_cases(x):
         if operands[0] == "fprop":
-            yield tuple(operands)
+            yield *operands, 8, 1
 
 
 @family("matmul_batch_invariant")
@@ -707,14 +707,14 @@ def grouped_mm_cases(x: Tensor) -> Iterator[Arguments]:
 def grouped_gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for *operands, _, _ in grouped_gemm_cases(x):
         if operands[0] == "fprop":
-            yield tuple(operands)
+            yield *operands, 8
 
 
 @family("grouped_mm_batch_invariant")
 def grouped_mm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for kind, *operands, _, dtype in grouped_mm_cases(x):
         if kind == "fprop":
-            yield *operands, dtype
+            yield *operands, dtype, 8
 
 
 @family("grouped_dequantize")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from narrowcast import DType, Float8BlockQuantizer, Float8CurrentScalingQuantizer
 from narrowcast.quantizers import Float8RowsQuantizer
 from narrowcast.reference import batch_invariant as reference
 
@@ -57,7 +57,6 @@ SCALING = {
     "row": Float8RowsQuantizer(E4M3, columnwise=False),
     "1x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, block_scaling_dim=1),
     "128x128": Float8BlockQuantizer(E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False),
-    "1x32": MXFP8Quantizer(E4M3, columnwise=False),
 }
 
 
@@ -75,7 +74,7 @@ def test_multiply_codes(M: int, N: int, K: int, scaling: str, device: torch.devi
     )
     b_scale = b_scale.t() if scaling == "128x128" else b_scale
     sizes = {
-        "block": {"tensor": 0, "row": 0, "1x32": 32}.get(scaling, 128),
+        "block": {"tensor": 0, "row": 0}.get(scaling, 128),
         "right_block": 128 if scaling == "128x128" else 1,
     }
     splits = reference.splits_of(K)

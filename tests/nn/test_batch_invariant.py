@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import narrowcast as nc
 from narrowcast._determinism import BATCH_INVARIANT
+from narrowcast.reference import batch_invariant as reference
 from narrowcast.reference.batch_invariant import splits_of
 
 BY_ROW = nc.recipe.NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, emulate=EMULATE)
@@ -340,6 +341,41 @@ def test_two_processes_compute_the_bits_of_one(tmp_path: Path) -> None:
             assert torch.equal(found[f"row {recipe} False"][0], row_expected)
             assert torch.equal(found[f"row {recipe} True"][0], row_expected.chunk(2)[rank])
     assert all(torch.equal(found["compiled"][0], found["row delayed True"][0]) for found in ranks)
+
+
+@pytest.mark.parametrize("size", [256, 2048, 4096, 5632])
+def test_processes_split_a_contraction_where_one_does(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    left, right = (torch.randn(3, size, generator=generator) for _ in range(2))
+    for most in (2, 8):
+        whole = reference.matmul(left, right, splits_of(size, most))
+        for processes in (2, 4, 8):
+            if processes <= most and size % (processes * 128) == 0:
+                splits = splits_of(size // processes, most, processes)
+                shares = zip(left.chunk(processes, 1), right.chunk(processes, 1))
+                parts = [reference.matmul(a, b, splits) for a, b in shares]
+                assert torch.equal(reference.sum_of_halves(parts), whole)
+    with pytest.raises(ValueError, match="processes is 3; use 1, 2, 4 or 8"):
+        nc.set_deterministic("batch-invariant", processes=3)
+
+
+@pytest.mark.parametrize("recipe", ["none", "block"])
+def test_one_sum_of_a_whole_contraction(recipe: str) -> None:
+    """On one process: another order of sums, and no plan of the other order is used."""
+    torch.manual_seed(0)
+    made = nc.Linear(1024, 70, recipe=RECIPES[recipe], device=DEVICE)
+    x, found = torch.randn(ROWS, 1024, device=DEVICE), []
+    try:
+        for processes in (8, 1, 8):
+            nc.set_deterministic(BATCH_INVARIANT, processes=processes)
+            with torch.no_grad():
+                alone, few, many = batches(made, x)
+            assert torch.equal(alone, many) and torch.equal(few, many)
+            found.append(many)
+    finally:
+        nc.set_deterministic(None)
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_contraction_is_split_into_whole_blocks() -> None:

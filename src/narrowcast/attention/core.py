@@ -106,7 +106,7 @@ def attend(
         max_logit=max_logit,
         grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         score_grad=any(x.requires_grad for x in scores.tensors.values()),
-        batch_invariant=DETERMINISM.batch_invariant,
+        batch_invariant=bool(DETERMINISM.batch_invariant),
         lengths=sizes,
     )
     backend = choose_backend(facts, switches)

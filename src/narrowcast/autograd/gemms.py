@@ -70,8 +70,12 @@ def fprop(
     out_features: int,
     grouped: GroupedRows | None = None,
     thin: tuple[Tensor, Tensor] | None = None,
+    processes: int = 1,
 ) -> Tensor:
-    """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it; ``thin``: added."""
+    """y = x w^T + bias, (rows, out_features) of ``dtype``, as the plan accumulates it; ``thin``: added.
+
+    ``processes``: over which the contraction is split.
+    """
     operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
     if thin is not None:
         how = dtype, rows, out_features, plan.fast_fprop, plan.emulate
@@ -80,7 +84,8 @@ def fprop(
     if grouped is not None:
         return grouped.gemm("fprop", plan, *operands, bias, dtype, rows)
     if plan.batch_invariant:
-        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features)
+        how = plan.batch_invariant, processes
+        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features, *how)
     return gemm("fprop", *operands, bias, dtype, rows, out_features, plan.fast_fprop, plan.emulate)
 
 
@@ -108,6 +113,7 @@ def linear_forward(
     grouped: GroupedRows | None = None,
     dtype: torch.dtype | None = None,
     thin: tuple[Tensor, Tensor] | None = None,
+    processes: int = 1,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     """Return the output (*lead, N), the input to save, and the weight to save.
 
@@ -119,12 +125,13 @@ def linear_forward(
             (G, N, K), and bias a list, G of (N,), or one (G, N), or none.
         dtype: of the output; default: of the activations.
         thin: (M, r) and (N, r), whose product is added to the output; the plan is quantized, and nothing is split.
+        processes: over which the contraction is split.
     """
     plan, scales, rows = args.plan, args.scales, rows_of(inp)
     if args.parallel is not None:
         return _split_forward(weight, inp, bias, args, args.parallel)
     if not plan.quantized:
-        return _forward_in_high_precision(weight, inp, bias, args, grouped, dtype or args.dtype)
+        return _forward_in_high_precision(weight, inp, bias, args, grouped, dtype or args.dtype, processes)
     if (
         plan.few_rows
         and grouped is None
@@ -151,7 +158,7 @@ def linear_forward(
         x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
-    out = fprop(plan, x, w, bias, dtype or args.dtype, rows, features, grouped, thin)
+    out = fprop(plan, x, w, bias, dtype or args.dtype, rows, features, grouped, thin, processes)
     if (
         plan.save_original_input
         and not isinstance(inp, QuantizedTensorStorage)
@@ -180,7 +187,8 @@ def _split_forward(
     plan, alone = args.plan, replace(args, parallel=None)
     if not parallel.gathers_input:
         dtype = parallel.dtype_of_part(args.dtype, plan.batch_invariant)
-        out, saved_input, saved_weight = linear_forward(weight, inp, bias, alone, dtype=dtype)
+        how = {"dtype": dtype, "processes": parallel.processes_of_sum}
+        out, saved_input, saved_weight = linear_forward(weight, inp, bias, alone, **how)  # type: ignore[arg-type]
         return parallel.reduced_output(out, args.dtype, plan.batch_invariant), saved_input, saved_weight
     if isinstance(inp, QuantizedTensorStorage):
         raise TypeError(
@@ -240,6 +248,7 @@ def _forward_in_high_precision(
     args: LinearFwdArgs,
     grouped: GroupedRows | None,
     dtype: torch.dtype,
+    processes: int,
 ) -> tuple[Tensor, SavedOperand, SavedOperand]:
     plan = args.plan
     if grouped is not None:
@@ -252,7 +261,7 @@ def _forward_in_high_precision(
         matrix = in_high_precision(x, args.dtype, (rows, inp.shape[-1]))
         left = OperandBuffers([matrix], [], _PLAIN)
         right = OperandBuffers([in_high_precision(w, args.dtype, weight.shape)], [], _PLAIN)
-        out = fprop(plan, left, right, bias, dtype, rows, features)
+        out = fprop(plan, left, right, bias, dtype, rows, features, processes=processes)
         out = out.view(*inp.shape[:-1], features)
     else:
         out = F.linear(

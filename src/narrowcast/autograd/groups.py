@@ -143,7 +143,9 @@ class GroupedRows:
         b = right, right_quantizer, grouped_layout(plan.weight.storage_name), self.weight_dtype
         shape = rows, self.groups.out_features, self.groups.in_features
         if plan.batch_invariant and kind == "fprop":
-            return grouped_gemm_batch_invariant(kind, *a, *b, self.splits, biases, dtype, *shape)
+            return grouped_gemm_batch_invariant(
+                kind, *a, *b, self.splits, biases, dtype, *shape, plan.batch_invariant
+            )
         return grouped_gemm(kind, *a, *b, self.splits, biases, dtype, *shape, fast, plan.emulate)
 
     def gemm_in_high_precision(
@@ -152,13 +154,13 @@ class GroupedRows:
         left: Tensor,
         weights: list[Tensor],
         biases: list[Tensor],
-        batch_invariant: bool = False,
+        batch_invariant: int = 0,
     ) -> Tensor:
         """Return the GEMM "fprop" or "dgrad" in the dtype of ``left`` (T, K) or (T, N)."""
         dtype = left.dtype
         operands = [w.to(dtype) for w in weights], self.splits, [b.to(dtype) for b in biases]
         if batch_invariant:
-            return grouped_mm_batch_invariant(left, *operands, dtype)
+            return grouped_mm_batch_invariant(left, *operands, dtype, batch_invariant)
         return grouped_mm(kind, left, *operands, self.groups.covered, dtype)
 
     def column_sum(self, dy: Tensor) -> Tensor:

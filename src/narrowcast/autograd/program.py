@@ -278,10 +278,11 @@ class Linear:
         operand, w, rows, saved = self.operands(value, tensors, args)
         features = self.features or tensors[self.weight].shape[0]
         lead, parallel = value.lead, args.parallel
-        dtype = (
-            args.dtype if parallel is None else parallel.dtype_of_part(args.dtype, args.plan.batch_invariant)
-        )
-        out = fprop(args.plan, operand, w, tensors[self.bias], dtype, rows, features)
+        dtype, processes = args.dtype, 1
+        if parallel is not None:
+            dtype = parallel.dtype_of_part(dtype, args.plan.batch_invariant)
+            processes = parallel.processes_of_sum
+        out = fprop(args.plan, operand, w, tensors[self.bias], dtype, rows, features, processes=processes)
         if parallel is not None and parallel.gathers_input:
             lead = (-1, *lead[1:])
         elif parallel is not None:

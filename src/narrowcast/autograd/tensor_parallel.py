@@ -67,11 +67,16 @@ class TensorParallel:
         """Whether the gradient of the output comes in shares of rows."""
         return self.mode == "row" and self.sequence_parallel
 
-    def dtype_of_part(self, dtype: torch.dtype, batch_invariant: bool) -> torch.dtype:
+    @property
+    def processes_of_sum(self) -> int:
+        """How many processes add their parts of an output."""
+        return group_size(self.group) if self.mode == "row" else 1
+
+    def dtype_of_part(self, dtype: torch.dtype, batch_invariant: int) -> torch.dtype:
         """Return the dtype in which each process computes its part of an output that becomes ``dtype``."""
         return torch.float32 if batch_invariant and self.mode == "row" else dtype
 
-    def reduced_output(self, out: Tensor, dtype: torch.dtype, batch_invariant: bool) -> Tensor:
+    def reduced_output(self, out: Tensor, dtype: torch.dtype, batch_invariant: int) -> Tensor:
         """Return the output from what every process computed of it."""
         if self.mode != "row":
             return out
@@ -83,23 +88,26 @@ class TensorParallel:
         """Return the sum of every process's fp32 part in the order in which one process adds its halves."""
         return batch_invariant.sum_of_halves(parts_of_sum(part, self.group, self.sequence_parallel))
 
-    def check_batch_invariant(self, weight: Operand | None, in_features: int) -> None:
+    def check_batch_invariant(self, weight: Operand | None, in_features: int, most: int) -> None:
         """Check that the processes compute the bits of one that computes alone.
 
         Args:
             weight: how the weight is quantized; None in high precision.
             in_features: of this process.
+            most: of how many processes the mode is.
 
         Raises:
             ValueError: the parts of a sum are not those of one process, or the shard of a weight has a scale of its
                 own.
         """
         size = group_size(self.group)
-        if self.mode == "row" and (size not in (2, 4, 8) or in_features % batch_invariant.BLOCK):
+        if self.mode == "row" and (
+            size not in (2, 4, 8) or size > most or in_features % batch_invariant.BLOCK
+        ):
             raise ValueError(
                 f"a row-parallel layer with {in_features} in_features on each of {size} processes adds its sums in "
-                "another order than one process; in the batch-invariant mode use 2, 4 or 8 processes, and a multiple "
-                f"of {batch_invariant.BLOCK} in_features on each"
+                "another order than one process; in the batch-invariant mode use 2, 4 or 8 processes, at most "
+                f"set_deterministic(processes={most}), and a multiple of {batch_invariant.BLOCK} in_features on each"
             )
         if weight is not None and not weight.delayed and (weight.shared or weight.joins == ("", "")):
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels, reference
 from .._device import is_fp8_available
-from ..formats import FLOAT8_BLOCK, MX_BLOCK
+from ..formats import FLOAT8_BLOCK
 from ._library import QUANTIZER, define, give_backward
 from .gemm import decoded_operands, gemm_directions
 from .numerics import computed_by, numerics_for
@@ -29,20 +29,23 @@ def _gemm(
     dtype: torch.dtype,
     rows: int,
     columns: int,
+    most: int,
+    processes: int,
 ) -> Tensor:
     columnwise, numerics = gemm_directions(kind), numerics_for(left[0]).batch_invariant
     a, b = _codes(left, left_quantizer, columnwise[0]), _codes(right, right_quantizer, columnwise[1])
     if a is not None and b is not None and (a.scaling, b.scaling) in _PAIRS:
-        out = _multiply_codes(a, b, rows, columns, dtype)
+        out = _multiply_codes(a, b, rows, columns, dtype, (most, processes))
     else:
         x, y, scales = decoded_operands(
             left, left_quantizer, right, right_quantizer, columnwise, rows, columns
         )
-        out = numerics.matmul(x, y, reference.batch_invariant.splits_of(x.shape[1]), scales, dtype)
+        splits = reference.batch_invariant.splits_of(x.shape[1], most, processes)
+        out = numerics.matmul(x, y, splits, scales, dtype)
     return out if bias is None else out.add_(bias.to(dtype))
 
 
-_BLOCKS = {"tensor": 0, "row": 0, "1x128": FLOAT8_BLOCK, "1x32": MX_BLOCK}
+_BLOCKS = {"tensor": 0, "row": 0, "1x128": FLOAT8_BLOCK}
 """Elements of a row on the left that share a scale; 0 for all."""
 _PAIRS = (*((scaling, scaling) for scaling in _BLOCKS), ("row", "tensor"), ("1x128", "128x128"))
 
@@ -55,12 +58,12 @@ def _codes(buffers: list[Tensor], quantizer: QuantizerValue, columnwise: bool) -
 
 
 def _multiply_codes(
-    a: NativeOperand, b: NativeOperand, rows: int, columns: int, dtype: torch.dtype
+    a: NativeOperand, b: NativeOperand, rows: int, columns: int, dtype: torch.dtype, parts: tuple[int, int]
 ) -> Tensor:
     # operands may be zero-padded to different lengths, and to more rows than the result has
     contraction = min(a.data.shape[1], b.data.shape[1])
     x, y = a.data[:rows, :contraction], b.data[:columns, :contraction]
-    splits = reference.batch_invariant.splits_of(contraction)
+    splits = reference.batch_invariant.splits_of(contraction, *parts)
     tiles = b.scaling == "128x128"
     scales = a.scale, b.scale.t() if tiles else b.scale
     blocks = _BLOCKS[a.scaling], FLOAT8_BLOCK if tiles else 1
@@ -69,7 +72,8 @@ def _multiply_codes(
 
 gemm_batch_invariant = define(
     f"gemm_batch_invariant(str kind, Tensor[] left, {QUANTIZER} left_quantizer, Tensor[] right, "
-    f"{QUANTIZER} right_quantizer, Tensor? bias, ScalarType dtype, SymInt rows, SymInt columns) -> Tensor",
+    f"{QUANTIZER} right_quantizer, Tensor? bias, ScalarType dtype, SymInt rows, SymInt columns, "
+    "int most, int processes) -> Tensor",
     _gemm,
     lambda kind, left, *arguments: left[0].new_empty(arguments[5:7], dtype=arguments[4]),
 )
@@ -77,6 +81,7 @@ gemm_batch_invariant = define(
 
 Args:
     kind, left, right, bias, dtype, rows, columns: as :data:`gemm` takes them.
+    most, processes: as of ``reference.batch_invariant.splits_of``.
 
 Returns:
     (rows, columns) of ``dtype``, contiguous.

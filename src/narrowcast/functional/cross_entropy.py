@@ -84,11 +84,11 @@ def joined_statistics(total: Tensor, part: Tensor) -> Tensor:
 
 
 def _chunk(
-    weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int, in_order: bool
+    weight: Tensor, bias: Tensor | None, hidden: Tensor, start: int, size: int, in_order: int
 ) -> Tensor:
     rows = weight[start : start + size]
     if in_order:
-        splits = batch_invariant.splits_of(hidden.shape[1])
+        splits = batch_invariant.splits_of(hidden.shape[1], in_order)
         logits = numerics_for(hidden).batch_invariant.matmul(hidden, rows, splits, None, hidden.dtype)
         return logits if bias is None else logits + bias[start : start + size]
     if bias is None:
@@ -97,7 +97,7 @@ def _chunk(
 
 
 def _linear_statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, in_order: bool = False
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, chunk: int, in_order: int = 0
 ) -> Tensor:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
@@ -113,13 +113,13 @@ def _linear_statistics(
 
 linear_cross_entropy_statistics = define(
     "linear_cross_entropy_statistics(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, int chunk, "
-    "bool in_order) -> Tensor",
+    "int in_order) -> Tensor",
     _linear_statistics,
     lambda hidden, *_: hidden.new_empty((3, hidden.shape[0]), dtype=torch.float32),
 )
 """:data:`cross_entropy_statistics` of ``hidden @ weight.T + bias``, ``chunk`` columns at a time; 0: as many as suit.
 
-``in_order``: the rows of the product are those of ``reference.batch_invariant``.
+``in_order``: not 0 if the rows of the product are those of ``reference.batch_invariant``, in at most so many parts.
 """
 
 
@@ -133,7 +133,7 @@ def _linear_gradients(
     label_smoothing: float,
     chunk: int,
     wanted: list[bool],
-    in_order: bool = False,
+    in_order: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
@@ -179,7 +179,7 @@ def _linear_gradients_fake(
 
 linear_cross_entropy_gradients = define(
     "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
-    "Tensor grad, float label_smoothing, int chunk, bool[] wanted, bool in_order) -> (Tensor, Tensor, Tensor)",
+    "Tensor grad, float label_smoothing, int chunk, bool[] wanted, int in_order) -> (Tensor, Tensor, Tensor)",
     _linear_gradients,
     _linear_gradients_fake,
 )

@@ -178,17 +178,28 @@ def _in_order(
     rows: int,
     out_features: int,
     in_features: int,
+    most: int,
 ) -> Tensor:
     a = _Operand(left, left_quantizer, left_layout, left_dtype)
     b = _Operand(right, right_quantizer, right_layout, right_dtype)
     whole = _Sizes(rows, out_features, in_features)
-    return _multiply_each(kind, a, b, splits, _stacked(biases), dtype, whole, gemm_batch_invariant)
+    return _multiply_each(
+        kind,
+        a,
+        b,
+        splits,
+        _stacked(biases),
+        dtype,
+        whole,
+        lambda *group: gemm_batch_invariant(*group, most, 1),
+    )
 
 
 grouped_gemm_batch_invariant = define(
     f"grouped_gemm_batch_invariant(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, "
     f"ScalarType left_dtype, Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, "
-    "Tensor splits, Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features) -> Tensor",
+    "Tensor splits, Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, "
+    "int most) -> Tensor",
     _in_order,
     _grouped_gemm_fake,
 )
@@ -196,6 +207,7 @@ grouped_gemm_batch_invariant = define(
 
 Args:
     kind, left, right, splits, biases, dtype, rows, out_features, in_features: as :data:`grouped_gemm` takes them.
+    most: as of ``reference.batch_invariant.splits_of``.
 """
 
 
@@ -339,14 +351,12 @@ def _native(operand: _Operand, columnwise: bool, weights: int) -> _Native | None
 
 
 def _mm_in_order(
-    left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], dtype: torch.dtype
+    left: Tensor, right: list[Tensor], splits: Tensor, biases: list[Tensor], dtype: torch.dtype, most: int
 ) -> Tensor:
     weights = right[0].unbind(0) if right[0].dim() == 3 else right
     out, bias = left.new_zeros((left.shape[0], weights[0].shape[0]), dtype=dtype), _stacked(biases)
-    multiply, parts = (
-        numerics_for(left).batch_invariant.matmul,
-        reference.batch_invariant.splits_of(left.shape[1]),
-    )
+    multiply = numerics_for(left).batch_invariant.matmul
+    parts = reference.batch_invariant.splits_of(left.shape[1], most)
     for group, at, place in _places(out, "fprop", splits, left.shape[0]):
         multiplied = multiply(left[at], weights[group], parts, None, dtype)
         place.copy_(multiplied if bias is None else multiplied.add_(bias[group].to(dtype)))
@@ -354,10 +364,10 @@ def _mm_in_order(
 
 
 grouped_mm_batch_invariant = define(
-    "grouped_mm_batch_invariant(Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, ScalarType dtype) "
-    "-> Tensor",
+    "grouped_mm_batch_invariant(Tensor left, Tensor[] right, Tensor splits, Tensor[] biases, ScalarType dtype, "
+    "int most) -> Tensor",
     _mm_in_order,
-    lambda left, right, splits, biases, dtype: left.new_empty(
+    lambda left, right, splits, biases, dtype, most: left.new_empty(
         (left.shape[0], right[0].shape[-2]), dtype=dtype
     ),
 )
@@ -369,6 +379,7 @@ Args:
     right: G of (N, K), or one (G, N, K).
     splits, biases: as :data:`grouped_gemm` takes them.
     dtype: of the result (T, N).
+    most: as of ``reference.batch_invariant.splits_of``.
 """
 
 

@@ -19,27 +19,18 @@ from .codecs import at_least, product, round_to_dtype, to_float32
 from .grouped_gemm import tile_origin
 from .launch import INTERPRETING, Launcher, check_device
 from .reduction import fold_lanes
-from .scaling import e8m0_value
 
 # A tile's size changes no bit: an element of the product is of its row and its column.
-FEW_ROWS = 64
 SMALL_TILE = (64, 64)
-LARGE_TILE = (128, 64)
+LARGE_TILE = (128, 128)
+LARGE_FROM = 512
+"""Rows from which the larger tile is faster, in 16 bits, and for codes in one part; more parts take its registers."""
 STEP_BYTES = 128
 """Of an operand's row in a step; fewer where a block of scales has fewer."""
 
 BAND = 8
 SOFTMAX_ROWS = 4
 LANES = 256
-
-
-@triton.jit
-def _load_scales(pointers):
-    """Return scales in fp32; of E8M0 codes, their powers of two."""
-    scales = tl.load(pointers)
-    if scales.dtype == tl.uint8:
-        scales = e8m0_value(scales)
-    return scales
 
 
 @triton.jit(
@@ -79,8 +70,9 @@ def _matmul_kernel(
     row = tl.arange(0, TILE_M)
     column = tl.arange(0, TILE_N)
     inner = tl.arange(0, TILE_K)
-    # rows and columns past the end repeat the last one
-    left_at = tl.minimum(row, M - 1 - m0)
+    # columns past the end repeat the last one; rows are not read: many programs would read the last of few
+    here = row < M - m0
+    left_at = tl.where(here, row, 0)
     right_at = tl.minimum(column, N - 1 - n0)
     left = left_ptr + (batch * M + m0) * left_row
     right = right_ptr + batch * right_batch + n0.to(tl.int64) * right_column
@@ -101,18 +93,18 @@ def _matmul_kernel(
                 total = tl.zeros([TILE_M, TILE_N], tl.float32)
                 for step in tl.range(0, steps_of_part):
                     if EVEN:
-                        a = tl.load(left + left_offsets)
+                        a = tl.load(left + left_offsets, mask=here[:, None], other=0.0)
                         b = tl.load(right + right_offsets)
                     else:
                         there = step * TILE_K + inner < K
-                        a = tl.load(left + left_offsets, mask=there[None, :], other=0.0)
+                        a = tl.load(left + left_offsets, mask=here[:, None] & there[None, :], other=0.0)
                         b = tl.load(right + right_offsets, mask=there[:, None], other=0.0)
                     if EMULATE:  # the interpreter multiplies bf16 as if it were integers
                         a = to_float32(a, EMULATE)
                         b = to_float32(b, EMULATE)
                     if SCALED == "blocks":
-                        x = _load_scales(left_scale + left_scale_offsets)[:, None]
-                        y = _load_scales(right_scale + right_scale_offsets)
+                        x = tl.load(left_scale + left_scale_offsets)[:, None]
+                        y = tl.load(right_scale + right_scale_offsets)
                         y = tl.full([1, TILE_N], y, tl.float32) if ONE_SCALE else y[None, :]
                         total = tl.fma(tl.dot(a, b) * x, y, total)
                         left_scale += left_scale_step
@@ -132,12 +124,12 @@ def _matmul_kernel(
             quarters += eighths
         halves += quarters
     target = out_ptr + ((batch * M + m0) * N + n0) + row[:, None].to(tl.int64) * N + column[None, :]
-    inside = (row < M - m0)[:, None] & (column < N - n0)[None, :]
+    inside = here[:, None] & (column < N - n0)[None, :]
     tl.store(target, round_to_dtype(halves, out_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
 _small = Launcher(_matmul_kernel, num_warps=4, num_stages=4)
-_large = Launcher(_matmul_kernel, num_warps=8, num_stages=4)
+_large = Launcher(_matmul_kernel, num_warps=8, num_stages=3)
 
 
 def _product(
@@ -170,7 +162,8 @@ def _product(
         scale_strides = tuple(
             stride for scale in scales for stride in (scale.stride() if blocks else (int(scale.numel() > 1), 0))
         )  # fmt: skip
-    launcher, (tile_m, tile_n) = (_small, SMALL_TILE) if M <= FEW_ROWS else (_large, LARGE_TILE)
+    large = M >= LARGE_FROM and (left.element_size() == 2 or (splits == 1 and left.element_size() == 1))
+    launcher, (tile_m, tile_n) = (_large, LARGE_TILE) if large else (_small, SMALL_TILE)
     launcher(
         (cdiv(M, tile_m) * cdiv(columns, tile_n), batch, 1),
         (
@@ -221,7 +214,8 @@ def multiply_codes(
 
     Args:
         left, right: (M, K) and (N, >= K), FP8, rows contiguous.
-        left_scale, right_scale: fp32, one for all or one per row; or fp32 or E8M0 codes of blocks of a row.
+        left_scale, right_scale: fp32, one for all or one per row; or of blocks of a row, (M, blocks) and
+            (N / right_block, blocks).
         splits: as of :func:`matmul`.
         dtype: of the result.
         block: elements of a row that share a scale; 0 for all.

@@ -314,7 +314,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         scales = scales or self._scales(stage.prefix, plan)
         parallel = None if self._parallel is None else self._split_over(stage.prefix)
         if parallel is not None and plan.batch_invariant:
-            parallel.check_batch_invariant(plan.weight if plan.quantized else None, weight.shape[1])
+            quantized = plan.weight if plan.quantized else None
+            parallel.check_batch_invariant(quantized, weight.shape[1], plan.batch_invariant)
             if not self.training:  # scales of weights follow from this process's shards
                 scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .._determinism import DETERMINISM
+from .._determinism import DETERMINISM, PROCESSES
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
 from ..roles import QuantizerRole
@@ -54,9 +54,10 @@ class LinearPlan:
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
     (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
     ``backward_state``: the delayed scaling that renews the state of each direction; None if the layer keeps none.
-    ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: a row of the output has the
-    same bits in every batch (:func:`narrowcast.set_deterministic`). ``weight_once``: the plan with ``kept_weight``
-    instead of ``weight`` and ``dgrad_weight``, where these differ: for small weights, and few rows of grouped layers.
+    ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: not 0 if a row of the output
+    has the same bits in every batch, and then on so many processes (:func:`narrowcast.set_deterministic`).
+    ``weight_once``: the plan with ``kept_weight`` instead of ``weight`` and ``dgrad_weight``, where these differ: for
+    small weights, and few rows of grouped layers.
     ``saves_codes``: a norm or an activation before the layer keeps its input for the backward in codes. ``few_rows``:
     up to how many rows the GEMM quantizes them itself; 0 if a gradient is requested, too.
     """
@@ -81,7 +82,7 @@ class LinearPlan:
     forward_state: DelayedScaling | None = None
     backward_state: DelayedScaling | None = None
     eager_only: str = ""
-    batch_invariant: bool = False
+    batch_invariant: int = 0
     saves_codes: bool = False
     few_rows: int = 0
     weight_once: LinearPlan | None = None
@@ -121,7 +122,7 @@ def linear_plan(
     """
     batch_invariant = DETERMINISM.batch_invariant
     bits = 8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over
-    flags = _FLAGS[16 * batch_invariant + bits]
+    flags = _FLAGS[batch_invariant][bits]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
     key = flags + module_type
@@ -162,7 +163,7 @@ def _build(
     save_original_input: bool,
     hands_over: bool,
     module_type: str,
-    batch_invariant: bool,
+    batch_invariant: int,
 ) -> LinearPlan:
     kinds = (("input", "weight", "output"), ("grad_output", "grad_input"))
     if not hands_over:
@@ -244,15 +245,16 @@ def eager_only(quantizers: Iterable[Quantizer]) -> str:
     return ""
 
 
-# batch_invariant, needs_input, needs_weight, save_original_input, hands_over
-_FLAGS = tuple(f"_plan_{bits:05b}_" for bits in range(32))
+# processes of the batch-invariant mode; needs_input, needs_weight, save_original_input, hands_over
+_FLAGS = {most: tuple(f"_plan_{most}_{bits:04b}_" for bits in range(16)) for most in (0, *PROCESSES)}
 _IN_HIGH_PRECISION = {
     flags: LinearPlan(
         bool(bits & 8),
         bool(bits & 4),
         quantized=False,
         backward_override="high_precision",
-        batch_invariant=bool(bits & 16),
+        batch_invariant=most,
     )
-    for bits, flags in enumerate(_FLAGS)
+    for most, names in _FLAGS.items()
+    for bits, flags in enumerate(names)
 }

@@ -55,9 +55,17 @@ def matmul(
     return sum_of_halves(sums).to(dtype)
 
 
-def splits_of(contraction: int) -> int:
-    """Return into how many parts a linear layer's contraction is split: the largest of 8, 4, 2, 1 of whole blocks."""
-    return next(n for n in (8, 4, 2, 1) if n == 1 or (contraction and contraction % (n * BLOCK) == 0))
+def splits_of(contraction: int, most: int = 8, processes: int = 1) -> int:
+    """Return into how many parts a linear layer's contraction is split: the largest of 8, 4, 2, 1 of whole blocks.
+
+    Args:
+        contraction: of this process.
+        most: parts on all processes.
+        processes: that share the contraction, which one process splits into as many times these parts.
+    """
+    whole = contraction * processes
+    parts = next(n for n in (8, 4, 2, 1) if n == 1 or (n <= most and whole and whole % (n * BLOCK) == 0))
+    return max(parts // processes, 1)
 
 
 def sum_of_halves(parts: Sequence[Tensor]) -> Tensor:
