@@ -129,14 +129,10 @@ def measure(chosen: Namespace) -> list[Row]:
                 assert max(errors) < 0.2, f"{name}: {errors}"
                 del grads
                 times = milliseconds({PEER: peer, name: captured(step)})
-            share = round(times[name] / times[PEER], 3)
-            ours = {
-                "contender": name,
-                "ms": round(times[name], 3),
-                "peer_ms": round(times[PEER], 3),
-                "share": share,
-            }
-            rows.append({"what": "experts" if whole else "layer", **ours})
+            ms, base = times[name], times[PEER]
+            row: Row = {"what": "experts" if whole else "layer", "contender": name, "ms": round(ms, 3)}
+            row |= {"peer_ms": round(base, 3), "share": round(ms / base, 3)}
+            rows.append({**row, "largest error": round(max(errors), 4)})
             print(rows[-1], flush=True)
             del step
             torch.cuda.empty_cache()
