@@ -123,6 +123,7 @@ RECIPES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("wire", [BLOCK, MX], ids=["block", "mxfp8"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_codes_change_no_bit(recipe: str, wire: nc.Quantizer) -> None:

@@ -37,6 +37,7 @@ def test_rows(fmt: str, shape: tuple[int, int], device: torch.device) -> None:
         assert_bitwise(ours, reference.coded.rows(codes, scales, e5m2, dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("splits", "columns", "more"), [([130, 0, 5], 40, 0), ([3, 90], 136, -20)], ids=str)
 def test_rows_of_groups(fmt: str, splits: list[int], columns: int, more: int, device: torch.device) -> None:
@@ -63,6 +64,7 @@ def test_rows_of_groups(fmt: str, splits: list[int], columns: int, more: int, de
     assert_bitwise(kernels.sources.materialize(source), padded)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", [(5, 3, 8), (7, 4, 1100)], ids=str)
 def test_sums(fmt: str, shape: tuple[int, int, int], device: torch.device) -> None:

@@ -16,6 +16,7 @@ from .checks import make
 SPLITS = [([70, 0, 5], 40, 2), ([3, 130], 136, -9), ([0, 0], 8, 3), ([1], 1, 0)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("splits", "columns", "more"), SPLITS, ids=str)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_per_tensor(splits: list[int], columns: int, more: int, backward: bool, device: torch.device) -> None:

@@ -64,6 +64,7 @@ class Written(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", FUSED)
 @pytest.mark.parametrize(("activation", "single"), [("swiglu", True), ("geglu", False), ("clamped", True)])
 def test_equals_the_three_operations(activation: str, single: bool, recipe: str) -> None:
