@@ -12,8 +12,10 @@ import pytest
 import torch
 from recipes import DEVICE, QUANTIZED
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from narrowcast.convert import adapters
 from narrowcast.convert.adapters import base_copy, merged_copy
 from narrowcast.convert.requantize import requantized
 from narrowcast.convert.stored import FOUR_BITS
@@ -338,3 +340,43 @@ def test_an_adapter_that_is_not_two_matrices_runs_as_peft_has_it() -> None:
     assert not torch.equal(model(x), expected)
     with pytest.raises(TypeError, match="without adapters"):
         nc.fuse_adapters(model.model)
+
+
+class Attention(nn.Module):
+    """Projections as Transformers names them; keys and values may have an input of their own."""
+
+    peft_config: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, features in (("q_proj", 48), ("k_proj", 32), ("v_proj", 32)):
+            base = nn.Linear(64, features, bias=False, dtype=torch.bfloat16, device=DEVICE)
+            nc.convert(base.requires_grad_(False), QUANTIZED["block"], weights="stored")
+            setattr(self, name, Lora(base, 4))
+
+    def unload(self) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        other = x if other is None else other
+        return torch.cat([self.q_proj(x), self.k_proj(other), self.v_proj(other)], -1)
+
+
+def test_projections_of_one_input_share_its_products(monkeypatch: Any) -> None:
+    model, calls = Attention(), []
+    x = inputs(64)
+    apart = gradients(nc.fuse_adapters(model), x, lambda x: model(x, x + 0))
+    inputs_of = adapters.adapter_inputs
+    monkeypatch.setattr(adapters, "adapter_inputs", lambda x, a: calls.append(len(a)) or inputs_of(x, a))
+    nc.fuse_adapters(model)
+    together = gradients(model, x)
+    assert calls == [3] and max(map(distance, together, apart)) < 0.01
+    checkpointed = gradients(model, x, lambda x: checkpoint(model, x, use_reentrant=False))
+    assert calls == [3, 3, 3] and all(map(torch.equal, checkpointed, together))
+    compiled = gradients(model, x, torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert all(map(torch.equal, compiled, together))
+    calls.clear()
+    for _ in range(2):  # another input ends the sharing
+        model(x, x + 0)
+    assert calls == [3, 1, 1, 1, 1, 1]

@@ -284,9 +284,10 @@ def _shared_inputs(layers: list[tuple[str, Any]]) -> None:
     """Note on layers which others read the same input."""
     found = dict(layers)
     for name, layer in layers:
-        before, _, own = name.rpartition(".")
+        own = name.rpartition(".")[2]
         names = next((names for names in _SHARING if own in names), ())
-        group = [found[f"{before}.{one}"] for one in names if f"{before}.{one}" in found]
+        beside = [name.removesuffix(own) + one for one in names]
+        group = [found[one] for one in beside if one in found]
         if len(group) > 1 and layer is group[0]:
             shared = _Shared(group)
             for one in group:
