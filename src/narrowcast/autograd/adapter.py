@@ -1,8 +1,9 @@
-"""Adapters of two thin matrices beside linear layers: no product is written before it is added.
+"""Adapters of two thin matrices beside linear layers, with fewer passes over memory.
 
-An adapter adds ``(x A^T) (s B)^T`` to its layer's output. ``adapter_inputs`` is before the layers that read one input,
-and ``adapter_output`` after each of them. So the layers' own gradients of the input come by the first one, which sums
-them and adds the adapters' products in one pass.
+An adapter adds ``(x A^T) (s B)^T`` to its layer's output. ``AdaptedLinearFunction`` adds it in the layer's GEMM, before
+the sum is rounded. For other formats ``adapter_inputs`` is before the layers that read one input, and
+``adapter_output`` after each of them. So the layers' own gradients of the input come by the first one, which sums them
+and adds the adapters' products in one pass.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class _Output(torch.autograd.Function):
         thin = (lora_b * scaling).to(hidden.dtype)
         ctx.scaling, ctx.kind = scaling, lora_b.dtype
         ctx.save_for_backward(hidden, thin)
-        return add_product([_matrix(out)], hidden, thin).view(out.shape)
+        # Not one kernel: rounding the sum loses small products, which a graph adds in fp32 where it is read.
+        return out + (hidden @ thin.t()).view(out.shape)
 
     @staticmethod
     @once_differentiable
@@ -131,7 +133,7 @@ def adapter_product(inp: Tensor, lora_a: Tensor) -> Tensor:
 
 
 def adapter_output(out: Tensor, hidden: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-    """Return ``RN(out + hidden (s B)^T)``, ``s B`` rounded to the dtype of ``hidden``.
+    """Return ``out + hidden (s B)^T``, ``s B`` and the product rounded to the dtype of ``hidden``.
 
     Args:
         out: (*lead, N), of the layer.

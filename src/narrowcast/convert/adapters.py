@@ -88,11 +88,11 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
 
 
 def fuse_adapters(model: Any, enabled: bool = True) -> Any:
-    """Compute a PEFT model's LoRA adapters with fewer passes over memory: no product is written before it is added.
+    """Compute a PEFT model's LoRA adapters with fewer passes over memory.
 
-    The adapters multiply in the dtype of their input, bf16 or fp16, and train in their own. A product is added to the
-    layer's output, and the gradient to that of the layer's input, in fp32 with one rounding. PEFT's own forward runs
-    where a layer has DoRA or another variant, a bias in its adapter, or ``adapter_names``, and for other inputs.
+    The adapters multiply in the dtype of their input, bf16 or fp16, and train in their own. On Hopper, GEMMs of
+    per-tensor FP8 add their products in fp32, before the one rounding. PEFT's own forward runs where a layer has DoRA
+    or another variant, a bias in its adapter, or ``adapter_names``, and for other inputs.
 
     Args:
         model: as ``peft.get_peft_model`` returns it; LoRA on linear layers, converted or not.
