@@ -1,7 +1,7 @@
-"""Causal attention, forward and backward: each kernel that PyTorch has, and the one that our module chooses.
+"""Causal attention, forward and backward: PyTorch's kernels for groups of heads, and the one that our module chooses.
 
 ``share`` is the time over that of the module. Operations are those of the pairs that a causal mask leaves: 4 per pair,
-head and channel in the forward, 10 in the backward. cuDNN's FP8 kernels are timed without any cast.
+head and channel in the forward, 10 in the backward.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from harness import Row, parser, rates, report, time_in_turns
-from peers import cudnn_fp8
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -24,21 +23,16 @@ HEADS, GROUPS = 32, 8
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 SHAPES = [(8, 2048), (2, 8192), (1, 32768)]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_kernel(kernel: SDPBackend) -> Attention:
-    repeats = kernel == SDPBackend.EFFICIENT_ATTENTION  # it takes no groups of heads
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if repeats:
-            k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
         with sdpa_kernel(kernel):
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeats)
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return attend
 
@@ -77,27 +71,6 @@ def step_of(attend: Attention, forward_alone: bool) -> Callable[[Tensor, Tensor,
     return step
 
 
-def fp8_steps(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
-    """Return cuDNN's FP8 kernels by pass, after a comparison with bf16."""
-    with torch.no_grad():
-        tensors = cudnn_fp8.tensors_of(q, k, v, grad.unflatten(-1, (HEADS, -1)))
-    forward = cudnn_fp8.built("forward", tensors)
-    forward()
-    steps = {"forward": forward}
-    exact = step_of(by_kernel(SDPBackend.CUDNN_ATTENTION), False)(q, k, v, grad)
-    if q.shape[-1] == cudnn_fp8.BACKWARD_DIM:
-        backward = cudnn_fp8.built("backward", tensors)
-        backward()
-        for name, gradient in zip(("dQ", "dK", "dV"), exact):
-            error = (
-                tensors[name].transpose(1, 2).float() - gradient.float()
-            ).norm() / gradient.float().norm()
-            if not error < 0.2:
-                raise AssertionError(f"{name} is {error:.3f} from bf16's")
-        steps["both"] = lambda: (forward(), backward())
-    return steps
-
-
 def measure(batch: int, length: int, dim: int, chosen: argparse.Namespace) -> list[Row]:
     factory = {"device": chosen.device, "dtype": torch.bfloat16}
 
@@ -111,11 +84,8 @@ def measure(batch: int, length: int, dim: int, chosen: argparse.Namespace) -> li
     ring = [inputs(), inputs()]  # each is larger than the cache
     rows: list[Row] = []
     found = contenders(dim, length, chosen)
-    fp8 = fp8_steps(*ring[0]) if cudnn_fp8.AVAILABLE and chosen.only in "cudnn fp8" else {}
     for which, count in (("forward", 4), ("both", 14)):
         steps = {name: step_of(attend, which == "forward") for name, attend in found.items()}
-        if which in fp8:
-            steps["cudnn fp8"] = lambda *_, run=fp8[which]: run()
         times = time_in_turns(steps, ring, chosen.repeats, device=chosen.device, launches=2)
         where: Row = {"batch": batch, "length": length, "head_dim": dim, "pass": which}
         rows += rates(where, times, count * batch * HEADS * dim * length * (length + 1) // 2)

@@ -57,6 +57,26 @@ def test_every_result_has_a_day(performance: ModuleType) -> None:
     assert named <= performance.days().keys(), "add the commit and its day to benchmarks/results/commits.csv"
 
 
+def test_times_of_attention_are_those_of_the_rows(performance: ModuleType) -> None:
+    times = {
+        (row["head_dim"], row["batch"], row["length"], row["contender"]): float(row["p50_us"]) / 1e3
+        for row in performance.rows_of("attention.csv")
+        if row["pass"] == "both"
+    }
+    page = (ROOT / "docs" / "attention.md").read_text()
+    lines = re.findall(r"^\| (\d+) \| (\d+) \S (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(lines) == 6
+    for *where, cells in lines:
+        for contender, cell in zip(("narrowcast", "flash", "flex"), cells.split("|"), strict=True):
+            time = times.get((*where, contender))
+            assert cell.strip() == ("" if time is None else f"{time:.2f}"), (where, contender)
+    rows = performance.rows_of("attention_fp8.csv")
+    shares = [f"{float(row['share']):.2f}" for row in rows if row["head_dim"] == "128"]
+    forward, backward = shares[::2], shares[1::2]
+    assert f"takes {min(forward)[1:]} to {max(forward)[1:]} of" in page
+    assert f"takes {min(backward)} to {max(backward)} times" in page
+
+
 def test_text_in_charts_stays_inside_and_apart(performance: ModuleType) -> None:
     """Text may be 7.2 pixels a letter wide, as in the widest font that a browser falls back to."""
     chart = importlib.import_module("performance_chart")
