@@ -132,3 +132,28 @@ def test_a_merge_in_eight_bits_loses_little(dora: bool) -> None:
     model = peft.get_peft_model(base, config)
     beside = logits(model)
     assert torch.cosine_similarity(logits(nc.merge_adapters(model)).flatten(), beside.flatten(), 0) > 0.99
+
+
+def test_fused_adapters_train_as_those_of_peft() -> None:
+    base = make().bfloat16().requires_grad_(False)
+    nc.convert(base, nc.recipe.Float8BlockScaling(), skip="lm_head", weights="stored")
+    config = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(base, config)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
+        return {name: p.grad.flatten() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, plain = gradients(), logits(model)
+    fused = gradients() if nc.fuse_adapters(model) is model else {}
+    assert fused.keys() == expected.keys() and len(fused) == 2 * 2 * len(PROJECTIONS)
+    assert min(torch.cosine_similarity(fused[name], expected[name], 0) for name in fused) > 0.95
+    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > 0.99
+    layer: Any = model.base_model.model.model.layers[0].mlp
+    assert (
+        layer.gate_proj.shared_input is layer.up_proj.shared_input
+        and layer.gate_proj.shared_input.inp is None
+    )
+    with model.disable_adapter():
+        assert not torch.equal(logits(model), plain)

@@ -65,3 +65,24 @@ def test_nothing_to_multiply(device: torch.device) -> None:
     assert kernel.add_product([wide[:0]], left[:0], right).shape == (0, 6)
     rows, columns = kernel.products(wide[:0], right, left[:0])
     assert rows.shape == (0, 2) and torch.equal(columns, torch.zeros(6, 2, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("M", "K", "N", "rank"), [(130, 256, 264, 16), (1, 48, 8, 3), (1000, 400, 512, 40)])
+def test_a_gemm_of_hopper_adds_the_product_before_it_rounds(
+    M: int, K: int, N: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if device.type != "cuda" or not kernel.has_gemm(device):
+        pytest.skip("needs a Hopper GPU")
+    generator = torch.Generator().manual_seed(M)
+    left, right, thin_left, thin_right = (
+        torch.randn(shape, generator=generator).to(device) for shape in ((M, K), (N, K), (M, rank), (rank, N))
+    )
+    codes = left.to(dtype), right.to(torch.float8_e4m3fn)
+    scales = torch.tensor([0.5], device=device), torch.tensor([0.25], device=device)
+    thin = thin_left.bfloat16(), thin_right.bfloat16().t()
+    exact = 0.125 * codes[0].double() @ codes[1].double().t() + thin[0].double() @ thin[1].double().t()
+    for fast in (False, True):
+        made = kernel.gemm(codes[0], scales[0], codes[1], scales[1], *thin, torch.bfloat16, fast)
+        assert made is not None and ((made - exact).norm() / exact.norm()).item() < 3e-3
