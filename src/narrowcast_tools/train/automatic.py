@@ -6,7 +6,7 @@ import torch
 
 import narrowcast as nc
 
-from .config import TrainConfig
+from .config import VOCABULARY, TrainConfig
 from .model import Decoder
 from .recipes import CHOICES, HEAD
 
@@ -45,7 +45,10 @@ def choose(config: TrainConfig, *, alone: bool) -> tuple[TrainConfig, str]:
 
 def _shares(config: TrainConfig) -> dict[str, float]:
     """Return the time of each layer of a block under the recipe, relative to bfloat16; measured once per GPU."""
-    block = Decoder(replace(config.model, layers=1), config.seq_len).to(torch.bfloat16)
+    shape = replace(
+        config.model, layers=1, vocabulary=VOCABULARY
+    )  # the embedding may be larger than all blocks
+    block = Decoder(shape, config.seq_len).to(torch.bfloat16)
     rows, policy = config.part_size * config.seq_len, "auto-graphs" if config.graphs else "auto"
     recipe = CHOICES[RECIPE].recipe()  # type: ignore[misc]
     nc.set_recipe(block, {"": recipe, HEAD: None}, policy=policy, rows=rows)
