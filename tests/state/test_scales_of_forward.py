@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -436,6 +437,32 @@ def test_no_forward_that_ended_keeps_its_tensors() -> None:
     with pytest.raises(Exception, match="last dim"):
         model(torch.zeros(3, 5))
     assert not RUNNING._frames
+
+
+class Local:
+    """A variable of a function."""
+
+
+def test_an_interrupt_inside_the_model_keeps_no_variables_of_its_callers() -> None:
+    """Among them is what a checkpoint of PyTorch before 2.15 leaves on: its hooks would reach into the next step."""
+    model = Model()
+    one_forward(model, draw(0), draw(1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(kept: list[weakref.ref[Local]]) -> None:
+        local = Local()
+        kept.append(weakref.ref(local))
+        model(draw(2))
+
+    hook, kept = model.blocks[1].register_forward_pre_hook(interrupt), []
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupted(kept)
+    assert kept[0]() is None
+    assert not RUNNING.runs(model._renews_as)
+    hook.remove()
+    one_forward(model, draw(0), draw(1))
 
 
 # -- another PyTorch ---------------------------------------------------------------------------------------------------

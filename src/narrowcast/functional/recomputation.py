@@ -23,6 +23,7 @@ from ..upstream.autograd import (
     running_functions,
     version_preserved,
 )
+from ..upstream.modules import is_frame_of
 
 
 class Run:
@@ -120,20 +121,22 @@ def run_now(functions: bool = True) -> Run | None:
 class _Running(threading.local):
     """The models whose forward runs in eager code of this thread and that renew the scales of their layers.
 
-    A model is known by the frame that calls its forward, because no hook runs after an interrupt (Ctrl-C).
+    A model is known by the frame that calls its forward, because no hook runs after an interrupt (Ctrl-C). The frame is
+    known by its address: a reference to it would keep its callers' variables after an interrupt, and with them a
+    checkpoint in force.
     """
 
     def __init__(self) -> None:
-        self._frames: dict[str, list[FrameType]] = {}  # the outermost call first
+        self._frames: dict[str, list[int]] = {}  # the outermost call first
 
     def enter(self, root: str, frame: FrameType) -> None:
         """Note that the forward of ``root`` starts in a frame."""
         for known in list(self._frames):
             self.runs(known)
-        self._frames.setdefault(root, []).append(frame)
+        self._frames.setdefault(root, []).append(id(frame))
 
     def leave(self, root: str) -> None:
-        """Forget the innermost forward of ``root``, and with it the tensors that its frame holds."""
+        """Forget the innermost forward of ``root``."""
         frames = self._frames.get(root)
         if frames:
             frames.pop()
@@ -144,19 +147,11 @@ class _Running(threading.local):
         frames = self._frames.get(root)
         if frames is None:
             return False
-        while frames and not _is_executing(frames[-1]):
+        while frames and not is_frame_of(frames[-1], "_renews_as", root):
             frames.pop()
         if not frames:
             del self._frames[root]
         return bool(frames)
-
-
-def _is_executing(frame: FrameType) -> bool:
-    try:
-        frame.clear()  # an executing frame refuses it, and of one that has ended only a traceback still needs it
-    except RuntimeError:
-        return True
-    return False
 
 
 RUNNING = _Running()

@@ -86,6 +86,17 @@ def calling_frame(levels: int = 1) -> FrameType:
     return sys._getframe(1 + levels)
 
 
+def is_frame_of(address: int, attribute: str, value: Any) -> bool:
+    """Return whether a frame of this thread's stack has the address, and its ``self`` the attribute.
+
+    A later frame may get the address of one that ended. A frame without ``self`` passes.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(frame) != address:
+        frame = frame.f_back
+    return frame is not None and getattr(frame.f_locals.get("self"), attribute, value) == value
+
+
 def running_modules() -> list[nn.Module]:
     """Return the modules that are being called in this thread, innermost first."""
     modules, frame = [], sys._getframe(1)
