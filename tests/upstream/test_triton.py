@@ -272,8 +272,10 @@ def test_the_code_of_own_kernels_is_made_once(lost: bool, monkeypatch: pytest.Mo
     generate_ttir.__module__ = wrap.__name__
     monkeypatch.setattr(wrap, "generate_ttir", generate_ttir)
     monkeypatch.setattr("narrowcast.upstream.private.HIDDEN", {path} if lost else set())
-    upstream.keep_intermediate_code.cache_clear()
     upstream.keep_intermediate_code("narrowcast")
+    kept_by = wrap.generate_ttir
+    upstream.keep_intermediate_code("narrowcast")
+    assert wrap.generate_ttir is kept_by
     with FakeTensorMode():
         x, y, other = torch.empty(4), torch.empty(9), torch.empty(4, dtype=torch.int32)
     own, theirs = Kernel("narrowcast.kernels.norm"), Kernel("a.user")
@@ -293,4 +295,3 @@ def test_the_code_of_own_kernels_is_made_once(lost: bool, monkeypatch: pytest.Mo
         first, second = (wrap.generate_ttir(kernel, dict(kwargs), {}) for _ in range(2))
         kept = not lost and kernel is own and type(kwargs["x"]) is not torch.Tensor
         assert len(calls) - before == (makes if kept else 2) and (first is second) == kept
-    upstream.keep_intermediate_code.cache_clear()

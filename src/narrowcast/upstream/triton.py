@@ -169,7 +169,6 @@ MOST_CODES = 1024
 """Kept at once."""
 
 
-@functools.cache
 def keep_intermediate_code(package: str) -> None:
     """Have PyTorch make Triton's intermediate code of a package's kernels once for equal arguments.
 
@@ -177,7 +176,7 @@ def keep_intermediate_code(package: str) -> None:
     longer than anything else in a compilation. The code depends only on the kernel, its constants and its dtypes.
     """
     make = _CODE.take_or(None)
-    if make is None:
+    if make is None or hasattr(make, "__wrapped__"):  # PyTorch has none, or keeps it already
         return
     made: dict[Any, Any] = {}
 
