@@ -253,3 +253,10 @@ def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:
     assert model.lm_head.recipe is None
     with pytest.raises(ValueError, match="policy is 'fastest'"):  # of layers that no policy chooses for, too
         nc.set_recipe(nc.GroupedLinear(2, 32, 32, device="cpu"), CURRENT, policy="fastest", rows=8)
+
+
+def test_json_keeps_what_does_not_follow_from_the_settings() -> None:
+    """Parameters that are the default's, where the settings would give others."""
+    recipe = nc.recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_quant_fwd_inp=nc.recipe.QParams())
+    table = {"": recipe}
+    assert nc.recipe.recipes_from_json(nc.recipe.recipes_to_json(table)) == table

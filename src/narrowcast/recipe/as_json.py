@@ -73,10 +73,19 @@ def _described(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         defaults = _defaults(type(value))
+        held = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare
+        }
+        settings = {
+            name: one
+            for name, one in held.items()
+            if one != defaults[name] and not isinstance(defaults[name], (MMParams, QParams))
+        }
+        follows = type(value)(**settings)  # the parameters of its operands follow from its settings
         fields = {
-            field.name: _described(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.compare and getattr(value, field.name) != defaults.get(field.name)
+            name: _described(one)
+            for name, one in held.items()
+            if one != defaults[name] or one != getattr(follows, name)
         }
         return {"type": type(value).__name__, **fields}
     if value is None or isinstance(value, (bool, int, float, str)):
