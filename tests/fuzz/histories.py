@@ -356,7 +356,7 @@ class World:
         if stopped.get("backward"):
 
             def stop_backward(_: Any, __: Any, y: Tensor) -> Tensor | None:
-                if not y.requires_grad:
+                if not (y.requires_grad and torch.is_grad_enabled()):
                     return None
                 y = y.clone()  # what measures the last layer sees no gradient
                 y.register_hook(stop)
