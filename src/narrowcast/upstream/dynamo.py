@@ -108,14 +108,18 @@ def traced_local(context: Any, name: str, frames_up: int = 0) -> Any:
         frames_up: how many calls of the traced code to go up from that of ``comptime``.
     Returns:
         The object; of a record made in the graph, an equal one. None if that has parts which are neither constants
-        nor found outside the graph.
+        nor found outside the graph, and if the frame is not traced.
     """
     for needed in (*_NEEDED_OF_VARIABLES, _ListVariable):
         if isinstance(needed, Absent):
             needed()
-    variable = context.get_local(
-        name, stacklevel=frames_up
-    )._i_will_not_complain_if_bc_breaks_VariableTracker()
+    try:
+        local = context.get_local(name, stacklevel=frames_up)
+    except (
+        AttributeError
+    ):  # between graphs, Dynamo traces the function that called comptime as a frame of its own
+        return None
+    variable = local._i_will_not_complain_if_bc_breaks_VariableTracker()
     with contextlib.suppress(NotImplementedError):
         return _object_of(variable, _translator(context))
     return None
