@@ -167,7 +167,7 @@ can_remember = is_eager
 can_overwrite = is_eager
 """A result may be written over an operand that ends here. A graph plans its memory."""
 can_return_quantized = is_eager
-"""Code that others call may return a quantized tensor. A graph returns values."""
+"""Functions may hand on quantized tensors. A graph hands on values."""
 has_addresses = is_eager
 """Tensors are memory that has an address."""
 

@@ -214,7 +214,7 @@ def test_groups_whose_splits_stay_on_the_device_are_replayed(
             )
         gemm = sys.modules["narrowcast.functional.grouped_gemm"]
         native = gemm._multiply_native
-        monkeypatch.setattr(gemm, "_multiply_each", lambda *given: native(*given[:-1]))
+        monkeypatch.setattr(gemm, "_multiply_each", lambda *given: native(*given[:-1], False))
         monkeypatch.setattr(sys.modules["narrowcast.layers.grouped_layer"], "host_reads", lambda x: False)
 
     def make(**place: Any) -> nn.Module:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flags, positive, text
-from .._tracing import has_addresses, host_reads, is_known
+from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
 from ..functional import calibrate_, join_weights, splits_on_device
@@ -357,11 +357,11 @@ class GroupedLinearLayer(LinearLayer):
 
     def _checked_input(self, inp: Tensor, weight: Tensor, features: int | None = None) -> Tensor:
         """Return the input, cast where torch.autocast says so."""
-        coded = is_coded(inp)
+        coded = can_return_quantized() and is_coded(inp)
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)) and not coded:
             raise TypeError(
-                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor, or "
-                "rows in MXFP8 or in blocks of 128 of a row"
+                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor, or, "
+                "in eager code, rows in MXFP8 or in blocks of 128 of a row"
             )
         return checked_input(
             inp, features or self.in_features, "in_features", weight, quantized_as_it_is=coded

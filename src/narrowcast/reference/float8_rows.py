@@ -70,7 +70,8 @@ def quantize(
         scaled = padded * torch.where(amax == 0.0, 1.0, torch.full_like(amax, fmt.max).div_(amax))
     codes = encode_float8_(scaled, fmt).view(rows, count * size)[:, :columns]
     stored = torch.nn.functional.pad(scale_inv.view(rows, count).t(), (0, round_up(rows, alignment) - rows))
-    return [codes.reshape(x.shape).contiguous(), stored.contiguous()]
+    # A transposed column counts as contiguous with the strides of a column.
+    return [codes.reshape(x.shape).contiguous(), stored.reshape(-1).view(stored.shape)]
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
