@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_transformer import PlainBlock, layer
-from harness import Row, is_late, parser, rank_ms, report_of_ranks
+from harness import Row, parser, rank_ms, report_of_ranks, train_in_turns
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -128,19 +128,8 @@ def timed(name: str, chosen: Namespace) -> Row:
 
 
 def measure(chosen: Namespace) -> list[Row]:
-    rows: list[Row] = []
-    began = time.monotonic()
-    for name in CONTENDERS:
-        if chosen.only in name and not is_late(began, chosen.budget):
-            row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed(name, chosen)}
-            gc.collect()
-            torch.cuda.empty_cache()
-            first = rows[0] if rows else row
-            row["vs bf16"] = round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)  # type: ignore[operator]
-            rows.append(row)
-            if dist.get_rank() == 0:
-                print(f"{time.monotonic() - began:.0f} s", row, flush=True)
-    return rows
+    runs = {name: partial(timed, name, chosen) for name in CONTENDERS if chosen.only in name}
+    return train_in_turns(runs, chosen.budget)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_huggingface import parameter_bytes
+from bench_huggingface import parameter_bytes, step_on_words
 from harness import RECIPES, Row, parser, report, seconds_of
 
 import narrowcast as nc
@@ -88,18 +88,7 @@ def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
         for layer in base.model.layers:
             layer.compile(backend=backend)
         base.loss_function = torch.compile(base.loss_function, backend=backend)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
-    words = torch.randint(0, SIZES[device]["vocab_size"], BATCH[device], device=device)
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return model, step
+    return model, step_on_words(model, SIZES[device]["vocab_size"], BATCH[device], device)
 
 
 def run(name: str, options: argparse.Namespace, wait: Callable[[], object] = lambda: None) -> Row:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -48,3 +49,21 @@ def is_late(began: float, budget: float) -> bool:
     late = torch.tensor(float(time.monotonic() - began > budget), device="cuda")
     dist.all_reduce(late)
     return bool(late.item())
+
+
+def train_in_turns(contenders: Mapping[str, Callable[[], Row]], budget: float) -> list[Row]:
+    """Return a row for each contender that starts within ``budget`` seconds; its rate is compared with the first's."""
+    rows: list[Row] = []
+    began = time.monotonic()
+    for name, timed in contenders.items():
+        if is_late(began, budget):
+            break
+        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed()}
+        gc.collect()
+        torch.cuda.empty_cache()
+        first = rows[0] if rows else row
+        row["vs bf16"] = round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)  # type: ignore[operator]
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
+    return rows
