@@ -67,7 +67,9 @@ def test_a_relu_in_place(name: str, recipe: str, compiled: bool) -> None:
             parameter.grad = None
 
 
-@pytest.mark.parametrize("checkpoint", [torch.utils.checkpoint.checkpoint, nc.checkpoint], ids=["torch", "ours"])
+@pytest.mark.parametrize(
+    "checkpoint", [torch.utils.checkpoint.checkpoint, nc.checkpoint], ids=["torch", "ours"]
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_behind_a_reentrant_checkpoint(name: str, checkpoint: Any) -> None:
     """Which runs the layer without gradients first, and hands its output on."""
