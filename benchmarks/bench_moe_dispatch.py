@@ -6,14 +6,17 @@ Experts of 4096 -> 2 x 14336 -> SwiGLU -> 4096, two per token, ``--tokens`` rows
 times an even share, so that nothing is read from the device: one step of each contender runs in CUDA's sync debug mode
 "error". ``torch bf16`` sends rows in bf16 and multiplies with ``grouped_mm``; it permutes as the others do. The others
 are ``MoEDispatch`` with a list of two ``ops.GroupedLinear`` and ``ops.SwiGLU``, rows sent as MXFP8 except in
-"narrowcast bf16"; with "FP8 wires" results and gradients, too, and the experts read the codes. All run in eager code,
+"narrowcast bf16"; with "FP8 wires" results and gradients, too, and the experts read the codes. With "written codes"
+the weights are quantized as ``FusedAdam(weight_codes=)`` leaves them, outside the step. All run in eager code,
 compiled, and replayed as CUDA graphs of the eager step; each one's gradients are compared with those of the first one
-before it is timed.
+before it is timed. Delivered codes must give the bits of delivered rows. ``--account`` prints the kernels of the steps
+that are captured.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import time
 from argparse import Namespace
@@ -23,15 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, is_late, parser, rank_ms, report_of_ranks
+from harness import RECIPES, Row, captured, is_late, parser, print_account, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.testing import relative_error
 
 EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
-IN_CODES = ", FP8 wires"
-NAMES = ("torch bf16", *RECIPES, *(name + IN_CODES for name in RECIPES), "narrowcast bf16")
+IN_CODES, WRITTEN = ", FP8 wires", ", written codes"
+KINDS = ("", IN_CODES, IN_CODES + WRITTEN)
+NAMES = ("torch bf16", *(name + kind for kind in reversed(KINDS) for name in RECIPES), "narrowcast bf16")
 MODES = ("eager", "captured", "compiled")
 STEPS = 5  # between two looks at the clock
 
@@ -59,19 +63,20 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """Router of one linear layer, and what :class:`nc.distributed.MoEDispatch` does with the experts."""
 
-    def __init__(self, name: str, tokens: int) -> None:
+    def __init__(self, name: str, tokens: int, deliver_codes: bool = True) -> None:
         super().__init__()
+        self.optimizer: torch.optim.Optimizer | None = None
         ranks = dist.get_world_size()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="cuda", dtype=torch.bfloat16)
         wire: dict[str, Any] = {"quantizer": None} if "bf16" in name else {}
-        if name.endswith(IN_CODES):
+        if IN_CODES in name:
             quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3, columnwise=False)
             if name.startswith("block"):
                 quantizer = nc.Float8BlockQuantizer(
                     nc.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=1
                 )
             wires = ("quantizer", "combine_quantizer", "grad_quantizer")
-            wire = {**dict.fromkeys(wires, quantizer), "deliver_codes": True}
+            wire = {**dict.fromkeys(wires, quantizer), "deliver_codes": deliver_codes}
         capacity = tokens * TOPK * 5 // (4 * ranks)
         self.dispatch = nc.distributed.MoEDispatch(EXPERTS, align_size=16, capacity=capacity, **wire)
         self.experts = Experts(EXPERTS // ranks, name == "torch bf16")
@@ -81,15 +86,19 @@ class Mixture(nn.Module):
         return x + self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)
 
 
-def step_of(name: str, x: Tensor, dy: Tensor, compiled: bool) -> tuple[Mixture, Callable[[], None]]:
+def step_of(
+    name: str, x: Tensor, dy: Tensor, compiled: bool = False, deliver_codes: bool = True
+) -> tuple[Mixture, Callable[[], None]]:
     torch.manual_seed(0)
-    model = Mixture(name, x.shape[0])
+    model = Mixture(name, x.shape[0], deliver_codes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
-    recipe = RECIPES.get(name.removesuffix(IN_CODES))
+    recipe = RECIPES.get(name.partition(",")[0])
     if recipe is not None:
         nc.set_recipe(model.experts, recipe())
+    if name.endswith(WRITTEN):
+        model.optimizer = nc.optimizers.FusedAdam(model.experts.parameters(), weight_codes=model.experts)
     run = torch.compile(model, fullgraph=True) if compiled else model
 
     def step() -> None:
@@ -115,8 +124,34 @@ def without_host(step: Callable[[], None]) -> None:
     torch.cuda.synchronize()
 
 
+def grads_of(model: Mixture, x: Tensor) -> dict[str, Tensor]:
+    """Copies of the gradients of a step."""
+    found = {"dx": x.grad, "up": model.experts.up.weight.grad, "down": model.experts.down.weight.grad}
+    return {key: grad.clone() for key, grad in found.items() if grad is not None}
+
+
+def different_with_codes(name: str, x: Tensor, dy: Tensor) -> list[str]:
+    """The gradients of this rank that have other bits with delivered codes than with delivered rows."""
+    both = []
+    for deliver_codes in (True, False):
+        model, step = step_of(name, x, dy, deliver_codes=deliver_codes)
+        for _ in range(2):
+            step()
+        both.append(grads_of(model, x))
+    return [key for key in both[0] if not torch.equal(both[0][key], both[1][key])]
+
+
+def account(title: str, step: Callable[[], None], ms: float) -> None:
+    """Print the first rank's kernels; the others take the steps with it."""
+    if dist.get_rank() == 0:
+        print_account(title, step, ms)
+        return
+    for _ in range(2):
+        step()
+
+
 def timed(
-    name: str, x: Tensor, dy: Tensor, expected: dict[str, Tensor], repeats: int, mode: str
+    name: str, x: Tensor, dy: Tensor, expected: dict[str, Tensor], mode: str, chosen: Namespace
 ) -> tuple[Row, dict[str, Tensor]]:
     """A row, and the gradients.
 
@@ -124,24 +159,26 @@ def timed(
         AssertionError: a gradient is too far from what was expected.
     """
     torch.compiler.reset()
-    model, step = step_of(name, x, dy, mode == "compiled")
+    model, eager = step_of(name, x, dy, mode == "compiled")
     for _ in range(3):
-        step()
-    without_host(step)
+        eager()
+    without_host(eager)
+    step = eager
     if mode == "captured":
-        step = captured(step)
+        step = captured(eager)
         step()
-    grads = {"dx": x.grad, "up": model.experts.up.weight.grad, "down": model.experts.down.weight.grad}
-    found = {key: grad.clone() for key, grad in grads.items() if grad is not None}
+    found = grads_of(model, x)
     errors = {key: relative_error(found[key], expected[key]) for key in expected}
     assert max(errors.values(), default=0) < 0.2, f"{name}: {errors}"
     torch.cuda.reset_peak_memory_stats()
-    times = [rank_ms(step, STEPS) for _ in range(repeats)]
+    times = [rank_ms(step, STEPS) for _ in range(chosen.repeats)]
     ms = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)
     row: Row = {"contender": name, "mode": mode, "GPUs": dist.get_world_size(), "ms": round(ms.item(), 2)}
     row["largest error"] = round(max(errors.values(), default=0.0), 4)
     row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    if chosen.account and mode == "captured":
+        account(name, eager, ms.item())
     return row, found
 
 
@@ -153,13 +190,17 @@ def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
-    names = [name for name in NAMES if chosen.only in name]
+    names = [name for name in NAMES if re.search(chosen.only, name)]
     modes = [mode for mode in chosen.modes if mode != "compiled" or not chosen.skip_compile]
     firsts: dict[str, Row] = {}
+    for name in (name for name in names if name.endswith(IN_CODES) and not chosen.skip_gate):
+        differ = different_with_codes(name, x, dy)
+        where = f"{time.monotonic() - began:.0f} s, rank {dist.get_rank()}"
+        print(f"{where}, {name}: gradients with other bits than of rows: {differ}", flush=True)
     for mode, name in itertools.product(modes, names):
         if is_late(began, chosen.budget):
             break
-        row, found = timed(name, x, dy, expected, chosen.repeats, mode)
+        row, found = timed(name, x, dy, expected, mode, chosen)
         expected = expected or found
         first = firsts.setdefault(mode, row)
         row["times torch bf16"] = round(first["ms"] / row["ms"], 3)  # type: ignore[operator]
@@ -173,6 +214,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=8192, help="rows of each GPU (default 8192)")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
+    options.add_argument("--account", action="store_true", help="print the kernels of captured steps")
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
     report_of_ranks("moe_dispatch", measure, options.parse_args())
 

@@ -1,8 +1,9 @@
 """What every benchmark shares: shapes, timing, the description of the machine, the table, the rows and the plot."""
 
+from .account import print_account
 from .contenders import SWEEP, Table, compare, compiled, measure, summarize
 from .machine import Row, machine
-from .ranks import is_late, rank_ms, report_of_ranks, train_in_turns
+from .ranks import is_late, rank_ms, report_of_ranks
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
@@ -27,6 +28,7 @@ __all__ = [
     "measure",
     "measure_steps",
     "parser",
+    "print_account",
     "rank_ms",
     "rates",
     "report",
@@ -39,5 +41,4 @@ __all__ = [
     "step_of",
     "summarize",
     "time_in_turns",
-    "train_in_turns",
 ]

@@ -40,21 +40,42 @@ def model_of(recipe: Any, device: str = "cpu", width: int = 48, **options: Any) 
     return model
 
 
+class Experts(nn.Module):
+    """Groups of rows through two grouped layers of an ``ops.Sequential``, and one of ``nn``."""
+
+    def __init__(self, recipe: Any, device: str, outer: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"bias": False, "device": device, "single_grouped_weight": True}
+        pair = nc.ops.GroupedLinear(3, 48, 256, dtype=BF16, **options), nc.ops.SwiGLU()
+        self.pair = nc.ops.Sequential(*pair, nc.ops.GroupedLinear(3, 128, outer, dtype=BF16, **options))
+        self.last = nc.GroupedLinear(3, outer, 16, params_dtype=BF16, **options)
+        self.splits = torch.tensor([17, 0, 15], device=device)
+        nc.set_recipe(self, recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.pair(x, self.splits, self.splits), self.splits)
+
+
 def optimizer_of(model: nn.Module, written: bool, **options: Any) -> FusedAdam:
     codes = model if written else None
     return FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.01, weight_codes=codes, **options)
 
 
+def width_of(model: nn.Module) -> int:
+    return next(model.parameters()).shape[-1]
+
+
 def losses(
-    model: nn.Sequential, optimizer: FusedAdam, call: Any = None, steps: int = 4, parts: int = 1
+    model: nn.Module, optimizer: FusedAdam, call: Any = None, steps: int = 4, parts: int = 1
 ) -> list[float]:
     """Losses of the parts of each step, and of an evaluation after the second."""
-    call, found = call or model, []
-    device = model[0].weight.device
+    call, found = (model if call is None else call), []
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(1)
     for index in range(steps):
         for _ in range(parts):
-            x = torch.randn(32, model[0].in_features, generator=generator).to(device, BF16)
+            x = torch.randn(32, width_of(model), generator=generator).to(device, BF16)
             loss = (call(x).float() - 1).square().mean()
             loss.backward()
             found.append(loss.item())
@@ -94,6 +115,37 @@ def test_losses_are_those_without(name: str) -> None:
         both.append(losses(model, optimizer))
         assert all(layer.codes_are_written is written for layer in model)
     assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("outer", [128, 80])
+@pytest.mark.parametrize("name", ["current", "delayed", "block", "mxfp8"])
+def test_losses_of_groups_are_those_without(name: str, outer: int) -> None:
+    """Groups in blocks are written where blocks do not cross groups, others are left to their layers."""
+    both = []
+    for written in (False, True):
+        model = Experts(QUANTIZED[name], "cpu", outer)
+        optimizer = optimizer_of(model, written)
+        both.append(losses(model, optimizer))
+        blocks = name in ("block", "mxfp8")
+        expected = [written, written and not (blocks and outer % 128), written and not blocks]
+        assert [layer.codes_are_written for layer in (model.pair[0], model.pair[2], model.last)] == expected
+    assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("name", kinds(["delayed", "block"]))
+def test_compiled_groups(name: str) -> None:
+    torch.compiler.reset()
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = nc.GroupedLinear(2, 32, 128, False, single_grouped_weight=True, recipe=name, device="cpu")
+        optimizer = optimizer_of(layer, True)
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        for _ in range(2):
+            call(torch.ones(17, 32), torch.tensor([5, 12])).square().sum().backward()
+            optimizer.step()
+        weights.append(layer.weight.detach())
+    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -218,7 +270,7 @@ def test_a_scaler_that_finds_infinities_changes_nothing() -> None:
 
 
 def test_what_is_left_to_layers() -> None:
-    """Stored weights, groups, weights in parts and stochastic rounding; without a recipe there is nothing to write."""
+    """Stored weights, groups and weights in several parameters; without a recipe there is nothing to write."""
     assert WeightCodes(model_of(None)).weights() == []
     assert WeightCodes(nc.GroupedLinear(2, 32, 32, recipe="current", device="cpu")).weights() == []
     parts = nc.Linear(32, 64, parameters_split=("a", "b"), recipe="current", device="cpu")
@@ -231,15 +283,17 @@ def test_what_is_left_to_layers() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("name", ["current", "delayed", "block"])
-def test_a_captured_step(name: str) -> None:
+def test_a_captured_step(name: str, groups: bool) -> None:
     """Replays of a whole step, its optimizer included, are the eager steps, bit for bit."""
     weights = []
     for captured in (False, True):
-        model = model_of(QUANTIZED[name], "cuda", 64)
+        model = Experts(QUANTIZED[name], "cuda", 128) if groups else model_of(QUANTIZED[name], "cuda", 64)
         options = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16, "capturable": True}
         optimizer = optimizer_of(model, captured, **options)
-        x = torch.randn(64, 64, device="cuda", dtype=BF16, generator=torch.Generator("cuda").manual_seed(3))
+        generator = torch.Generator("cuda").manual_seed(3)
+        x = torch.randn(32, width_of(model), device="cuda", dtype=BF16, generator=generator)
 
         def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
             (model(x).float() - 1).square().mean().backward()

@@ -45,6 +45,7 @@ from .grouped_gemm import (
 )
 from .grouped_quantize import (
     are_adjacent,
+    empty_weights,
     grouped_column_sum,
     grouped_quantize,
     grouped_quantize_coded,
@@ -110,6 +111,7 @@ __all__ = [
     "dequantize",
     "draw_seed",
     "element_of",
+    "empty_weights",
     "fit_to_weights",
     "gemm",
     "gemm_accumulate_",

@@ -301,6 +301,11 @@ def _describe(
     return [*codes, like.new_empty((groups,), dtype=torch.float32)]
 
 
+def empty_weights(weights: Tensor, quantizer: Any, layout: str) -> list[Tensor]:
+    """Return uninitialized buffers of weights (G, N, K), as :data:`grouped_quantize_weights` fills them."""
+    return _describe(weights, tuple(weights.shape), weights.shape[0], quantizer, layout, weights.dtype)
+
+
 def _grouped_quantize_fake(
     x: Tensor, splits: Tensor, quantizer: QuantizerValue, layout: str, *state: Tensor | None
 ) -> list[Tensor]:

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..functional import note_written
+from ..autograd.groups import by_direction, quantize_weights
+from ..functional import empty_weights, note_written
+from ..functional.grouped_quantize import ALIGNMENT
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import LinearPlan, linear_plan
-from ..tensors import GroupedTensor, QuantizedTensor
+from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
 from ..upstream.fsdp import is_distributed, is_managed
 from .fitted_scales import fitted_to_weights
 from .linear_layer import LinearLayer, Stage
@@ -26,7 +28,8 @@ from .linear_layer import LinearLayer, Stage
 
 class WrittenWeight(NamedTuple):
     """``weight``: the parameter. ``operand``: how it is quantized. ``buffers``: what comes of that, to be written.
-    ``scale``, ``amax``: state of delayed scaling, or None.
+    ``scale``, ``amax``: state of delayed scaling, or None. ``layout``: of the buffers of groups (G, N, K); "" for a
+    matrix.
     """
 
     weight: Tensor
@@ -34,25 +37,59 @@ class WrittenWeight(NamedTuple):
     buffers: list[Tensor]
     scale: Tensor | None
     amax: Tensor | None
+    layout: str = ""
 
     def quantize(self) -> None:
         """Write the buffers in a pass of its own."""
-        made = self.operand.quantize(self.weight.detach(), self.scale, self.amax)
-        for old, new in zip(self.operand.split(self.buffers)[:2], made[:2]):
+        given = self.scale, self.amax
+        if self.layout:
+            made = quantize_weights([self.weight.detach()], self.operand, *given)
+        else:
+            made = self.operand.quantize(self.weight.detach(), *given)
+        for old, new in zip(self.directions()[:2], made[:2]):
             for buffer, values in zip(old, new, strict=True):
                 buffer.copy_(values)
+
+    def directions(self) -> OperandBuffers:
+        """Return the buffers by direction."""
+        return by_direction(self.buffers, self.operand) if self.layout else self.operand.split(self.buffers)
 
     def note(self) -> None:
         """Note that the buffers are of the weight as it is now."""
         torch.autograd.graph.increment_version(self.buffers)
-        note_written(self.operand.split(self.buffers).rowwise[-1], [self.weight.detach()])
+        note_written(self.directions().rowwise[-1], [self.weight.detach()])
+
+    def matrices(self, x: Tensor) -> list[Tensor]:
+        """Return a tensor of the weight's shape as the matrices that are quantized one by one."""
+        if self.layout == "tensor":
+            return list(x.unbind(0))
+        return [x.view(-1, x.shape[-1])]  # groups in blocks are the blocks of one matrix
+
+    def buffers_of_matrices(self) -> list[Tensor]:
+        """Return the buffers of :meth:`matrices`, one matrix after the other."""
+        if self.layout != "tensor":
+            return self.buffers
+        *codes, scale_inv = self.buffers
+        groups = range(len(scale_inv))
+        return [part for g in groups for part in (*[x[g] for x in codes], scale_inv[g : g + 1])]
+
+    def states(self, state: Tensor | None) -> list[Tensor]:
+        """Return the scales or amaxes of :meth:`matrices`, in which a quantizer's slot finds its own; none without."""
+        if state is None:
+            return []
+        if self.layout != "tensor":
+            return [state]
+        slot, groups = self.operand.quantizer.slot, self.weight.shape[0]  # type: ignore[attr-defined]
+        first = slot * groups - slot
+        return [state.view(-1)[first + group :] for group in range(groups)]
 
 
 class WeightCodes:
     """The weights of a model whose codes its optimizer writes.
 
-    Left out, and quantized by their layers, are weights in several parameters, of groups, sharded ones, those stored
-    quantized or rounded stochastically, and layers without a recipe of their own.
+    Left out, and quantized by their layers, are weights in several parameters, sharded ones, those stored quantized or
+    rounded stochastically, groups in four bits or in blocks whose rows are no multiple of 128, and layers without a
+    recipe of their own.
 
     Args:
         model: its layers have their recipes, and are on their device.
@@ -69,7 +106,7 @@ class WeightCodes:
 
     def _of(self, layer: LinearLayer) -> Iterator[WrittenWeight]:
         recipe, layer.codes_are_written = layer._recipe, False
-        if recipe is None or layer._groups > 1 or layer._placed or is_managed(layer):
+        if recipe is None or layer._placed or is_managed(layer):
             return
         for stage in layer._stages:
             plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
@@ -80,25 +117,29 @@ class WeightCodes:
 
     def _written(self, layer: LinearLayer, stage: Stage, weight: Tensor, plan: LinearPlan) -> WrittenWeight:
         operand, scale, amax = plan.kept_weight, None, None
+        layout = grouped_layout(operand.storage_name) if weight.dim() == 3 else ""
         if plan.forward_state is not None:
             layer._keep_state(stage.prefix, plan.forward_state, plan.backward_state)
             slots = layer._slots(stage.prefix, "fwd", "forward", plan.forward_state)
             scale, amax = slots.scale, slots.amax
         kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:
-            described = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
-            buffers = [weight.new_empty(shape, dtype=dtype) for shape, dtype in described.values()]
-            kept = (operand.value, operand.split(buffers)), buffers
+            if layout:
+                buffers = empty_weights(weight.detach(), operand.quantizer, layout)
+            else:
+                described = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
+                buffers = [weight.new_empty(shape, dtype=dtype) for shape, dtype in described.values()]
+            made = WrittenWeight(weight, operand, buffers, scale, amax, layout)
+            kept = (operand.value, made.directions()), buffers
             self._kept[id(layer), stage.weight] = kept
             layer._fp8_workspaces[stage.weight] = kept[0]
-            first = scale
-            if plan.forward_state is not None and first is not None and not layer._has_trained:
+            if plan.forward_state is not None and scale is not None and not layer._has_trained:
                 # as the first training forward of a layer, which begins with scales that fit its weights
-                first = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, first)
-            made = WrittenWeight(weight, operand, buffers, first, amax)
+                first = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, scale)
+                made = made._replace(scale=first)
             made.quantize()
             made.note()
-        return WrittenWeight(weight, operand, kept[1], scale, amax)
+        return WrittenWeight(weight, operand, kept[1], scale, amax, layout)
 
 
 def _leave(layers: list[LinearLayer]) -> None:
@@ -112,7 +153,13 @@ def _is_written(weight: Tensor, plan: LinearPlan) -> bool:
     return (
         plan.quantized
         and not plan.kept_weight.stochastic
-        and weight.dim() == 2
+        and (weight.dim() == 2 or (weight.dim() == 3 and _is_one_by_one(weight, plan)))
         and not isinstance(weight, (GroupedTensor, QuantizedTensor))
         and not is_distributed(weight)
     )
+
+
+def _is_one_by_one(weight: Tensor, plan: LinearPlan) -> bool:
+    """Return whether groups (G, N, K) are quantized as matrices, each into a part of the buffers."""
+    layout = grouped_layout(plan.kept_weight.storage_name)
+    return layout == "tensor" or (layout == "padded" and weight.shape[1] % ALIGNMENT[layout] == 0)

@@ -516,37 +516,45 @@ def _run(
         second,
         beside if beside[0] is not None else [],
         ranges if ranges[0] is not None else [],
+        lr=group["lr"],
+        count=parameters[0].count if group["capturable"] else int(parameters[0].count),
         inv_scale=inv_scale,
         found_inf=found_inf,
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
         decoupled=decoupled,
-        **_numbers_of(group, parameters[0].count),
+        bias_correction=group["bias_correction"],
     )
-
-
-def _numbers_of(group: dict[str, Any], count: Tensor) -> dict[str, Any]:
-    """Return the numbers of a step of a group."""
-    numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "bias_correction")}
-    return {**numbers, "count": count if group["capturable"] else int(count)}
 
 
 def _run_and_quantize(
     group: dict[str, Any], those: list[tuple[_Tensors, WrittenWeight]], decoupled: bool
 ) -> None:
     """As :func:`_run`, and write the codes of the parameters, which have quantizers of one value."""
-    weights, grads, first, second, beside, _, counts = ([*column] for column in zip(*(t for t, _ in those)))
-    codes = [weight for _, weight in those]
+    codes, columns = [weight for _, weight in those], zip(*(tensors[:5] for tensors, _ in those))
+    weights, grads, first, second, beside = (
+        [part for x, weight in zip(column, codes) if x is not None for part in weight.matrices(x)]
+        for column in columns
+    )
+    count = those[0][0].count
     adam_quantize_(
         weights,
         grads,
         first,
         second,
-        beside if beside[0] is not None else [],
-        [buffer for weight in codes for buffer in weight.buffers],
+        beside,
+        [buffer for weight in codes for buffer in weight.buffers_of_matrices()],
         codes[0].operand.quantizer,
-        [weight.scale for weight in codes if weight.scale is not None],
-        [weight.amax for weight in codes if weight.amax is not None],
+        [scale for weight in codes for scale in weight.states(weight.scale)],
+        [amax for weight in codes for amax in weight.states(weight.amax)],
+        lr=group["lr"],
+        count=count if group["capturable"] else int(count),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
         decoupled=decoupled,
-        **_numbers_of(group, counts[0]),
+        bias_correction=group["bias_correction"],
     )
 
 
