@@ -2,12 +2,15 @@
 
 Each case runs in a process of its own, without the compiler's caches of earlier ones. On a GPU Inductor compiles, and
 the time is the wall clock's. On a CPU nothing is compiled after the graphs are traced (``aot_eager``), and the time is
-the process's. ``--cases`` names the recipes, of ``--how`` "whole": the stack as one graph, and "by block": one compiled
-block serves as all. ``--jobs`` cases run side by side.
+the process's. ``--cases`` names the recipes, between semicolons. ``--how`` is "whole" for the stack as one graph, "by
+block" for one compiled block that serves as all. ``--jobs`` cases run side by side. For a recipe with ", translated"
+PyTorch translates each launch again, as it does for other packages (``upstream.triton.keep_intermediate_code``).
+``bits`` is a hash of the output and the gradients.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,7 +19,9 @@ import tempfile
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from harness import Row, parser, report
@@ -52,10 +57,14 @@ class Stack(nn.Module):
         return x
 
 
-def first_step(layers: int, hidden: int, how: str, recipe: str, device: str) -> float:
-    """Seconds of the first forward and backward, on top of what PyTorch's compiler takes to load."""
+TRANSLATED = ", translated"
+
+
+def first_step(layers: int, hidden: int, how: str, name: str, device: str) -> tuple[float, str]:
+    """Seconds of the first forward and backward, on top of what PyTorch's compiler takes to load; a hash of results."""
+    torch.manual_seed(0)
     model = Stack(layers, hidden, device)
-    nc.set_recipe(model, RECIPES[recipe]())
+    nc.set_recipe(model, RECIPES[name.removesuffix(TRANSLATED)]())
     backend = "inductor" if device == "cuda" else "aot_eager"
     torch.compile(nn.Linear(8, 8).to(device), backend=backend)(
         torch.ones(2, 8, device=device)
@@ -69,34 +78,47 @@ def first_step(layers: int, hidden: int, how: str, recipe: str, device: str) -> 
     x = torch.randn(BATCH, LENGTH, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     clock = time.perf_counter if device == "cuda" else time.process_time
     start = clock()
-    run(x).sum().backward()
+    y = run(x)
+    y.sum().backward()
     if device == "cuda":
         torch.cuda.synchronize()
-    return clock() - start
+    seconds = clock() - start
+    return seconds, digest([y, x.grad, *(p.grad for p in model.parameters())])
 
 
-def in_a_process(*case: Any) -> float:
-    """Seconds of a case, or NaN where it failed."""
+def digest(tensors: list[Any]) -> str:
+    """The beginning of a hash of tensors' bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def in_a_process(*case: Any) -> tuple[float, str]:
+    """Seconds of a case and the hash of its results, or NaN where it failed."""
     with tempfile.TemporaryDirectory() as caches:
         own = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
         words = [sys.executable, __file__, "--case", json.dumps(case)]
         done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr[-2000:], flush=True)
-        return float("nan")
-    return float(done.stdout.splitlines()[-1])
+        return float("nan"), ""
+    seconds, bits = done.stdout.splitlines()[-1].split()
+    print(*case, seconds, bits, flush=True)
+    return float(seconds), bits
 
 
 def measure(chosen: Namespace) -> list[Row]:
-    names, ways = chosen.cases.split(","), chosen.how.split(",")
+    names, ways = chosen.cases.split(";"), chosen.how.split(";")
     cases = [(chosen.layers, chosen.hidden, how, name, chosen.device) for how in ways for name in names]
     with ThreadPoolExecutor(chosen.jobs) as pool:
         times = dict(zip(cases, pool.map(lambda case: in_a_process(*case), cases)))
     rows: list[Row] = []
-    for (layers, hidden, how, name, device), seconds in times.items():
-        base = times.get((layers, hidden, how, "bf16", device))
+    for (layers, hidden, how, name, device), (seconds, bits) in times.items():
+        base, _ = times.get((layers, hidden, how, "bf16", device), (0.0, ""))
         row: Row = {"layers": layers, "hidden": hidden, "how": how, "recipe": name}
         row |= {"backend": "inductor" if device == "cuda" else "aot_eager", "first_step_s": round(seconds, 2)}
+        row |= {"bits": bits}
         rows.append(row | ({"share_of_bf16": round(seconds / base, 2)} if base else {}))
     return rows
 
@@ -105,13 +127,16 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=12)
     options.add_argument("--hidden", type=int, default=1024)
-    options.add_argument("--cases", default=",".join(RECIPES))
-    options.add_argument("--how", default="whole,by block")
+    options.add_argument("--cases", default=";".join(RECIPES))
+    options.add_argument("--how", default="whole;by block")
     options.add_argument("--jobs", type=int, default=1)
     options.add_argument("--case", help="for the processes that this one starts")
     chosen = options.parse_args()
     if chosen.case:
-        print(first_step(*json.loads(chosen.case)))
+        case = json.loads(chosen.case)
+        keep = "narrowcast.kernels.launch.keep_intermediate_code"
+        with mock.patch(keep) if case[3].endswith(TRANSLATED) else nullcontext():
+            print(*first_step(*case))
         return
     report("first_step", measure(chosen), chosen)
 

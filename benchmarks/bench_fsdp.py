@@ -16,19 +16,18 @@ high-precision ones, to the bit.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Row, is_late, parser, rank_ms, report_of_ranks
+from harness import Row, parser, rank_ms, report_of_ranks, train_in_turns
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -280,20 +279,8 @@ def timed(name: str, make: Callable[[], tuple[Stack, Callable[[], None]]], repea
 def measure(chosen: Namespace) -> list[Row]:
     if not chosen.skip_gate:
         gate()
-    rows: list[Row] = []
-    began = time.monotonic()
-    for name, make in contenders(chosen).items():
-        if is_late(began, chosen.budget):
-            break
-        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed(name, make, chosen.repeats)}
-        gc.collect()
-        torch.cuda.empty_cache()
-        first = rows[0] if rows else row
-        row["vs bf16"] = round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)  # type: ignore[operator]
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
-    return rows
+    runs = {name: partial(timed, name, make, chosen.repeats) for name, make in contenders(chosen).items()}
+    return train_in_turns(runs, chosen.budget)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,24 @@ def parameter_bytes(model: nn.Module) -> int:
     return total
 
 
+def step_on_words(
+    model: Any, vocabulary: int, batch: tuple[int, int], device: str
+) -> Callable[[], torch.Tensor]:
+    """Return a training step with AdamW on one batch of random words, which returns the loss."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
+    words = torch.randint(0, vocabulary, batch, device=device)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
 def run(name: str, options: argparse.Namespace) -> Row:
     recipe, lora = CONTENDERS[name]
     device, cuda = options.device, options.device == "cuda"
@@ -87,18 +106,8 @@ def run(name: str, options: argparse.Namespace) -> Row:
     model = make(recipe, lora, device)
     for layer in (model.base_model.model if lora else model).model.layers:
         layer.compile(backend="inductor" if cuda else "aot_eager")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
     batch, length = BATCH[device]
-    words = torch.randint(0, SIZES[device]["vocab_size"], (batch, length), device=device)
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    step = step_on_words(model, SIZES[device]["vocab_size"], (batch, length), device)
     begin = time.perf_counter()
     losses = [step().item() for _ in range(6)]
     warm_up = time.perf_counter() - begin

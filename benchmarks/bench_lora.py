@@ -1,9 +1,9 @@
 """LoRA of rank 16 with PEFT on layers of the 8B shape of Llama: bf16, and frozen weights that are stored quantized.
 
 The layers are compiled one by one and share one graph, the loss is another; ``eager`` runs them as they are. A step is
-forward, backward and AdamW on the adapters, timed as a loop issues it. Adapters are in bf16, but where the name says
-fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without products in the GEMMs. The vocabulary is an
-eighth of the model's, so that the head has the share that it has beside 32 layers.
+forward, backward and AdamW on the adapters, timed as a loop issues it; contenders take turns. Adapters are in bf16, but
+where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without products in the GEMMs.
+The vocabulary is an eighth of the model's, so that the head has the share that it has beside 32 layers.
 ``--profile NAME`` prints where the GPU's time goes.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_huggingface import parameter_bytes
+from bench_huggingface import parameter_bytes, step_on_words
 from harness import RECIPES, Row, parser, report, seconds_of
 
 import narrowcast as nc
@@ -40,6 +40,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
     },
 }
+STEPS = 5  # of a turn
 BATCH = {"cuda": (4, 2048), "cpu": (2, 32)}
 # name -> (recipe, how weights are stored)
 BASES = {
@@ -88,45 +89,29 @@ def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
         for layer in base.model.layers:
             layer.compile(backend=backend)
         base.loss_function = torch.compile(base.loss_function, backend=backend)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
-    words = torch.randint(0, SIZES[device]["vocab_size"], BATCH[device], device=device)
-
-    def step() -> torch.Tensor:
-        loss = model(input_ids=words, labels=words).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return model, step
+    return model, step_on_words(model, SIZES[device]["vocab_size"], BATCH[device], device)
 
 
-def run(name: str, options: argparse.Namespace, wait: Callable[[], object] = lambda: None) -> Row:
-    """Return the row of a contender; ``wait`` is called between its warm-up and its times."""
+def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], torch.Tensor]]:
+    """Warm a contender up; return what is known of it then, and what makes one step."""
     device, cuda = options.device, options.device == "cuda"
-    torch.compiler.reset()
     gc.collect()
+    before = 0
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     model, step = step_of(name, device)
     begin = time.perf_counter()
     losses = [step().item() for _ in range(6)]
     warm_up = time.perf_counter() - begin
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    wait()
-    seconds = statistics.median(seconds_of(step, 5, device) for _ in range(options.repeats))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if cuda else 0.0
     layers: Any = model.base_model.model.model.layers
     frozen = sum(parameter_bytes(layer) for layer in layers)
     frozen -= sum(p.nbytes for p in layers.parameters() if p.requires_grad)
-    tokens = BATCH[device][0] * BATCH[device][1]
-    row: Row = {"contender": name, "ms": seconds * 1e3, "tokens_per_second": tokens / seconds}
-    row |= {"frozen_mib": frozen / 2**20, "peak_gib": peak, "loss_after_6": losses[-1]}
-    row |= {"warm_up_seconds": warm_up}
-    if name == options.profile:
-        profile(step)
-    return row
+    row: Row = {"contender": name, "frozen_mib": frozen / 2**20, "peak_gib": peak, "loss_after_6": losses[-1]}
+    row |= {"warm_up_seconds": warm_up, "layers": len(layers)}
+    return row, step
 
 
 def profile(step: Callable[[], object]) -> None:
@@ -144,25 +129,34 @@ def profile(step: Callable[[], object]) -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    rows = []
+    device = options.device
+    torch._dynamo.config.recompile_limit = 4 * len(CONTENDERS)  # a graph of each contender is kept
+    prepared = {}
     for name in CONTENDERS:
-        if options.only in name:
-            rows.append(run(name, options))
-            print(rows[-1], flush=True)
-    return compared(rows)
-
-
-def compared(rows: list[Row]) -> list[Row]:
-    """Add each contender's time over bf16's to the rows."""
-    times = {str(row["contender"]): float(str(row["ms"])) for row in rows}
-    for row in rows:
-        own = times[str(row["contender"])]
-        row["share_of_bf16"] = own / times["bf16"] if "bf16" in times else "not in this run"
+        if options.only in name and (not options.names or name in options.names):
+            prepared[name] = prepare(name, options)
+            print(prepared[name][0], flush=True)
+    seconds: dict[str, list[float]] = {name: [] for name in prepared}
+    for _ in range(options.repeats):
+        for name, (_, step) in prepared.items():
+            step()  # what another one's turn left in caches
+            seconds[name].append(seconds_of(step, STEPS, device))
+    tokens = BATCH[device][0] * BATCH[device][1]
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    rows = []
+    for name, (row, step) in prepared.items():
+        row |= {"ms": middle[name] * 1e3, "tokens_per_second": tokens / middle[name]}
+        row["share_of_bf16"] = middle[name] / middle["bf16"] if "bf16" in middle else "not in this run"
+        print(row, flush=True)
+        rows.append(row)
+        if options.profile == name:
+            profile(step)
     return rows
 
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--names", nargs="*", default=(), help="contenders by their whole names")
     options.add_argument("--profile", default="", help="a contender whose kernels are printed")
     chosen = options.parse_args()
     report("lora", measure(chosen), chosen)

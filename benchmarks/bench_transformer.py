@@ -37,12 +37,12 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
 class PlainBlock(nn.Module):
     """The block in plain PyTorch."""
 
-    def __init__(self, hidden: int, ffn: int, heads: int, groups: int) -> None:
+    def __init__(self, hidden: int, ffn: int, heads: int, groups: int, device: str = "cuda") -> None:
         super().__init__()
         self.heads, self.groups, self.width = heads, groups, hidden // heads
-        like: Any = {"bias": False, "dtype": BF16, "device": "cuda"}
-        self.norm1 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device="cuda")
-        self.norm2 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device="cuda")
+        like: Any = {"bias": False, "dtype": BF16, "device": device}
+        self.norm1 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device=device)
+        self.norm2 = nn.RMSNorm(hidden, eps=1e-5, dtype=BF16, device=device)
         self.qkv = nn.Linear(hidden, (heads + 2 * groups) * self.width, **like)
         self.proj = nn.Linear(hidden, hidden, **like)
         self.fc1, self.fc2 = nn.Linear(hidden, 2 * ffn, **like), nn.Linear(ffn, hidden, **like)
@@ -65,7 +65,7 @@ def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (x.float() * cosine + torch.cat([-second, first], -1) * sine).to(x.dtype)
 
 
-def layer(sizes: tuple[int, int, int, int], number: int = 1) -> nc.TransformerLayer:
+def layer(sizes: tuple[int, int, int, int], number: int = 1, device: str = "cuda") -> nc.TransformerLayer:
     hidden, ffn, heads, groups = sizes
     return nc.TransformerLayer(
         hidden,
@@ -82,7 +82,7 @@ def layer(sizes: tuple[int, int, int, int], number: int = 1) -> nc.TransformerLa
         attn_input_format="bshd",
         layer_number=number,
         params_dtype=BF16,
-        device="cuda",
+        device=device,
     )
 
 

@@ -3,7 +3,7 @@
 from .account import print_account
 from .contenders import SWEEP, Table, compare, compiled, measure, summarize
 from .machine import Row, machine
-from .ranks import is_late, rank_ms, report_of_ranks
+from .ranks import is_late, rank_ms, report_of_ranks, train_in_turns
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
@@ -41,4 +41,5 @@ __all__ = [
     "step_of",
     "summarize",
     "time_in_turns",
+    "train_in_turns",
 ]

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from .machine import Row
 from .report import report, runs_on_gpu
+from .timing import seconds_of
 
 
 def report_of_ranks(stem: str, measure: Callable[[Namespace], list[Row]], chosen: Namespace) -> None:
     """Measure in every process and report in the first; without processes, say how to start them."""
-    if not runs_on_gpu(chosen):
+    tiny = getattr(chosen, "tiny", False)  # a trial of the script on a CPU
+    if not tiny and not runs_on_gpu(chosen):
         return
     if "LOCAL_RANK" not in os.environ:
         print(f"this benchmark needs two GPUs: torchrun --nproc-per-node 2 benchmarks/bench_{stem}.py")
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    if tiny:
+        dist.init_process_group("gloo")
+    else:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     rows = measure(chosen)
     if dist.get_rank() == 0:
         report(stem, rows, chosen)
@@ -32,6 +38,9 @@ def report_of_ranks(stem: str, measure: Callable[[Namespace], list[Row]], chosen
 
 def rank_ms(step: Callable[[], object], count: int) -> float:
     """Mean milliseconds of ``count`` steps of this rank, begun when all have come here."""
+    if not torch.cuda.is_available():
+        dist.barrier()
+        return 1e3 * seconds_of(step, count, "cpu")
     torch.cuda.synchronize()
     dist.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -45,6 +54,26 @@ def rank_ms(step: Callable[[], object], count: int) -> float:
 
 def is_late(began: float, budget: float) -> bool:
     """Whether any process has spent its seconds since ``began``, by ``time.monotonic``; the same answer in all."""
-    late = torch.tensor(float(time.monotonic() - began > budget), device="cuda")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    late = torch.tensor(float(time.monotonic() - began > budget), device=device)
     dist.all_reduce(late)
     return bool(late.item())
+
+
+def train_in_turns(contenders: Mapping[str, Callable[[], Row]], budget: float) -> list[Row]:
+    """Return a row for each contender that starts within ``budget`` seconds; its rate is compared with the first's."""
+    rows: list[Row] = []
+    began = time.monotonic()
+    for name, timed in contenders.items():
+        if is_late(began, budget):
+            break
+        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed()}
+        torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        first = rows[0] if rows else row
+        row["vs bf16"] = round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)  # type: ignore[operator]
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
+    return rows

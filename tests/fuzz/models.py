@@ -253,10 +253,15 @@ TAKES_FLAG = (nc.Linear, nc.LayerNormLinear, nc.LayerNormMLP, Grouped, Transform
 
 
 class Block(nn.Module):
-    """Layers one after another, some of them run again."""
+    """Layers one after another, some of them run again.
 
-    def __init__(self, layers: list[tuple[Program, nn.Module]]) -> None:
+    Args:
+        decodes: do as a graph does, in which a list of operations that ends in ``Quantize`` passes on decoded values.
+    """
+
+    def __init__(self, layers: list[tuple[Program, nn.Module]], decodes: bool) -> None:
         super().__init__()
+        self.decodes = decodes
         self.described = [layer for layer, _ in layers]
         self.layers = nn.ModuleList(module for _, module in layers)
 
@@ -266,6 +271,8 @@ class Block(nn.Module):
                 x = module(x, is_first_microbatch=first)
             else:
                 x = module(x)
+            if self.decodes and isinstance(x, nc.QuantizedTensor):
+                x = x.dequantize()
         return x
 
 
@@ -357,7 +364,8 @@ class Model(nn.Module):
                     module = make(layer, features, place)
                     made.append(module)
                 layers.append((layer, module))
-            blocks.append(Block(layers))
+            compiles = any(wrap and wrap.get("compile") for wrap in (program["whole"], described.get("wrap")))
+            blocks.append(Block(layers, decodes=plain and compiles))
         self.blocks = nn.ModuleList(blocks)
         self.wraps = [None if plain else described.get("wrap") for described in program["blocks"]]
         self.torchs = torchs

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -35,6 +36,7 @@ MODULES: dict[str, Callable[[Any], nn.Module]] = {
     "ops": lambda r: nc.ops.Sequential(nc.ops.LayerNorm(32, **CPU), nc.ops.Linear(32, 32, **CPU)),
     "ops_linear": lambda r: nc.ops.Sequential(nc.ops.Linear(32, 32, **CPU)),
     "ops_gelu": lambda r: nc.ops.Sequential(nc.ops.GELU()),
+    "ops_norm": lambda r: nc.ops.Sequential(nc.ops.RMSNorm(32, **CPU)),
 }
 
 
@@ -63,6 +65,25 @@ def test_a_relu_in_place(name: str, recipe: str, compiled: bool) -> None:
         assert all(grad.any() for grad in ours[1:])
         for parameter in layer.parameters():
             parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [torch.utils.checkpoint.checkpoint, nc.checkpoint], ids=["torch", "ours"]
+)
+@pytest.mark.parametrize("name", MODULES)
+def test_behind_a_reentrant_checkpoint(name: str, checkpoint: Any) -> None:
+    """Which runs the layer without gradients first, and hands its output on."""
+    layer = MODULES[name](RECIPES["current"])
+    x = torch.randn(7, 1, 32) if name != "grouped" else torch.randn(7, 32)
+    results = []
+    for relu in (nn.ReLU(inplace=True), nn.ReLU()):
+        leaf, twin = x.clone().requires_grad_(), copy.deepcopy(layer)
+        y = relu(checkpoint(twin, leaf, use_reentrant=True))
+        y.square().sum().backward()
+        results.append([y.detach(), leaf.grad, *[p.grad for p in twin.parameters()]])
+    assert all(map(torch.equal, *results))
+    with torch.inference_mode():
+        assert torch.equal(nn.Sequential(layer, nn.ReLU(inplace=True))(x), results[0][0])
 
 
 def test_a_converted_head() -> None:

@@ -209,4 +209,5 @@ def grouped_linear(
     if plan.needs_input or plan.needs_weight or args.needs_bias:
         return _GroupedLinearFunction.apply(inp, splits, args, groups, *weights, *biases)
     out = grouped_forward(inp.reshape(-1, inp.shape[-1]), splits, weights, biases, args, groups)[0]
-    return out.view(*inp.shape[:-1], out.shape[-1])
+    # no view: a reentrant checkpoint hands on what it gets
+    return out.view(*inp.shape[:-1], out.shape[-1]).detach()

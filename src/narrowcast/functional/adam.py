@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._library import QUANTIZER, always, define
@@ -13,6 +14,7 @@ from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
 _OPTIONS = ("betas", "eps", "weight_decay", "decoupled", "bias_correction")
+_NUMBERS = "float lr, SymInt count, float[] betas, float eps, float weight_decay, bool decoupled, bool bias_correction"
 
 
 def _adam(
@@ -47,8 +49,8 @@ def _adam(
 
 _adam_ = define(
     "adam_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] beside, "
-    "Tensor(e!)[] ranges, Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, float lr, "
-    "SymInt count, float[] betas, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
+    "Tensor(e!)[] ranges, Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, "
+    f"{_NUMBERS}) -> ()",
     _adam,
     lambda *_: None,
     inlined=always,
@@ -79,8 +81,7 @@ def adam_(
     """
     if not weights:
         return
-    device = weights[0].device
-    stored = [x.to(device) if isinstance(x, Tensor) else None for x in (lr, count, inv_scale, found_inf)]
+    stored = _tensors_among(weights[0].device, lr, count, inv_scale, found_inf)
     _adam_(
         weights,
         grads,
@@ -89,14 +90,22 @@ def adam_(
         beside,
         ranges or [],
         *stored,
-        0.0 if isinstance(lr, Tensor) else float(lr),
-        0 if isinstance(count, Tensor) else count,
-        list(betas),
-        float(eps),
-        float(weight_decay),
+        *_numbers(lr, count, betas, eps, weight_decay),
         decoupled,
         bias_correction,
     )
+
+
+def _tensors_among(device: torch.device, *values: Any) -> list[Tensor | None]:
+    return [x.to(device) if isinstance(x, Tensor) else None for x in values]
+
+
+def _numbers(
+    lr: float | Tensor, count: int | Tensor, betas: Sequence[float], eps: float, weight_decay: float
+) -> tuple[Any, ...]:
+    """Return what operators take as numbers; a rate or count that is a tensor has zero there."""
+    rates = 0.0 if isinstance(lr, Tensor) else float(lr), 0 if isinstance(count, Tensor) else count
+    return *rates, list(betas), float(eps), float(weight_decay)
 
 
 def _adam_quantize(
@@ -142,8 +151,7 @@ def _adam_quantize(
 _adam_quantize_ = define(
     "adam_quantize_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
     f"Tensor(d!)[] beside, Tensor(e!)[] buffers, {QUANTIZER} quantizer, Tensor[] scales, Tensor[] amaxes, "
-    "Tensor? stored_lr, Tensor? stored_count, float lr, SymInt count, float[] betas, float eps, float weight_decay, "
-    "bool decoupled, bool bias_correction) -> ()",
+    f"Tensor? stored_lr, Tensor? stored_count, {_NUMBERS}) -> ()",
     _adam_quantize,
     lambda *_: None,
     inlined=always,
@@ -178,8 +186,7 @@ def adam_quantize_(
         quantizer: of all of them, which rounds to nearest.
         scales, amaxes: per parameter the state of delayed scaling, or none.
     """
-    device = weights[0].device
-    stored = [x.to(device) if isinstance(x, Tensor) else None for x in (lr, count)]
+    stored = _tensors_among(weights[0].device, lr, count)
     _adam_quantize_(
         weights,
         grads,
@@ -191,11 +198,7 @@ def adam_quantize_(
         scales,
         amaxes,
         *stored,
-        0.0 if isinstance(lr, Tensor) else float(lr),
-        0 if isinstance(count, Tensor) else count,
-        list(betas),
-        float(eps),
-        float(weight_decay),
+        *_numbers(lr, count, betas, eps, weight_decay),
         decoupled,
         bias_correction,
     )

@@ -132,11 +132,14 @@ def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor
     return left[0].new_empty(_Sizes(*sizes).of_result(kind, splits.shape[0]), dtype=dtype)
 
 
-grouped_gemm = define(
-    f"grouped_gemm(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, ScalarType left_dtype, "
+_PRODUCT = (
+    f"str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, ScalarType left_dtype, "
     f"Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, Tensor splits, "
-    "Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, "
-    "bool fast_accumulation, bool emulate) -> Tensor",
+    "Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features"
+)
+
+grouped_gemm = define(
+    f"grouped_gemm({_PRODUCT}, bool fast_accumulation, bool emulate) -> Tensor",
     _grouped_gemm,
     _grouped_gemm_fake,
 )
@@ -162,44 +165,15 @@ Raises:
 """
 
 
-def _in_order(
-    kind: str,
-    left: list[Tensor],
-    left_quantizer: QuantizerValue,
-    left_layout: str,
-    left_dtype: torch.dtype,
-    right: list[Tensor],
-    right_quantizer: QuantizerValue,
-    right_layout: str,
-    right_dtype: torch.dtype,
-    splits: Tensor,
-    biases: list[Tensor],
-    dtype: torch.dtype,
-    rows: int,
-    out_features: int,
-    in_features: int,
-    most: int,
-) -> Tensor:
-    a = _Operand(left, left_quantizer, left_layout, left_dtype)
-    b = _Operand(right, right_quantizer, right_layout, right_dtype)
-    whole = _Sizes(rows, out_features, in_features)
-    return _multiply_each(
-        kind,
-        a,
-        b,
-        splits,
-        _stacked(biases),
-        dtype,
-        whole,
-        lambda *group: gemm_batch_invariant(*group, most, 1),
-    )
+def _in_order(kind: str, *arguments: Any) -> Tensor:
+    operands, (splits, biases, dtype), (*sizes, most) = arguments[:8], arguments[8:11], arguments[11:]
+    a, b, whole = _Operand(*operands[:4]), _Operand(*operands[4:]), _Sizes(*sizes)
+    multiply = lambda *group: gemm_batch_invariant(*group, most, 1)  # noqa: E731
+    return _multiply_each(kind, a, b, splits, _stacked(biases), dtype, whole, multiply)
 
 
 grouped_gemm_batch_invariant = define(
-    f"grouped_gemm_batch_invariant(str kind, Tensor[] left, {QUANTIZER} left_quantizer, str left_layout, "
-    f"ScalarType left_dtype, Tensor[] right, {QUANTIZER} right_quantizer, str right_layout, ScalarType right_dtype, "
-    "Tensor splits, Tensor[] biases, ScalarType dtype, SymInt rows, SymInt out_features, SymInt in_features, "
-    "int most) -> Tensor",
+    f"grouped_gemm_batch_invariant({_PRODUCT}, int most) -> Tensor",
     _in_order,
     _grouped_gemm_fake,
 )

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .codecs import product, reciprocal, round_to_dtype, to_float32
+from .tiles import load_elements, store_elements
 
 
 @triton.jit
@@ -49,39 +50,24 @@ def step_elements(
     EMULATE: tl.constexpr,
 ):
     """Step elements of a parameter in place and return them in its dtype."""
-    weight = _load_state(operands[0] + at, inside, EVEN)
-    g = to_float32(_load_state(operands[1] + at, inside, EVEN), EMULATE)
-    m = to_float32(_load_state(operands[2] + at, inside, EVEN), EMULATE)
-    v = to_float32(_load_state(operands[3] + at, inside, EVEN), EMULATE)
+    weight = load_elements(operands[0] + at, inside, EVEN)
+    g = to_float32(load_elements(operands[1] + at, inside, EVEN), EMULATE)
+    m = to_float32(load_elements(operands[2] + at, inside, EVEN), EMULATE)
+    v = to_float32(load_elements(operands[3] + at, inside, EVEN), EMULATE)
     if BESIDE == 2:
-        w = joined(weight, _load_state(operands[4] + at, inside, EVEN))
+        w = joined(weight, load_elements(operands[4] + at, inside, EVEN))
     else:
         w = to_float32(weight, EMULATE)
     w, m, v = stepped(w, g, m, v, operands[5], DECAY, EMULATE)
-    _store_state(operands[2] + at, round_to_dtype(m, operands[2].dtype.element_ty, EMULATE), inside, EVEN)
-    _store_state(operands[3] + at, round_to_dtype(v, operands[3].dtype.element_ty, EMULATE), inside, EVEN)
+    store_elements(operands[2] + at, round_to_dtype(m, operands[2].dtype.element_ty, EMULATE), inside, EVEN)
+    store_elements(operands[3] + at, round_to_dtype(v, operands[3].dtype.element_ty, EMULATE), inside, EVEN)
     if BESIDE == 2:
         rounded, rest = halves(w)
-        _store_state(operands[4] + at, rest, inside, EVEN)
+        store_elements(operands[4] + at, rest, inside, EVEN)
     else:
         rounded = round_to_dtype(w, operands[0].dtype.element_ty, EMULATE)
-    _store_state(operands[0] + at, rounded, inside, EVEN)
+    store_elements(operands[0] + at, rounded, inside, EVEN)
     if BESIDE == 1:
         rounded = round_to_dtype(w, operands[4].dtype.element_ty, EMULATE)
-        _store_state(operands[4] + at, rounded, inside, EVEN)
+        store_elements(operands[4] + at, rounded, inside, EVEN)
     return rounded if EVEN else tl.where(inside, rounded, 0.0)
-
-
-@triton.jit
-def _load_state(pointers, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=inside, other=0)
-
-
-@triton.jit
-def _store_state(pointers, values, inside, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(pointers, values)
-    else:
-        tl.store(pointers, values, mask=inside)

@@ -283,10 +283,6 @@ def _splits(tiles: int, K: int) -> int:
     return splits
 
 
-def _power_of_2(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
 @remembered
 def _launches(
     M: int,
@@ -304,8 +300,16 @@ def _launches(
     """Return the parts of the contraction, the launch that multiplies, and the one that adds the parts, if any."""
     given = scaling in ("given", "codes") or partials > 0
     overflow = OVERFLOW_BY_DTYPE[str(dtype)] if scaling == "1x128" else FLT_MAX
-    amax_block = min(max(_power_of_2(M * K), 512), AMAX_BLOCK)
-    options = (scaling, slot, power_2, epsilon > 0, overflow, partials and _power_of_2(partials), amax_block)
+    amax_block = min(max(triton.next_power_of_2(M * K), 512), AMAX_BLOCK)
+    options = (
+        scaling,
+        slot,
+        power_2,
+        epsilon > 0,
+        overflow,
+        partials and triton.next_power_of_2(partials),
+        amax_block,
+    )
     ends = [*strides[-2:], partials, epsilon]
     operands = [TENSOR, TENSOR if given else None, TENSOR, TENSOR]
     if M == 1 and scaling != "codes":
@@ -313,7 +317,7 @@ def _launches(
         arguments = [*operands, TENSOR if bias else None, TENSOR, N, K, *ends]
         constants = (*options, bias, rows, tile, INTERPRETING)
         return 1, Launch(_one_row, (cdiv(N, rows), 1, 1), arguments, constants), None
-    rows, tiles = max(16, _power_of_2(M)), cdiv(N, TILE_N)
+    rows, tiles = max(16, triton.next_power_of_2(M)), cdiv(N, TILE_N)
     splits = _splits(tiles, K)
     length = cdiv(cdiv(K, splits), TILE_K) * TILE_K
     joins = splits > 1

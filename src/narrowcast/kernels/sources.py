@@ -31,6 +31,7 @@ from .norm import norm_gradient
 from .norm_rows import normalize
 from .reduction import fold_pairs
 from .scaling import scales_of_rows
+from .tiles import load_elements
 
 _ABSENT = (None,) * 8
 _GROUP_ROWS = tl.constexpr(grouped.BLOCK_ROWS)
@@ -445,23 +446,23 @@ def load_source(
     inside = (row < rows_left)[:, None] & (across < columns_left)
     offsets = row[:, None] * K + across
     if SOURCE == "tensor" or SOURCE == "rounded":
-        return convert(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
+        return convert(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
     elif SOURCE == "coded":
         scale = scales_of_rows(operands[1], m + row, k, K, row < rows_left, P1, column.shape[0])
         code = tl.load(operands[0] + (m * K + k) + offsets, mask=inside, other=0)
         return convert(decode_fp8(code, P0, EMULATE) * scale, FUNCTION, EMULATE)
     elif SOURCE == "activation" or SOURCE == "activation_backward":
-        a = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        a = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         if SOURCE == "activation":
             return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
         else:  # Triton 3.6 goes on after a return that is not the last of its branch
-            g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+            g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
             return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
     elif SOURCE == "gated":
         wide = m * (2 * K) + k
         offsets = row[:, None] * (2 * K) + across
-        a = to_float32(_load(operands[0] + wide + offsets, inside, EVEN), EMULATE)
-        b = to_float32(_load(operands[0] + (wide + K) + offsets, inside, EVEN), EMULATE)
+        a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN), EMULATE)
+        b = to_float32(load_elements(operands[0] + (wide + K) + offsets, inside, EVEN), EMULATE)
         return round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
     elif SOURCE == "gated_backward":
         # The general way, for widths that no tile divides: each element finds its own half.
@@ -476,34 +477,34 @@ def load_source(
         da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
         return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
     elif SOURCE == "norm":
-        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)
         beta = gamma
         if P1:
-            beta = to_float32(_load(operands[4] + k + across, across < columns_left, EVEN), EMULATE)
-        rstd = _load(operands[2] + m + row, row < rows_left, EVEN)[:, None]
-        mean = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
+            beta = to_float32(load_elements(operands[4] + k + across, across < columns_left, EVEN), EMULATE)
+        rstd = load_elements(operands[2] + m + row, row < rows_left, EVEN)[:, None]
+        mean = load_elements(operands[3] + m + row, row < rows_left, EVEN)[:, None]
         y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1, EMULATE)
         y = y if EVEN else tl.where(inside, y, 0.0)  # norm(0) is not 0
         return round_to_dtype(y, DTYPE, EMULATE)
     elif SOURCE == "adam":
         return step_elements(operands, (m * K + k) + offsets, inside, P0, P1, EVEN, EMULATE)
     elif SOURCE == "cross_entropy":
-        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         dx = _logit_gradient(operands, x, m + row, k + across, row < rows_left, P0, P1, EVEN)
         return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
     else:
         tl.static_assert(SOURCE == "norm_backward")
-        x = to_float32(_load(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        g = to_float32(_load(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         gamma = _load_gamma(operands[2] + k, across, columns_left, P0, EVEN, EMULATE)
-        rstd = _load(operands[3] + m + row, row < rows_left, EVEN)[:, None]
-        mean = _load(operands[4] + m + row, row < rows_left, EVEN)[:, None]
-        c1 = _load(operands[5] + m + row, row < rows_left, EVEN)[:, None]
-        c2 = _load(operands[6] + m + row, row < rows_left, EVEN)[:, None]
+        rstd = load_elements(operands[3] + m + row, row < rows_left, EVEN)[:, None]
+        mean = load_elements(operands[4] + m + row, row < rows_left, EVEN)[:, None]
+        c1 = load_elements(operands[5] + m + row, row < rows_left, EVEN)[:, None]
+        c2 = load_elements(operands[6] + m + row, row < rows_left, EVEN)[:, None]
         dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm", EMULATE)
         if P1:
-            dx += to_float32(_load(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+            dx += to_float32(load_elements(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
         return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
 
 
@@ -511,9 +512,9 @@ def load_source(
 def _logit_gradient(
     operands, x, row, column, inside, ON_TARGET: tl.constexpr, EVERYWHERE: tl.constexpr, EVEN: tl.constexpr
 ):
-    target = _load(operands[1] + row, inside, EVEN)[:, None]
-    lse = _load(operands[2] + row, inside, EVEN)[:, None]
-    grad = _load(operands[3] + row, inside, EVEN)[:, None]
+    target = load_elements(operands[1] + row, inside, EVEN)[:, None]
+    lse = load_elements(operands[2] + row, inside, EVEN)[:, None]
+    grad = load_elements(operands[3] + row, inside, EVEN)[:, None]
     return logit_gradient(x, column == target, lse, grad, ON_TARGET, EVERYWHERE)
 
 
@@ -555,27 +556,20 @@ def load_pair(
     inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
     wide = m * (2 * F) + k
     offsets = row[:, None] * (2 * F) + column[None, :]
-    a = to_float32(_load(operands[0] + wide + offsets, inside, EVEN), EMULATE)
-    b = to_float32(_load(operands[0] + (wide + F) + offsets, inside, EVEN), EMULATE)
+    a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN), EMULATE)
+    b = to_float32(load_elements(operands[0] + (wide + F) + offsets, inside, EVEN), EMULATE)
     g = to_float32(
-        _load(operands[1] + (m * F + k) + (row[:, None] * F + column[None, :]), inside, EVEN), EMULATE
+        load_elements(operands[1] + (m * F + k) + (row[:, None] * F + column[None, :]), inside, EVEN), EMULATE
     )
     da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
     return round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
 
 
 @triton.jit
-def _load(pointers, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
 def _load_gamma(
     pointer, column, columns_left, CENTERED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr
 ):
-    gamma = to_float32(_load(pointer + column, column < columns_left, EVEN), EMULATE)
+    gamma = to_float32(load_elements(pointer + column, column < columns_left, EVEN), EMULATE)
     if CENTERED:
         gamma = gamma + 1.0
     return gamma

@@ -42,6 +42,23 @@ def is_wide(M: int, K: int) -> bool:
 
 
 @triton.jit
+def load_elements(pointers, inside, EVEN: tl.constexpr):
+    """Load elements; those that are not ``inside`` read as zero, and with ``EVEN`` all are."""
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_elements(pointers, values, inside, EVEN: tl.constexpr):
+    """Store what ``load_elements`` would read there."""
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=inside)
+
+
+@triton.jit
 def load_row(pointer, offsets, row, columns, rows_left, columns_left, EVEN: tl.constexpr):
     """Load rows ``row`` and ``columns`` of a tile; what lies outside the matrix reads as zero."""
     if EVEN:

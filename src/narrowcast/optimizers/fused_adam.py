@@ -516,16 +516,17 @@ def _run(
         second,
         beside if beside[0] is not None else [],
         ranges if ranges[0] is not None else [],
-        lr=group["lr"],
-        count=parameters[0].count if group["capturable"] else int(parameters[0].count),
         inv_scale=inv_scale,
         found_inf=found_inf,
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
         decoupled=decoupled,
-        bias_correction=group["bias_correction"],
+        **_numbers_of(group, parameters[0].count),
     )
+
+
+def _numbers_of(group: dict[str, Any], count: Tensor) -> dict[str, Any]:
+    """Return the numbers of a step of a group."""
+    numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "bias_correction")}
+    return {**numbers, "count": count if group["capturable"] else int(count)}
 
 
 def _run_and_quantize(
@@ -537,7 +538,6 @@ def _run_and_quantize(
         [part for x, weight in zip(column, codes) if x is not None for part in weight.matrices(x)]
         for column in columns
     )
-    count = those[0][0].count
     adam_quantize_(
         weights,
         grads,
@@ -548,13 +548,8 @@ def _run_and_quantize(
         codes[0].operand.quantizer,
         [scale for weight in codes for scale in weight.states(weight.scale)],
         [amax for weight in codes for amax in weight.states(weight.amax)],
-        lr=group["lr"],
-        count=count if group["capturable"] else int(count),
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
         decoupled=decoupled,
-        bias_correction=group["bias_correction"],
+        **_numbers_of(group, those[0][0].count),
     )
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from ..._activations import ACTIVATIONS
 from ...autograd.groups import GatedActivation
-from ...dynamo import TensorProto
 from ...recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.activation import ActivationOperation
 from ..basic.grouped_linear import GroupedLinear
 from ..context import OperationContext
 from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
+from .grouped_mlp import features_reason, groups_reason, save_experts
 from .pattern import Fusion, Match, Matched, NearMiss
 
 RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
@@ -65,20 +64,7 @@ class GroupedGatedMLP(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> None:
-        fc1, _, fc2 = self._parts
-        first, between, last = basic_op_ctxs
-        if first.requires_grad:
-            fc1.fuser_forward_save_ctx(
-                [first], input_, tensors_to_save[:1], basic_op_kwargs=basic_op_kwargs[:1]
-            )
-        if between.requires_grad:
-            between.save_for_backward(*tensors_to_save[1])
-        # the second layer's input does not exist; it only reads the shape and the dtype
-        rows = math.prod(input_.shape[:-1])
-        activated: Any = TensorProto((rows, fc2.in_features), fc1.activation_dtype(input_.dtype))
-        fc2.fuser_forward_save_ctx(
-            [last], activated, tensors_to_save[2:], basic_op_kwargs=basic_op_kwargs[2:]
-        )
+        save_experts(self._parts, basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
@@ -118,13 +104,9 @@ def _reason(
         return f"the recipe has backward_override={recipe.backward_override!r}"
     if fc1.use_bias:
         return "the first layer has biases, whose gradients sum what is not written"
-    if fc1.num_groups != fc2.num_groups:
-        return f"the layers have {fc1.num_groups} and {fc2.num_groups} groups"
-    if fc1.out_features != 2 * fc2.in_features:
-        return (
-            f"the first layer has {fc1.out_features} output features, the second takes {fc2.in_features}: the "
-            "activation makes half"
-        )
+    reason = groups_reason(fc1, fc2) or features_reason(fc1, fc2, True)
+    if reason is not None:
+        return reason
     if activation.glu_interleave_size is not None or activation.cache_quantized_input:
         return "the activation has glu_interleave_size or cache_quantized_input"
     return None

@@ -77,25 +77,15 @@ class GroupedMLP(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
         **kwargs: Any,
     ) -> None:
-        fc1, activation, fc2 = self._parts
-        first, between, last = basic_op_ctxs
+        _, activation, fc2 = self._parts
+        _, between, last = basic_op_ctxs
         saved2, save_input = tensors_to_save[2], activation.activation_recompute_in_mlp
-        if first.requires_grad:
-            fc1.fuser_forward_save_ctx(
-                [first], input_, tensors_to_save[:1], basic_op_kwargs=basic_op_kwargs[:1]
-            )
-        if between.requires_grad:
-            between.save_for_backward(*tensors_to_save[1])
         recompute = save_input and between.requires_grad and fc2.wants_wgrad
         if recompute:
             at = fc2.input_position
             saved2 = (*saved2[:at], None, *saved2[at + 1 :])
-        # the second layer's input does not exist; it only reads the shape and the dtype
-        rows = math.prod(input_.shape[:-1])
-        between_layers: Any = TensorProto((rows, fc2.in_features), fc1.activation_dtype(input_.dtype))
-        fc2.fuser_forward_save_ctx(
-            [last], between_layers, [saved2], basic_op_kwargs=basic_op_kwargs[2:], save_input=save_input
-        )
+        to_save = [*tensors_to_save[:2], saved2]
+        save_experts(self._parts, basic_op_ctxs, input_, to_save, basic_op_kwargs, save_input=save_input)
         last.recompute = recompute  # type: ignore[attr-defined]
 
     def fuser_backward(
@@ -123,6 +113,44 @@ class GroupedMLP(FusedOperation):
         return grad_input, [*grads1, (), *grads2], [*extra1, *extra, *extra2]
 
 
+def save_experts(
+    parts: tuple[GroupedLinear, Any, GroupedLinear],
+    ctxs: list[OperationContext],
+    input_: TensorOrQuantized,
+    to_save: list[TensorsToSave],
+    basic_op_kwargs: list[dict[str, Any]],
+    **options: Any,
+) -> None:
+    """Save what the backwards of two layers and an activation between them read; ``options``: of the second layer."""
+    fc1, _, fc2 = parts
+    first, between, last = ctxs
+    if first.requires_grad:
+        fc1.fuser_forward_save_ctx([first], input_, to_save[:1], basic_op_kwargs=basic_op_kwargs[:1])
+    if between.requires_grad:
+        between.save_for_backward(*to_save[1])
+    # the second layer's input does not exist; it only reads the shape and the dtype
+    rows = math.prod(input_.shape[:-1])
+    activated: Any = TensorProto((rows, fc2.in_features), fc1.activation_dtype(input_.dtype))
+    fc2.fuser_forward_save_ctx([last], activated, to_save[2:], basic_op_kwargs=basic_op_kwargs[2:], **options)
+
+
+def groups_reason(fc1: GroupedLinear, fc2: GroupedLinear) -> str | None:
+    """Return how the groups of two layers differ; None if they do not."""
+    if fc1.num_groups == fc2.num_groups:
+        return None
+    return f"the layers have {fc1.num_groups} and {fc2.num_groups} groups"
+
+
+def features_reason(fc1: GroupedLinear, fc2: GroupedLinear, gated: bool) -> str | None:
+    """Return why an activation does not fit between two layers; None if it does."""
+    if fc1.out_features == fc2.in_features * (2 if gated else 1):
+        return None
+    return (
+        f"the first layer has {fc1.out_features} output features, the second takes {fc2.in_features}: the "
+        f"activation makes {'half' if gated else 'as many'}"
+    )
+
+
 def _activated(
     op: ScaledActivationOperation, ctx: OperationContext, grad_output: TensorOrQuantized
 ) -> Tensor:
@@ -141,20 +169,16 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
     fc1: Any = ops[start]
     activation: Any = ops[start + 1]
     fc2: Any = ops[start + 2]
-    reason = _recipe_reason(recipe)
+    reason = _recipe_reason(recipe) or groups_reason(fc1, fc2)
     if reason is not None:
         return NearMiss(reason)
-    if fc1.num_groups != fc2.num_groups:
-        return NearMiss(f"the layers have {fc1.num_groups} and {fc2.num_groups} groups")
     for size in (fc1.in_features, fc1.out_features, fc2.in_features, fc2.out_features):
         if size % MULTIPLE:
             return NearMiss(f"a layer has {size} features, not a multiple of {MULTIPLE}")
     gated = not isinstance(activation, ScaledSReLU)
-    if fc1.out_features != fc2.in_features * (2 if gated else 1):
-        return NearMiss(
-            f"the first layer has {fc1.out_features} output features, the second takes {fc2.in_features}: the "
-            f"activation makes {'half' if gated else 'as many'}"
-        )
+    reason = features_reason(fc1, fc2, gated)
+    if reason is not None:
+        return NearMiss(reason)
     if gated and activation.glu_interleave_size != INTERLEAVE:
         return NearMiss(f"glu_interleave_size is {activation.glu_interleave_size}, not {INTERLEAVE}")
     return Match(3)
