@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, parser, print_account, report_on_gpu, seconds_of
+from harness import RECIPES, Row, captured, error_of, parser, print_account, report_on_gpu, seconds_of
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.ops.registry import REGISTRY
-from narrowcast.testing import relative_error
 
 EXPERTS, HIDDEN, FFN, ROWS = 64, 2048, 1408, 49152
 PEER = "torch: bf16, compiled"
@@ -172,7 +171,7 @@ def measure(chosen: Namespace) -> list[Row]:
                 step = step_of(run, x, dy, splits)
                 for _ in range(2):  # delayed scaling learns its scales
                     grads = step()
-                errors = [relative_error(*pair) for pair in zip(grads, expected, strict=True)]
+                errors = [error_of(*pair) for pair in zip(grads, expected, strict=True)]
                 assert max(errors) < 0.2, f"{name}: {errors}"
                 del grads
                 times = milliseconds({PEER: peer, name: captured(step)})

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, is_late, parser, print_account, rank_ms, report_of_ranks
+from harness import RECIPES, Row, captured, error_of, is_late, parser, print_account, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.testing import relative_error
 
 EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
 IN_CODES, WRITTEN = ", FP8 wires", ", written codes"
@@ -168,7 +167,7 @@ def timed(
         step = captured(eager)
         step()
     found = grads_of(model, x)
-    errors = {key: relative_error(found[key], expected[key]) for key in expected}
+    errors = {key: error_of(found[key], expected[key]) for key in expected}
     assert max(errors.values(), default=0) < 0.2, f"{name}: {errors}"
     torch.cuda.reset_peak_memory_stats()
     times = [rank_ms(step, STEPS) for _ in range(chosen.repeats)]

@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, parser, rank_ms, report_of_ranks
+from harness import RECIPES, Row, captured, error_of, parser, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.functional.collectives import gather_rows, scatter_rows
-from narrowcast.testing import relative_error
 
 HIDDEN, QKV, FFN, EPS = 4096, 6144, 14336, 1e-5
 OVERLAPPED = ("torch bf16", "current", "delayed")  # what PyTorch's micro-pipeline knows the GEMMs of
@@ -120,7 +119,7 @@ def check(
         if key not in DIMS:
             dist.all_reduce(grad)
         found[key] = (grad, part_of(key, whole[key], rank, size))
-    errors = {key: relative_error(ours, theirs) for key, (ours, theirs) in found.items()}
+    errors = {key: error_of(ours, theirs) for key, (ours, theirs) in found.items()}
     worst = max(errors.values())
     assert worst <= LARGEST_ERROR.get(name, 0.15), f"{name}: {errors}"
     return {"largest error": worst}

@@ -6,7 +6,7 @@ from .machine import Row, machine
 from .ranks import is_late, rank_ms, report_of_ranks, train_in_turns
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
-from .steps import RECIPES, Step, captured, measure_steps, saved_mib, step_of
+from .steps import RECIPES, Step, captured, error_of, measure_steps, saved_mib, step_of
 from .timing import rates, ring, seconds_of, spread, time_in_turns
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "captured",
     "compare",
     "compiled",
+    "error_of",
     "is_late",
     "machine",
     "measure",

@@ -53,6 +53,12 @@ def captured(step: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """``||actual - expected|| / ||expected||`` in fp32 where the tensors are, which may be large."""
+    difference = torch.linalg.vector_norm(actual.float() - expected.float())
+    return (difference / torch.linalg.vector_norm(expected.float())).item()
+
+
 def measure_steps(steps: Mapping[str, Step], yardstick: str, repeats: int, device: str) -> list[Row]:
     """One row per contender: milliseconds per step as the host issues them, peak memory, ``share`` of the yardstick.
 
