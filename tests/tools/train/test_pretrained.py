@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.testing import relative_error
 from narrowcast_tools.train import checkpoint
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.data import Corpus
@@ -20,7 +21,7 @@ from narrowcast_tools.train.loop import Run
 from narrowcast_tools.train.model import Decoder, next_token_loss
 from narrowcast_tools.train.pretrained import load, shape_of
 from narrowcast_tools.train.progress import Progress
-from narrowcast_tools.train.trainer import Trainer
+from narrowcast_tools.train.trainer import BETAS, Trainer
 
 SHAPE = ModelConfig(dim=48, layers=2, heads=3, kv_heads=1, hidden=40, vocabulary=70, rope_theta=5e5)
 CONFIG = {
@@ -110,6 +111,56 @@ def test_the_chunked_loss_is_the_loss() -> None:
         loss.backward()
     for one, other in zip(plain.parameters(), chunked.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+class MasterCopies:
+    """PyTorch's AdamW on fp32 copies of a trainer's bf16 weights, as a yardstick."""
+
+    def __init__(self, trained: torch.optim.Optimizer) -> None:
+        self.param_groups = trained.param_groups
+        self.copies = [[p.detach().float() for p in group["params"]] for group in self.param_groups]
+        decays = [
+            {"params": own, "weight_decay": g["weight_decay"]}
+            for own, g in zip(self.copies, self.param_groups)
+        ]
+        self.inner = torch.optim.AdamW(decays, betas=BETAS)
+
+    def step(self) -> None:
+        for own, copies, group in zip(self.param_groups, self.copies, self.inner.param_groups):
+            group["lr"] = own["lr"]
+            for parameter, copied in zip(own["params"], copies):
+                copied.grad = parameter.grad.float()
+        self.inner.step()
+        with torch.no_grad():
+            for own, copies in zip(self.param_groups, self.copies):
+                for parameter, copied in zip(own["params"], copies):
+                    parameter.copy_(copied)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def test_fused_optimizers_train_as_fp32_masters_do_and_bf16_weights_do_not(
+    config: TrainConfig, corpus: Corpus
+) -> None:
+    def trained(optimizer: str, copies: bool = False) -> tuple[list[float], Tensor]:
+        small = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, hidden=40)
+        small_config = replace(config, model=small, optimizer=optimizer, lr=5e-5, warmup=2, steps=100)
+        run = Trainer(small_config, corpus)
+        if copies:
+            run.optimizer = MasterCopies(run.optimizer)  # type: ignore[assignment]
+        first = run.model.head.weight.detach().clone()
+        losses = [run.step(index).item() for index in range(4)]
+        return losses, run.model.head.weight.detach().float() - first.float()
+
+    losses, moved = trained("fused-bf16", copies=True)
+    for optimizer in ("fused-bf16", "fused-e4m3"):
+        own_losses, own_moved = trained(optimizer)
+        assert own_losses == pytest.approx(losses, rel=1e-4)
+        assert relative_error(own_moved, moved) < 0.05
+    assert relative_error(trained("adamw-bf16")[1], moved) > 0.2  # rounds updates away
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-bf16", "fused-bf16", "fused-e4m3"])
