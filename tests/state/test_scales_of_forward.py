@@ -160,6 +160,34 @@ def test_compiled_around_checkpoints() -> None:
     assert_same(train(model, two_forwards, compiled(model)), train(Model(), two_forwards))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("inside", [True, False], ids=["checkpoints inside", "checkpoints outside"])
+def test_a_graph_and_checkpoints_on_a_gpu(inside: bool) -> None:
+    """The first forward is the larger one: what a backward repeats of it would raise the amaxes of the last."""
+
+    def on_gpu(run: Run) -> Run:
+        return lambda x: run(x.to("cuda", torch.bfloat16)).float().cpu()
+
+    def smaller(run: Run, x: Tensor, y: Tensor) -> None:
+        two_forwards(run, *((x, y) if x.abs().max() > y.abs().max() else (y, x)))
+
+    def graph(run: Run) -> Run:
+        return torch.compile(run, fullgraph=True)
+
+    def checkpoint(run: Run) -> Run:
+        return lambda x: cp.checkpoint(run, x, use_reentrant=False)
+
+    torch.compiler.reset()
+    ours, plain = Model(checkpoint if inside else lambda block: checkpoint(graph(block))), Model()
+    results = []
+    for model, run in ((ours, graph(ours) if inside else ours), (plain, plain)):
+        model.to("cuda", torch.bfloat16)
+        results.append(train(model, smaller, on_gpu(run)))
+    assert len(results[0]) == len(results[1])
+    for a, b in zip(*results):
+        assert (a - b).float().norm() <= 0.03 * b.float().norm()
+
+
 @pytest.mark.parametrize("step", [one_forward, two_forwards])
 def test_an_autocast_inside_the_compiled_block(step: Step) -> None:
     def wrap(block: Run) -> Run:
