@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +76,23 @@ def test_frames_of_a_call() -> None:
     assert seen[1] == [inner, outer]
     seen[0].clear()  # type: ignore[attr-defined]
     assert modules.running_modules() == []
+
+
+def test_a_frame_at_the_address_of_one_that_ended_is_another() -> None:
+    """It is told by its code and by its ``self``, which has the attribute; a method of anything else does not."""
+
+    class Method:
+        def of(self, ended: Callable[..., Any] | None = None) -> bool:
+            frame = modules.calling_frame(0)
+            code = frame.f_code if ended is None else ended.__code__
+            return modules.is_frame_of(id(frame), code, "root", "1")
+
+    method = Method()
+    assert not method.of()
+    method.root = "2"  # type: ignore[attr-defined]
+    assert not method.of()
+    method.root = "1"  # type: ignore[attr-defined]
+    assert method.of() and not method.of(nn.Module.__call__)
 
 
 def test_hooks() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch import Tensor
@@ -122,18 +122,18 @@ class _Running(threading.local):
     """The models whose forward runs in eager code of this thread and that renew the scales of their layers.
 
     A model is known by the frame that calls its forward, because no hook runs after an interrupt (Ctrl-C). The frame is
-    known by its address: a reference to it would keep its callers' variables after an interrupt, and with them a
-    checkpoint in force.
+    known by its address and code: a reference to it would keep its callers' variables after an interrupt, and with them
+    a checkpoint in force.
     """
 
     def __init__(self) -> None:
-        self._frames: dict[str, list[int]] = {}  # the outermost call first
+        self._frames: dict[str, list[tuple[int, CodeType]]] = {}  # the outermost call first
 
     def enter(self, root: str, frame: FrameType) -> None:
         """Note that the forward of ``root`` starts in a frame."""
         for known in list(self._frames):
             self.runs(known)
-        self._frames.setdefault(root, []).append(id(frame))
+        self._frames.setdefault(root, []).append((id(frame), frame.f_code))
 
     def leave(self, root: str) -> None:
         """Forget the innermost forward of ``root``."""
@@ -147,7 +147,7 @@ class _Running(threading.local):
         frames = self._frames.get(root)
         if frames is None:
             return False
-        while frames and not is_frame_of(frames[-1], "_renews_as", root):
+        while frames and not is_frame_of(*frames[-1], "_renews_as", root):
             frames.pop()
         if not frames:
             del self._frames[root]

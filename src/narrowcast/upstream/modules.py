@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,15 +86,18 @@ def calling_frame(levels: int = 1) -> FrameType:
     return sys._getframe(1 + levels)
 
 
-def is_frame_of(address: int, attribute: str, value: Any) -> bool:
-    """Return whether a frame of this thread's stack has the address, and its ``self`` the attribute.
+def is_frame_of(address: int, code: CodeType, attribute: str, value: Any) -> bool:
+    """Return whether a frame of this thread's stack has the address and the code, and its ``self`` the attribute.
 
-    A later frame may get the address of one that ended. A frame without ``self`` passes.
+    A later frame, of any function, may get the address of one that ended. One of this code without ``self`` passes.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame) != address:
         frame = frame.f_back
-    return frame is not None and getattr(frame.f_locals.get("self"), attribute, value) == value
+    if frame is None or frame.f_code is not code:
+        return False
+    own = frame.f_locals.get("self")
+    return own is None or getattr(own, attribute, None) == value
 
 
 def running_modules() -> list[nn.Module]:
