@@ -1,9 +1,10 @@
 """LoRA of rank 16 with PEFT on layers of the 8B shape of Llama: bf16, and frozen weights that are stored quantized.
 
-The layers are compiled one by one and share one graph, the loss is another; ``eager`` runs them as they are. A step is
-forward, backward and AdamW on the adapters, timed as a loop issues it; contenders take turns. Adapters are in bf16, but
-where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without products in the GEMMs.
-The vocabulary is an eighth of the model's, so that the head has the share that it has beside 32 layers.
+The layers are compiled one by one and share one graph, the last norm and the loss are others; ``eager`` runs them as
+they are. A step is forward, backward and AdamW on the adapters, timed as a loop issues it; contenders take turns.
+Adapters are in bf16, but where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without
+products in the GEMMs; ``head`` quantizes the frozen head, too. The vocabulary is an eighth of the model's, so that the
+head has the share that it has beside 32 layers.
 ``--profile NAME`` prints where the GPU's time goes.
 """
 
@@ -55,6 +56,8 @@ CONTENDERS = [
     *[f"{base}, {how}" for base in ("bf16", "current, stored") for how in ("eager", "fp32", "fp32, fused")],
     *BASES,
     *[f"{base}, fused" for base in BASES],
+    "current, stored, fused, head",
+    "delayed, stored, fused, head",
 ]
 
 
@@ -70,7 +73,7 @@ def make(name: str, device: str) -> Any:
         model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.requires_grad_(False)
     if recipe:
-        nc.convert(model, RECIPES[recipe](), skip="lm_head", weights=weights)
+        nc.convert(model, RECIPES[recipe](), heads="head" in name, weights=weights)
     adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     model = peft.get_peft_model(model, adapters, autocast_adapter_dtype="fp32" in name)
     if "fused" in name:
@@ -88,6 +91,7 @@ def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
         backend, base = "inductor" if cuda else "aot_eager", model.base_model.model
         for layer in base.model.layers:
             layer.compile(backend=backend)
+        base.model.norm.compile(backend=backend)
         base.loss_function = torch.compile(base.loss_function, backend=backend)
     return model, step_on_words(model, SIZES[device]["vocab_size"], BATCH[device], device)
 
