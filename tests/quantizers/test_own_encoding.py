@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import narrowcast as nc
 from narrowcast.dynamo import register_value_opaque_quantizer
-from narrowcast.quantizers import DelayedFloat8Quantizer
+from narrowcast.quantizers import DelayedFloat8Quantizer, Float8GroupsQuantizer
 from narrowcast.recipe import plan
 
 E4M3 = nc.DType.kFloat8E4M3
@@ -44,6 +44,17 @@ QUANTIZERS = {
     "current": lambda role: Signs(E4M3, force_pow_2_scales=True),
     "blocks": lambda role: SignsInBlocks(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
 }
+
+
+def test_no_gemm_encodes_in_its_place() -> None:
+    """The kernel for few rows knows the rules of the library's own formats only."""
+    assert nc.Float8CurrentScalingQuantizer(E4M3)._prologue() is not None
+    for own in (
+        *(make(None) for make in QUANTIZERS.values()),
+        ScaledSigns(E4M3, 0),
+        Float8GroupsQuantizer(E4M3),
+    ):
+        assert own._prologue() is None
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
