@@ -71,6 +71,34 @@ def test_only_an_unsafe_call_is_restricted(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [None, [SDPBackend.MATH]]
 
 
+@pytest.mark.parametrize(
+    ("changed", "backend"),
+    [
+        ({}, "decode"),
+        ({"sink": True}, "decode"),
+        ({"decoding": False}, "sdpa"),
+        ({"cuda": False}, "sdpa"),
+        ({"dtype": torch.float32}, "sdpa"),
+        ({"dims": (576, 512)}, "sdpa"),
+        ({"bias": torch.bfloat16}, "sdpa"),
+        ({"grad": True}, "sdpa"),
+        ({"alibi": True}, "flex"),
+        ({"score_mod": True}, "flex"),
+        ({"max_logit": True}, "flex"),
+        ({"batch_invariant": True}, "unfused"),
+    ],
+)
+def test_one_query_of_each_sequence(
+    changed: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("narrowcast.kernels.AVAILABLE", True)
+    call = facts(**{"decoding": True, "grad": False, "lengths": (1, 1024), **changed})
+    assert choose_backend(call, Switches()) == backend
+    assert choose_backend(call, Switches(fused=False)) != "decode"
+    monkeypatch.setattr("narrowcast.kernels.AVAILABLE", False)
+    assert choose_backend(call, Switches()) != "decode"
+
+
 def test_the_log_names_the_kernels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "narrowcast.attention")
     assert choose_backend(facts(mask="tensor"), Switches(debug=1)) == "sdpa"

@@ -563,6 +563,15 @@ def gemm_few_rows_cases(x: Tensor) -> Iterator[Arguments]:
             yield matrix, left.with_usage(True, False), weight, right, added, dtype, 24, scale, False
 
 
+@family("decode_attention")
+def decode_attention_cases(x: Tensor) -> Iterator[Arguments]:
+    q, k = (torch.randn(size, device=x.device).bfloat16() for size in ((2, 6, 16), (2, 40, 3, 16)))
+    v, sink = torch.randn(2, 40, 3, 24, device=x.device).bfloat16(), torch.randn(6, device=x.device)
+    lengths = [torch.tensor(each, dtype=torch.int32, device=x.device) for each in ([0, 1, 2], [0, 7, 47])]
+    yield q, k, v, *lengths, None, 0.25, -1
+    yield q, k, v, *lengths, sink, 0.25, 8
+
+
 @family("gemm_batch_invariant")
 def gemm_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     for *operands, _, _ in gemm_cases(x):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
-from narrowcast.attention import KVCacheManager
+from narrowcast.attention import KVCacheManager, Switches, core
+from narrowcast.attention.backends import Facts, choose_backend
 from narrowcast.testing import assert_close
 
 H, HEADS, GROUPS, LONGEST = 32, 4, 2, 12
@@ -157,6 +158,62 @@ def test_compiled_decoding_equals_eager_in_one_graph(paged: bool) -> None:
     ours += [own for _, _, own in run(model, params, DECODING[1:], compiled, width=2)]
     assert counter.frame_count == 1
     for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def decodes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The operator for one query takes such calls, also on a CPU; whether each call of attention was one."""
+    seen: list[bool] = []
+
+    def choose(facts: Facts, switches: Switches) -> str:
+        if not torch.compiler.is_compiling():
+            seen.append(facts.decoding)
+        return "decode" if facts.decoding else choose_backend(facts, switches)
+
+    monkeypatch.setattr(core, "choose_backend", choose)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (3, 0), "softmax_type": "learnable"}], ids=["", "sink"]
+)
+@pytest.mark.parametrize(("fmt", "paged"), [("bshd", False), ("sbhd", True), ("thd", False)])
+@torch.no_grad()
+def test_one_query_per_sequence(
+    fmt: str, paged: bool, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """The operator gives what the other backends do, with sequences that come, go and get no token."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    model = Stack(fmt, dtype, **options)
+    for layer in model.layers:
+        for offset in [p for name, p in layer.named_parameters() if name.endswith("softmax_offset")]:
+            nn.init.normal_(offset)
+    forward = bf16(model) if DEVICE == "cuda" else model
+    theirs = [own for _, _, own in run(model, cache(fmt, paged), DECODING, forward)]
+    seen = request.getfixturevalue("decodes")
+    params = cache(fmt, paged)
+    ours = [own for _, _, own in run(model, params, DECODING[:1], forward)]
+    params.max_ctx_len = 1
+    ours += [own for _, _, own in run(model, params, DECODING[1:], forward, width=1)]
+    assert seen == [False] * 2 + [True] * 2 * len(DECODING[1:])
+    for a, b in zip(ours, theirs, strict=True):
+        assert_close(a, b, "fp32_layer" if DEVICE == "cpu" else "bf16_output")
+
+
+@torch.no_grad()
+def test_one_query_per_sequence_compiled(decodes: list[bool]) -> None:
+    attention = nc.DotProductAttention(4, 8, num_gqa_groups=2, layer_number=1, qkv_format="bshd").to(DEVICE)
+    steps = [[torch.randn(2, 1, heads, 8, device=DEVICE).bfloat16() for heads in (4, 2, 2)] for _ in range(3)]
+    outputs = []
+    for run_ in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        params = cache("bshd", False)
+        params.allocate_memory(1, *steps[0][1:])
+        for step in steps:
+            params.pre_step({"a": 1, "b": 1})
+            outputs.append(run_(*step, attn_mask_type="padding_causal", inference_params=params))
+    assert decodes == [True] * 3
+    for a, b in zip(outputs[:3], outputs[3:], strict=True):
         assert torch.equal(a, b)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from .. import kernels
 from .._environment import read_flag, read_text
 from .._tracing import can_check
 
@@ -73,6 +74,7 @@ class Facts(NamedTuple):
         score_grad: also of tensors that ``score_mod`` reads.
         batch_invariant: an output may not depend on the tokens beside it.
         lengths: queries and keys of the tensors.
+        decoding: each sequence has one query, which sees keys in a KV cache by their place alone.
     """
 
     cuda: bool
@@ -92,6 +94,7 @@ class Facts(NamedTuple):
     score_grad: bool
     batch_invariant: bool = False
     lengths: tuple[int, int] = (0, 0)
+    decoding: bool = False
 
 
 _DEPENDS_ON_BATCH = "it chooses the order of sums by the sizes, and the mode is 'batch-invariant'"
@@ -192,6 +195,23 @@ def _refused_by_flex(facts: Facts, switches: Switches) -> list[str]:
     return reasons
 
 
+def _refused_by_decode(facts: Facts, switches: Switches) -> list[str]:
+    reasons = [] if switches.fused else ["NARROWCAST_FUSED_ATTN is 0"]
+    if facts.batch_invariant:
+        reasons.append(_DEPENDS_ON_BATCH)
+    if not facts.decoding:
+        reasons.append("it takes one query per sequence, and a KV cache")
+    if not (facts.cuda and kernels.AVAILABLE) or facts.dtype == torch.float32:
+        reasons.append("it takes fp16 and bf16 on a GPU with Triton only")
+    if max(facts.dims) > 256:
+        reasons.append("it takes head dims up to 256")
+    if facts.alibi or facts.bias is not None or facts.score_mod or facts.dropout or facts.max_logit:
+        reasons.append("it has neither ALiBi, a bias, score_mod, dropout nor the largest logit")
+    if facts.grad:
+        reasons.append("it has no backward")
+    return reasons
+
+
 def _refused_by_unfused(facts: Facts, switches: Switches) -> list[str]:
     reasons = [] if switches.unfused else ["NARROWCAST_UNFUSED_ATTN is 0"]
     if facts.batch_invariant and facts.packed:
@@ -203,6 +223,7 @@ def _refused_by_unfused(facts: Facts, switches: Switches) -> list[str]:
 
 
 _REFUSALS = {
+    "decode": _refused_by_decode,
     "flash_varlen": _refused_by_flash_varlen,
     "flex": _refused_by_flex,
     "sdpa": _refused_by_sdpa,
@@ -211,9 +232,11 @@ _REFUSALS = {
 
 
 def _order(facts: Facts, switches: Switches) -> tuple[str, ...]:
-    """Return PyTorch's kernels first, but where they would need a tensor of all pairs that a rule says, or keep all
-    scores.
+    """Return PyTorch's kernels first, but where they would need a tensor of all pairs that a rule says, keep all
+    scores, or read all of a KV cache.
     """
+    if facts.decoding:
+        return ("decode", "sdpa", "flex", "unfused")
     in_memory = facts.cuda and sdpa_kernels(facts, switches) in ([], [SDPBackend.MATH])
     if facts.mask == "pairs" or in_memory:
         return ("flash_varlen", "flex", "sdpa", "unfused")

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from .._determinism import DETERMINISM
+from ..functional import decode_attention
 from . import sdpa, unfused, varlen
 from .backends import Facts, Switches, choose_backend, is_cudnn_safe, sdpa_kernels
 from .context_parallel import ContextParallel, check_context_parallel, gathered, shared_places
 from .formats import flattened, heads_first, sequence_length
 from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, rows
 from .scores import Scores
+
+MOST_HEADS = 64
+"""Of queries that share a head of keys, the rows of a tile of ``functional.decode_attention``."""
 
 Pair = tuple[Tensor | None, Tensor | None]
 
@@ -108,12 +112,19 @@ def attend(
         score_grad=any(x.requires_grad for x in scores.tensors.values()),
         batch_invariant=bool(DETERMINISM.batch_invariant),
         lengths=sizes,
+        decoding=lengths.cached and sizes[0] == 1 and q.shape[-2] <= MOST_HEADS * k.shape[-2],
     )
     backend = choose_backend(facts, switches)
     if backend == "flash_varlen":
         cu_q, cu_kv = lengths.cu_seqlens
         assert cu_q is not None and cu_kv is not None
         return varlen.attend(q, k, v, scores.scale, rule, (cu_q, cu_kv), lengths.longest).flatten(1), None
+    if backend == "decode":
+        cu_q, cu_kv = lengths.cu_seqlens
+        assert cu_q is not None and cu_kv is not None
+        sink = None if scores.sink is None else scores.sink.float()
+        out = decode_attention(q[:, 0], k, v, cu_q, cu_kv, sink, scores.scale, rule.window[0])
+        return out.flatten(1)[:, None], None
     if not everything and not (backend == "sdpa" and flag):
         if ranks is None:
             places = places_of(sizes, qkv_format, rule, lengths, q.device)

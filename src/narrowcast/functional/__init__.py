@@ -23,6 +23,7 @@ from .cross_entropy import (
     linear_cross_entropy_gradients,
     linear_cross_entropy_statistics,
 )
+from .decode_attention import decode_attention
 from .delayed_scaling import (
     calibrate_,
     fit_to_weights,
@@ -108,6 +109,7 @@ __all__ = [
     "cross_entropy_gradient",
     "cross_entropy_gradient_quantize",
     "cross_entropy_statistics",
+    "decode_attention",
     "dequantize",
     "draw_seed",
     "element_of",

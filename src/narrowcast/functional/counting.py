@@ -16,7 +16,8 @@ from torch import Tensor
 from ..formats import ELEMENT_FORMATS, DType
 from ..upstream import opaque
 from ..upstream.tensors import schema_of
-from . import few_rows as _few_rows  # noqa: F401  # defines operators that are looked up here
+from . import decode_attention as _decode_attention  # noqa: F401  # defines operators that are looked up here
+from . import few_rows as _few_rows  # noqa: F401
 from . import gemm as _gemm  # noqa: F401
 from . import grouped_gemm as _grouped_gemm  # noqa: F401
 from .gemm import gemm_directions
@@ -95,7 +96,12 @@ def _grouped_mm_flops(kind: str, left: Tensor, right: list[Tensor], *_: Any, **_
     return 2 * math.prod(left.shape) * other
 
 
+def _decode_attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * q.shape[0] * q.shape[1] * k.shape[1] * (k.shape[3] + v.shape[3])
+
+
 _FORMULAS: dict[str, Callable[..., int]] = {
+    "decode_attention": _decode_attention_flops,
     "gemm": _gemm_flops,
     "gemm_accumulate_": _accumulate_flops,
     "gemm_batch_invariant": _gemm_flops,

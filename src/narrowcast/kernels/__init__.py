@@ -22,6 +22,7 @@ MODULES = (
     "batch_invariant",
     "coded",
     "cross_entropy",
+    "decode_attention",
     "delayed",
     "dequantize",
     "few_rows",

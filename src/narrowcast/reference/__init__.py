@@ -8,6 +8,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     codecs,
     coded,
     cross_entropy,
+    decode_attention,
     delayed,
     dequantize,
     float8,
