@@ -1,8 +1,10 @@
 """``TransformerLayer``: a block of the 8B shape, training steps of four, decoding of 1B parameters with a KV cache.
 
 The bf16 peer of the block is plain PyTorch (RMSNorm, linear layers, scaled_dot_product_attention, SwiGLU), compiled as
-ours are. Decoding compares our layers in bf16 with the same whose weights were made FP8 once; a step
-gives one token and is a CUDA graph. ``--only`` chooses contenders by how their names begin: "block", "steps, delayed".
+ours are. Decoding compares our layers in bf16 with the same whose weights were made FP8 once; a step gives one token
+and is a CUDA graph. In bf16 it runs twice: with attention by ``scaled_dot_product_attention``, with which
+``share_of_bf16`` compares, and with the kernel for one query that the recipes take, too (``share_of_same``).
+``--only`` chooses contenders by how their names begin: "block", "steps, delayed".
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import gc
 import statistics
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,7 @@ from harness import Row, parser, report_on_gpu, seconds_of
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.attention import core
 
 BF16 = torch.bfloat16
 WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, groups
@@ -201,13 +206,22 @@ def contender_of_steps(name: str, optimizer_name: str) -> str:
     return f"steps, {name}" if optimizer_name == "AdamW" else f"steps, {name}, {optimizer_name}"
 
 
+PLAIN = "bf16, PyTorch's attention"
+DECODING = (PLAIN, "narrowcast bf16", "current", "delayed", "block-scaled")
+
+
 @torch.inference_mode()
 def decode(name: str, batch: int, repeats: int) -> Row:
     """One token of each of ``batch`` sequences a step, 16 layers of 2048/8192, behind 512 cached tokens."""
     fresh()
+    with mock.patch.object(core, "MOST_HEADS", 0) if name == PLAIN else nullcontext():
+        return _decode(name, batch, repeats)
+
+
+def _decode(name: str, batch: int, repeats: int) -> Row:
     prompt, longest = 512, 1024
     torch.manual_seed(0)
-    recipe = RECIPES[name]
+    recipe = RECIPES.get(name)
     with nc.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         layers = nn.ModuleList(layer(ONE_B, number) for number in range(1, 17)).eval()
     nc.set_recipe(layers, recipe)
@@ -254,8 +268,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 lambda name=name, optimizer=optimizer: steps(name, optimizer, options.repeats),
             )
     for batch in (1, 64):
-        for name in ("narrowcast bf16", "current", "block-scaled"):
-            base = f"decode {batch}, narrowcast bf16"
+        for name in DECODING:
+            base = f"decode {batch}, {PLAIN}"
             cases[f"decode {batch}, {name}"] = (
                 base,
                 lambda name=name, batch=batch: decode(name, batch, options.repeats),
@@ -273,6 +287,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
         base = times.get(cases[str(row["contender"])][0])
         if base and "ms" in row:
             row["share_of_bf16"] = float(str(row["ms"])) / base
+        decoded, _, name = str(row["contender"]).partition(", ")
+        base = times.get(f"{decoded}, narrowcast bf16")
+        if base and name in DECODING:
+            row["share_of_same"] = float(str(row["ms"])) / base
     return rows
 
 

@@ -203,8 +203,8 @@ def _refused_by_decode(facts: Facts, switches: Switches) -> list[str]:
         reasons.append("it takes one query per sequence, and a KV cache")
     if not (facts.cuda and kernels.AVAILABLE) or facts.dtype == torch.float32:
         reasons.append("it takes fp16 and bf16 on a GPU with Triton only")
-    if max(facts.dims) > 256:
-        reasons.append("it takes head dims up to 256")
+    if max(facts.dims) > 128:
+        reasons.append("it takes head dims up to 128")
     if facts.alibi or facts.bias is not None or facts.score_mod or facts.dropout or facts.max_logit:
         reasons.append("it has neither ALiBi, a bias, score_mod, dropout nor the largest logit")
     if facts.grad:

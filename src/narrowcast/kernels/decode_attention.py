@@ -164,7 +164,7 @@ PROGRAMS = 528  # of which a GPU's multiprocessors hold some four each
 LEAST = 128  # keys of a part
 MOST_SPLITS = 64
 
-_attend = Launcher(_decode_attention_kernel, num_warps=4, num_stages=3, enable_fp_fusion=True)
+_attend = Launcher(_decode_attention_kernel, num_warps=4, num_stages=2, enable_fp_fusion=True)
 _join = Launcher(_join_kernel, num_warps=4, enable_fp_fusion=True)
 
 
