@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from ranks import run_ranks
 
 Check = Callable[[], Any]
@@ -41,3 +43,16 @@ def of_all(results: list[dict[str, Any]], name: str) -> list[Any]:
     for rank, value in enumerate(given):
         assert not isinstance(value, str), f"on rank {rank}: {value}"
     return given
+
+
+@contextlib.contextmanager
+def alone_among(ranks: int, rank: int) -> Iterator[Any]:
+    """A mesh of which only this rank runs: its collectives communicate nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()

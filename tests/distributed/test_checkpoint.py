@@ -276,6 +276,73 @@ def test_without_delayed_state(tmp_path: Path) -> None:
     assert torch.equal(model.weight, layer().weight)
 
 
+def test_a_save_that_fails_in_its_last_step_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from narrowcast.distributed import checkpoint
+
+    class Impatient(checkpoint.Future):  # type: ignore[name-defined,misc]
+        def result(self, timeout: float | None = None) -> Any:
+            return super().result(5.0)
+
+    def replace(target: Path, writing: Path) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(checkpoint, "Future", Impatient)
+    monkeypatch.setattr(checkpoint, "_replace", replace)
+    with pytest.raises(OSError, match="the disk is full"):
+        save_checkpoint(tmp_path / "there", layer())
+
+
+def test_a_tensor_of_extra_is_copied_without_its_graph() -> None:
+    """Training that goes on changes no value that is still to be written."""
+    from narrowcast.distributed.checkpoint import _plain
+
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    plain = _plain(parameter, "extra")
+    assert type(plain) is torch.Tensor and not plain.requires_grad and plain.is_contiguous()
+    with torch.no_grad():
+        parameter.zero_()
+    assert torch.equal(plain, torch.arange(6.0).view(2, 3).t())
+
+
+def test_parts_of_a_description_are_what_they_are_for() -> None:
+    """Parts must make up the tensor; a place that is just large enough will do; names of places are text or numbers."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from narrowcast.distributed import checkpoint_reader as reader
+
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
+    whole = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2, 3]), [chunk])
+    stored = {MetadataIndex("w", chunk.offsets): reader.Extent("a", 0, 24)}
+    reader._check_extents("w", whole, stored)
+    stored[MetadataIndex("w", chunk.offsets)] = reader.Extent("a", 0, 23)
+    with pytest.raises(ValueError, match="'w' needs 24 bytes"):
+        reader._check_extents("w", whole, stored)
+    assert [reader._part(one) for one in ("state", 3)] == ["state", 3]
+    with pytest.raises(ValueError, match="it has float where str belongs"):
+        reader._part(2.5)
+
+    def described(sizes: tuple[int, ...], offsets: tuple[int, ...] = (0, 0)) -> Any:
+        def record(name: str, state: Any) -> Any:
+            made = type(name, (reader._Record,), {})()
+            made.state = state
+            return made
+
+        parts = record("ChunkStorageMetadata", {"offsets": offsets, "sizes": sizes})
+        properties = record("TensorProperties", (torch.float32,))
+        fields = {"properties": properties, "chunks": [parts], "size": (2, 3)}
+        return reader._described("w", record("TensorStorageMetadata", fields))
+
+    assert described((2, 3)).size == (2, 3)
+    for sizes, offsets in (((2, 2), (0, 0)), ((2, 3), (0, 1))):  # too little, and beyond the end
+        with pytest.raises(ValueError, match="the parts of 'w' are not the tensor"):
+            described(sizes, offsets)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         load_checkpoint(tmp_path / "at", layer())

@@ -20,6 +20,9 @@ from narrowcast.distributed import (
     quantize_master_weights,
     replace_raw_data,
 )
+from narrowcast.tensors import local
+
+from .ranks_checks import alone_among
 
 SHAPE = (160, 96)
 CUTS = (0, 100, 5002, SHAPE[0] * SHAPE[1])  # within rows and blocks
@@ -31,6 +34,7 @@ QUANTIZERS: dict[str, Callable[[], Any]] = {
     "delayed": lambda: nc.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), E4M3),
     "tiles": lambda: nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
     "mxfp8": lambda: nc.MXFP8Quantizer(E4M3),
+    "mxfp8 tiles": lambda: nc.MXFP8Quantizer(E4M3, with_2d_quantization=True),
     "nvfp4": lambda: nc.NVFP4Quantizer(with_2d_quantization=True),
 }
 
@@ -137,6 +141,37 @@ def test_with_a_group() -> None:
     assert not weights[1].get_usages()["columnwise"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_that_fsdp2_shards(rank: int) -> None:
+    """Each rank has its own rows, counted behind those of the ranks before it."""
+    if not dist.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.distributed.tensor import DTensor, Shard
+
+    master = normal(SHAPE, torch.float32)
+    given: Any = QUANTIZERS["mxfp8"]().quantize(3 * normal(SHAPE, torch.bfloat16, seed=1))
+    with alone_among(2, rank) as mesh:
+        weight = DTensor.from_local(given, mesh, [Shard(0)], run_check=False)
+        own = local(weight)
+        own._high_precision_init_val = master
+        first = rank * own.numel()
+        for start in (first + 1, own.numel() - first):
+            with pytest.raises(ValueError, match=f"give its {own.numel()} elements and {first}, and no"):
+                quantize_master_weights([weight], [master], [start])
+        quantize_master_weights([weight], [master], [first])
+    assert_same_buffers(own, QUANTIZERS["mxfp8"]().quantize(master.bfloat16()))
+    assert own.get_high_precision_init_val() is None
+
+
+def test_a_part_of_square_tiles_writes_both_directions() -> None:
+    """The column-wise codes of this rank's elements are there before any gather."""
+    master, weight = normal(SHAPE, torch.float32), weight_of("mxfp8 tiles")
+    quantize_master_weights([weight], [master[:96]], [0])
+    expected = QUANTIZERS["mxfp8 tiles"]().quantize(master.bfloat16())
+    for name in (*weight._ROWWISE_BUFFERS[:1], *weight._COLUMNWISE_BUFFERS[:1]):
+        assert torch.equal(getattr(weight, name)[:96], getattr(expected, name)[:96])
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_replaced_raw_data(name: str) -> None:
     weight = weight_of(name)
@@ -147,6 +182,8 @@ def test_replaced_raw_data(name: str) -> None:
     assert weight.rowwise_operand()[0].data_ptr() == arena[7:].data_ptr()
     with pytest.raises(ValueError, match="new_raw_data is torch.uint8 .*elements on cpu"):
         replace_raw_data(weight, arena[8:])
+    with pytest.raises(TypeError, match="new_raw_data is None, of type NoneType; give a tensor"):
+        replace_raw_data(weight, None)  # type: ignore[arg-type]
 
 
 def test_refusals() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.testing import assert_close
 
+from .ranks_checks import alone_among
+
 WORLD, SECONDS, STEPS = 4, 240, 3
 HIDDEN, FFN, BATCH, SEQUENCE = 64, 128, 2, 128
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
@@ -206,3 +208,25 @@ def test_what_cannot_be_parallelized(ranks: list[Any]) -> None:
     assert found["stock features"].startswith("in_features=6 does not divide among tp_size=4 processes")
     assert "; use Replicate(), or Shard(dim) of a dim counted from the front" in found["layout"]
     assert found["plain"] == "(2, 2)"  # PyTorch's own style
+
+
+def test_a_norm_on_a_shard_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters are those of the first rank; it computes on what this rank has of them."""
+    from narrowcast.distributed import parallel_styles
+
+    sources: list[Any] = []
+    real = parallel_styles.distribute_tensor
+
+    def distribute(*args: Any, src_data_rank: Any) -> Any:
+        sources.append(src_data_rank)
+        return real(*args, src_data_rank=src_data_rank)
+
+    monkeypatch.setattr(parallel_styles, "distribute_tensor", distribute)
+    norm = nc.LayerNorm(32, device="cpu")
+    x = torch.randn(5, 32)
+    expected = norm(x).detach()
+    with alone_among(2, 1) as mesh:
+        parallel_styles.SequenceParallel()._apply(norm, mesh)
+        assert sources == [0, 0] and norm._placed
+        y: Any = norm(x)
+        assert torch.equal(y.to_local() if hasattr(y, "to_local") else y, expected)

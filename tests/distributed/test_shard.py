@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,12 +15,12 @@ import torch
 import torch.distributed as dist
 from quantizers.catalog import ONE_OF_EACH
 from recipes import QUANTIZED
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast.distributed import gradient_exchange, quantize_master_weights, shard
-from narrowcast.distributed.shard import _tile
+from narrowcast.distributed.shard import _check_stored, _Chosen, _Rewrap, _tile
 from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
 from narrowcast.nn import quantize_weight, scatter_workspace
 from narrowcast.tensors import local
@@ -622,6 +624,73 @@ def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     assert reasons["5.weight"] == "" and reasons["5.bias"]
     assert "5.weight" in str(receipt) and "over 1 ranks" in str(receipt)
     assert receipt.plain_bytes - receipt.gathered_bytes == 3 * 32 * 32
+
+
+@pytest.mark.parametrize(
+    "device, accelerator, kind",
+    [("cpu", "cuda", "cpu"), ("meta", "cuda", "cuda"), ("meta", None, "cpu")],
+)
+def test_the_mesh_of_all_ranks(
+    device: str, accelerator: str | None, kind: str, one: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over the devices where the parameters are; of a model on the meta device, where they will be."""
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    with (
+        mock.patch("torch.distributed.device_mesh.init_device_mesh", side_effect=KeyError) as made,
+        pytest.raises(KeyError),
+    ):
+        shard(nc.Linear(32, 32, device=device))
+    made.assert_called_once_with(kind, (1,))
+
+
+def test_which_groups_are_gathered_quantized(one: Any) -> None:
+    """Whole ones on every rank; of square tiles, where no tile has rows of two."""
+    why = partial(_Chosen._why_not_in_groups, SimpleNamespace(ranks=2))
+    assert why(0, 4, 64) == why(128, 4, 256) == ""
+    assert why(128, 4, 192) == "its 192 rows per group are not whole 128-row tiles"
+    assert why(0, 3, 64) == "its 3 groups are not 2 equal shards"
+    options: Any = {"single_grouped_weight": True, "bias": False, "device": "cpu"}
+    model = torch.nn.Sequential(
+        nc.GroupedLinear(2, 32, 192, recipe=QUANTIZED["block"], **options),
+        nc.GroupedLinear(2, 192, 64, recipe=QUANTIZED["delayed"], **options),
+    )
+    found = nc.receipt(shard(model, one)).sharding.parameters  # type: ignore[union-attr]
+    assert [one.reason for one in found] == ["its 192 rows per group are not whole 128-row tiles", ""]
+
+
+def test_rows_of_stored_weights_are_counted() -> None:
+    with nc.quantized_model_init(recipe=QUANTIZED["current"]):
+        model = torch.nn.Sequential(nc.Linear(32, 48, device="cpu"))
+    _check_stored(model, 3, ())
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        _check_stored(model, 32, ())
+    _check_stored(model, 32, [model[0].weight])
+
+
+def test_scales_that_are_renewed_are_known_as_such(one: Any) -> None:
+    model = make_model("delayed", 32, 32, 1)
+    shard(model, one)
+    found = [local(p)._gather for p in model.parameters() if isinstance(local(p), ShardedWeight)]
+    assert found and all(gather.is_renewed for gather in found)
+    assert "_renews_as" not in vars(model)  # the weights' scales do, before the first gather
+    model = make_model("current", 32, 32, 1)
+    shard(model, one)
+    assert not any(local(p)._gather.is_renewed for p in model.parameters() if hasattr(local(p), "_gather"))
+
+
+def test_what_takes_the_place_of_a_weight_is_gathered_like_it(one: Any) -> None:
+    """A DTensor that ``load_state_dict(assign=True)`` assigns; a plain tensor stays plain."""
+    gather, plain = WeightGather(nc.IdentityQuantizer(), nc.IdentityQuantizer(), False), torch.ones(4, 4)
+    hook, assigns = _Rewrap("weight", gather), {"assign_to_params_buffers": True}
+    state: dict[str, Any] = {"weight": DTensor.from_local(plain, one, [Shard(0)])}
+    hook(torch.nn.Linear(4, 4), state, "", {})
+    assert not isinstance(local(state["weight"]), ShardedWeight)
+    hook(torch.nn.Linear(4, 4), state, "", assigns)
+    assert local(state["weight"])._gather is gather
+    state = {"weight": plain}
+    hook(torch.nn.Linear(4, 4), state, "", assigns)
+    assert state["weight"] is plain
 
 
 def test_formats_that_quantize_rows_and_columns_apart_are_gathered_where_that_serves(one: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.distributed import shard
-from narrowcast.distributed.sharded_weight import ShardedWeight
+from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
+from narrowcast.distributed.weight_scales import ScaledWeight, WeightScales
 from narrowcast.tensors import local
 
 pytestmark = [
@@ -162,3 +164,27 @@ def test_a_shard_that_was_written_has_no_scale() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="was written to, and has no scale yet: call the model"):
         model[0].unshard()
+
+
+def test_the_state_of_a_layer_that_has_none_yet_is_made() -> None:
+    layer, recipe = nc.Linear(32, 48, device="cpu"), QUANTIZED["delayed"]
+    gather = WeightGather(nc.IdentityQuantizer(), nc.IdentityQuantizer(), True)
+    weight = ScaledWeight(layer, layer._stages[0], "weight", recipe, True, gather)
+    assert layer.scale_fwd is None
+    state = weight.state("scale")
+    assert torch.equal(state, layer.scale_fwd[1:2])
+    state.fill_(3.0)
+    assert weight.state("scale").data_ptr() == state.data_ptr() and weight.state("scale") == 3.0
+
+
+@pytest.mark.parametrize("rule", ["most_recent", "of the user", None])
+def test_scales_of_an_evaluation(rule: str | None) -> None:
+    """From the weights as they are; a rule of the user's is asked when scales are renewed alone."""
+    scales = object.__new__(WeightScales)
+    recipe = rule and nc.recipe.DelayedScaling(
+        amax_compute_algo=rule if rule == "most_recent" else lambda history: history[0]
+    )
+    weight: Any = SimpleNamespace(delayed_scaling=recipe)
+    scales.weights, scales.counts, scales.amax = [weight], [1], torch.tensor([7.0])
+    found = scales._fitted([0], torch.tensor([5.0]))
+    assert found == (64.0 if rule == "most_recent" else 5.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.layers.parameters import largest_magnitude
 from narrowcast.layers.tensor_parallel import Parallel, on_local
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
@@ -63,6 +65,52 @@ def test_a_parameter_on_ranks_is_read_in_parts(mesh: Any) -> None:
         assert torch.equal(layer._part("bias"), bias / divided)
         layer.register_parameter("bias", None)
         assert layer._part("bias") is None
+
+
+def test_the_largest_magnitude_of_groups_on_ranks(mesh: Any) -> None:
+    """Of groups that ranks hold whole, those of all ranks one after another; else one number, agreed on."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    own = torch.arange(12.0).view(2, 2, 3)
+    for dim, shape, size in ((0, (4, 2, 3), (4,)), (1, (2, 4, 3), (2,))):
+        weight = DTensor.from_local(
+            own, mesh, [Shard(dim)], run_check=False, shape=shape, stride=own.stride()
+        )
+        assert largest_magnitude(weight, grouped=True).shape == size
+        assert largest_magnitude(weight).shape == (1,)
+
+
+@pytest.mark.parametrize("drawn_by", ["PyTorch", "a method"])
+def test_first_values_of_groups_on_ranks(drawn_by: str, mesh: Any) -> None:
+    """PyTorch draws a DTensor for all ranks together; a method of the user's gets the groups that this rank holds."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    seen: list[Any] = []
+
+    def method(weight: Tensor) -> None:
+        seen.append((type(weight), tuple(weight.shape)))
+        weight.fill_(7.0)
+
+    layer = nc.GroupedLinear(
+        4,
+        32,
+        16,
+        bias=False,
+        single_grouped_weight=True,
+        init_method=method if drawn_by == "a method" else None,
+        device="cpu",
+    )
+    own = torch.zeros(2, 16, 32)
+    layer.weight = torch.nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False))
+    seen.clear()
+    with mock.patch.object(layer, "_draw", wraps=layer._draw) as draw:
+        layer.reset_parameters()
+    given = [call.args[1] for call in draw.call_args_list]
+    if drawn_by == "PyTorch":
+        assert [type(one) for one in given] == [DTensor] and given[0].shape == (4, 16, 32)
+    else:
+        assert seen == [(Tensor, (16, 32))] * 2
+        assert (layer.weight.to_local() == 7.0).all()
 
 
 def test_a_layer_of_one_process_shares_no_rows() -> None:

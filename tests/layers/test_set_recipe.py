@@ -246,6 +246,15 @@ def test_a_model_s_forward_renews_the_layers_that_rest() -> None:
     assert not model.second.amax_fwd.any() and torch.equal(model.second.amax_history_fwd[-1], collected)
 
 
+def test_a_compiled_model_renews_the_layers_from_its_first_forward() -> None:
+    """They leave it to the model, also where no eager forward came before."""
+    model = nn.Sequential(nc.Linear(32, 32, device="cpu"), nc.Linear(32, 32, device="cpu"))
+    nc.set_recipe(model, nc.recipe.DelayedScaling())
+    assert not any(layer._renewed_by_root for layer in model)
+    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(16, 32)).sum().backward()
+    assert all(layer._renewed_by_root and layer._root == model._renews_as for layer in model)
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:
     model = Model()
     with pytest.raises((ValueError, TypeError), match="policy"):
