@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.state import renew
+from narrowcast.state import renew, warn_of_saturation
 
 from . import programs
 from .measure import Measure
@@ -467,7 +467,7 @@ class World:
         x = self.batch(1)[:, :-1].requires_grad_()
         if any(wrap.get("compile") for wrap in _wraps(self.program)):
             if not self.torchs:
-                renew(self.delayed())  # as the call does in eager code
+                renew_now(self.delayed())  # as the call does in eager code
             x = torch.zeros_like(x, requires_grad=True)
             with contextlib.suppress(Exception), self.context():
                 self.run(x, None)
@@ -580,7 +580,7 @@ class World:
         for layer in self.delayed():  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
                 layer._keep_state_of(self.recipe)
-        renew(self.delayed())
+        renew_now(self.delayed())
 
     def _change_recipe(self, described: Program | None) -> None:
         if self.torchs or self.stored or described is None:
@@ -592,6 +592,12 @@ class World:
             self._give(self.recipe)
         if self.measure is not None:
             self.measure.forget()
+
+
+def renew_now(layers: list[Any]) -> None:
+    """Renew as a step does, which also notes that first scales have served: a layer whose state was loaded has some."""
+    warn_of_saturation(layers)
+    renew(layers)
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -167,15 +167,12 @@ def plain_value(content: io.BytesIO, name: str) -> Any:
 
 
 class _Record:
-    """A stand-in for an object of a ``.metadata``: keeps its arguments."""
+    """A stand-in for an object of a ``.metadata``: keeps its state, whatever it is made with."""
 
-    args: tuple[Any, ...] = ()
     state: Any = None
 
     def __new__(cls, *args: Any) -> _Record:
-        made = object.__new__(cls)
-        made.args = args
-        return made
+        return object.__new__(cls)
 
     def __init__(self, *args: Any) -> None:
         pass

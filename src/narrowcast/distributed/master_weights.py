@@ -210,7 +210,7 @@ def _groups(quantizer: Any) -> list[tuple[bool, tuple[int, int]]]:
     ):
         return []
     layout = quantizer._format_layout()
-    if layout.native == "1x32" and not getattr(quantizer, "with_2d_quantization", False):
+    if layout.native == "1x32" and not quantizer.with_2d_quantization:
         return [(False, (1, 32)), (True, (32, 1))]
     if layout.native == "1x32":
         return [(False, (32, 32)), (True, (32, 32))]
