@@ -3,9 +3,10 @@
     python benchmarks/bench_engine_kl.py --save
 
 A Llama with ``nc.serving.forward_like`` takes two optimizer steps and is exported; Transformers loads the files and
-runs them itself: `finegrained-fp8` quantizes inputs and multiplies codes, `compressed-tensors` decodes weights.
+runs them itself. ``execution`` says how: `finegrained-fp8` and `scaled_mm` (``use_optimized_inference=True``) quantize
+inputs and multiply codes; `decoded`, the default for compressed-tensors, multiplies decoded inputs and weights.
 ``--kernels`` names a folder with the module that Transformers would load from the Hub, for a machine that reaches none.
-``tokens_equal`` is the share of tokens with the same bits. It needs Transformers.
+``tokens_equal`` is the share of tokens with the same bits. It needs Transformers and compressed-tensors.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ CONFIGS: dict[str, dict[str, int]] = {
         "num_attention_heads": 16,
     },
 }
-FORMATS = {
-    "hf-fp8-block128": ("transformers", "hf-fp8-block128"),
-    "fp8-channel": ("weight-only", "compressed-tensors"),
-    "fp8-tensor": ("weight-only", "compressed-tensors"),
-}
-"""The engine whose forward the trainer has, and the format of the files."""
+CASES = (
+    ("hf-fp8-block128", "finegrained-fp8", "transformers"),
+    ("fp8-channel", "scaled_mm", "transformers"),
+    ("fp8-tensor", "scaled_mm", "transformers"),
+    ("fp8-channel", "decoded", "compressed-tensors"),
+    ("fp8-tensor", "decoded", "compressed-tensors"),
+)
+"""The format, how Transformers executes it, and the engine whose forward the trainer has."""
 TRAINERS = (
     ("library", None, 8),
     ("batch-invariant", "batch-invariant", 8),
@@ -51,7 +54,7 @@ TRAINERS = (
 """Its order of sums: the last is that of Triton kernels that sum along a whole contraction."""
 
 
-def trained(transformers: Any, shape: dict[str, int], format: str, words: Tensor) -> Any:
+def trained(transformers: Any, shape: dict[str, int], engine: str, format: str, words: Tensor) -> Any:
     """A Llama after two optimizer steps with the engine's forward."""
     torch.manual_seed(0)
     sizes = {**shape, "num_key_value_heads": shape["num_attention_heads"] // 2, "vocab_size": 4096}
@@ -59,7 +62,7 @@ def trained(transformers: Any, shape: dict[str, int], format: str, words: Tensor
     # not .to(torch.bfloat16), which would round the frequencies of rotary embeddings, too
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(words.device)
     nc.convert(model, nc.recipe.Float8CurrentScaling(), skip="lm_head")
-    nc.serving.forward_like(model, FORMATS[format][0], format=format)
+    nc.serving.forward_like(model, engine, format=format)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         model(input_ids=words, labels=words).loss.backward()
@@ -75,20 +78,23 @@ def log_probabilities(model: Any, words: Tensor) -> Tensor:
     return logits.log_softmax(-1)[:, :-1].gather(-1, words[:, 1:, None])
 
 
-def loaded(transformers: Any, model: Any, served_as: str) -> Any:
+def loaded(transformers: Any, model: Any, format: str, execution: str) -> Any:
     """The model as Transformers loads it."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": model.device}
+    if execution == "scaled_mm":
+        options["quantization_config"] = transformers.CompressedTensorsConfig(use_optimized_inference=True)
+    served_as = format if execution == "finegrained-fp8" else "compressed-tensors"
     with tempfile.TemporaryDirectory() as folder:
         path = nc.export(model, f"{folder}/out", format=served_as).path
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, device_map=model.device
-        ).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
-def rows_of(transformers: Any, name: str, format: str, device: str) -> Iterator[Row]:
+def rows_of(transformers: Any, name: str, case: tuple[str, str, str], device: str) -> Iterator[Row]:
     """One row per order of sums of the trainer."""
     words = torch.randint(4096, (8, 128), generator=torch.Generator().manual_seed(1)).to(device)
-    model = trained(transformers, CONFIGS[name], format, words)
-    engine = loaded(transformers, model, FORMATS[format][1])
+    format, execution, like = case
+    model = trained(transformers, CONFIGS[name], like, format, words)
+    engine = loaded(transformers, model, format, execution)
     # frequencies that were computed on a CPU and on a GPU differ in their last bits
     engine.model.rotary_emb.inv_freq.copy_(model.model.rotary_emb.inv_freq)
     found = log_probabilities(engine, words)
@@ -100,6 +106,7 @@ def rows_of(transformers: Any, name: str, format: str, device: str) -> Iterator[
         yield {
             "model": name,
             "format": format,
+            "execution": execution,
             "trainer": trainer,
             "k3_kl": (d.exp() - d - 1).mean().item(),
             "largest_difference": d.abs().max().item(),
@@ -122,11 +129,11 @@ def measure(chosen: argparse.Namespace) -> list[Row]:
         use_kernels(chosen.kernels)
     rows: list[Row] = []
     for name in CONFIGS:
-        for format in FORMATS:
-            if chosen.only in f"{name} {format}":
+        for case in CASES:
+            if chosen.only in f"{name} {' '.join(case)}":
                 rows += [
                     {**row, "transformers": transformers.__version__}
-                    for row in rows_of(transformers, name, format, chosen.device)
+                    for row in rows_of(transformers, name, case, chosen.device)
                 ]
                 print(rows[-3:], flush=True)
     return rows

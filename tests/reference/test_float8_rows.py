@@ -17,12 +17,20 @@ F = np.float32
 
 
 def by_hand(row: np.ndarray, rule: str, epsilon: float, smallest: float) -> tuple[np.ndarray, np.float32]:
-    """Values that are cast to E4M3, and the scale, of one row: each step one rounding to fp32."""
+    """Values that are cast to E4M3, and the scale, of one row: each step one rounding to fp32, or to bf16."""
     amax = max(np.abs(row).max(initial=F(0)), F(epsilon))
     if rule == "factors":
         return row * (F(448) / amax), amax * (F(1) / F(448))
-    scale = max(amax / F(448), F(smallest))
-    return (row / scale if rule == "divide" else row * (F(1) / scale)), scale
+    scale = amax * (F(1) / F(448)) if rule == "product" else amax / F(448)
+    scale = max(in_bf16(scale) if rule == "bfloat16" else scale, F(smallest))
+    scaled = row * (F(1) / scale) if rule == "reciprocal" else row / scale
+    return in_bf16(scaled) if rule == "bfloat16" else scaled, scale
+
+
+def in_bf16(x: Any) -> Any:
+    """Return fp32 rounded to bf16 by its bits: half to even."""
+    bits = np.asarray(x, F).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(F)
 
 
 @pytest.mark.parametrize("rule", float8_rows.RULES)
@@ -49,6 +57,8 @@ def test_the_rules_differ_in_the_last_bit() -> None:
     assert torch.equal(made["divide"][1], made["reciprocal"][1])
     assert not torch.equal(made["divide"][0], made["reciprocal"][0])
     assert not torch.equal(made["divide"][1], made["factors"][1])
+    assert torch.equal(made["product"][1], made["factors"][1])
+    assert not torch.equal(made["product"][0], made["divide"][0])
     assert torch.equal(made["divide"][1], c.t() / 64) and made["divide"][0][:, :8].remainder(2).eq(0).all()
 
 

@@ -57,7 +57,7 @@ def test_what_it_decompresses_is_what_training_read(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("format", ["fp8-channel", "fp8-tensor", "fp8-static"])
 def test_its_own_forward_gives_the_log_probabilities(format: str, tmp_path: Path) -> None:
     """It quantizes the inputs of each token itself; the product is PyTorch's on both sides."""
-    model = trained("transformers", format)
+    model = trained("transformers" if format == "fp8-static" else "compressed-tensors", format)
     config, tensors = written(
         model, tmp_path / "out", "fp8-static" if format == "fp8-static" else "compressed-tensors"
     )
@@ -77,7 +77,7 @@ def test_its_own_forward_gives_the_log_probabilities(format: str, tmp_path: Path
             quantized += 1
     own, found = log_probabilities(model), log_probabilities(other)
     assert quantized == 4
-    if format == "fp8-channel" and DEVICE == "cpu":
+    if format != "fp8-static" and DEVICE == "cpu":
         assert torch.equal(own, found)
-    # a scale of the tensor multiplies before the product there, after it here; a GPU adds products of codes in 14 bits
+    # a static scale multiplies before the product there, after it here; a GPU adds products of codes in 14 bits
     assert k3(found, own) < (1e-12 if DEVICE == "cpu" else 1e-5)

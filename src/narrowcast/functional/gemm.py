@@ -80,7 +80,9 @@ def _gemm(
         x, y, scales = decoded_operands(
             left, left_quantizer, right, right_quantizer, directions, rows, columns
         )
-        out = x @ y.t() if x.dtype == torch.float32 else torch.mm(x, y.t(), out_dtype=torch.float32)
+        if scales is None and x.dtype == dtype != torch.float32:
+            return _multiply_plain(x, y, bias, dtype)
+        out = _product(x, y)
         if scales is not None:
             out.mul_(scales[0][:, None] * scales[1])
         return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
@@ -281,8 +283,12 @@ def multiply_native(
     if a.scaling == "plain":
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
     if "row" in (a.scaling, b.scaling):
-        kernel = numerics_for(a.data).batch_invariant.multiply_codes
-        fused, product = False, kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
+        fused = _library_multiplies_rows(a, b, dtype)
+        if fused:
+            product = _multiply_by_rows(a, b, bias, dtype)
+        else:
+            kernel = numerics_for(a.data).batch_invariant.multiply_codes
+            product = kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
     elif a.scaling == "tensor":
         fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
         product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
@@ -332,6 +338,24 @@ def _multiply_per_tensor(
     )
 
 
+def _library_multiplies_rows(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and a.data.shape[1] % 16 == 0 and b.data.shape[0] % 16 == 0
+
+
+def _multiply_by_rows(a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A scale per row, repeated where there is one: in these sizes the GEMM that Transformers runs, with its bits."""
+    left, right = (one.scale.view(-1, 1).expand(one.data.shape[0], 1).contiguous() for one in (a, b))
+    return scaled_mm(
+        a.data,
+        b.data.t(),
+        left,
+        right.t(),
+        bias=None if bias is None else bias.to(dtype),
+        out_dtype=dtype,
+        use_fast_accum=False,
+    )
+
+
 def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
     left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
     scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
@@ -375,8 +399,12 @@ def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """Return ``a @ b.T`` of high-precision matrices, rounded once."""
     if dtype == a.dtype:
         return F.linear(a, b, None if bias is None else bias.to(dtype))
-    out = a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
+    out = _product(a, b)
     return out.to(dtype) if bias is None else _add_bias(out, bias, dtype)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
 
 
 def _add_bias(product: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:

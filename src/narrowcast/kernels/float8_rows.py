@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import ElementFormat, cdiv, round_up
-from .codecs import fp8_code, magnitude, product, reciprocal, to_float32
+from .codecs import fp8_code, magnitude, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_input
 
 TILE = 4096
@@ -23,29 +23,40 @@ LONGEST = 2048
 def _scales(
     amax, epsilon, smallest, RULE: tl.constexpr, FP8_MAX: tl.constexpr, RECIPROCAL: tl.constexpr, EMULATE: tl.constexpr
 ):  # fmt: skip
-    """Return decoding scales, and what elements are multiplied with, or divided by where the rule is "divide"."""
+    """Return decoding scales, and what elements are multiplied with, or divided by where the rule divides."""
     epsilon = tl.cast(epsilon, tl.float32)  # a graph passes floats in double
     smallest = tl.cast(smallest, tl.float32)
     largest = tl.full(amax.shape, FP8_MAX, tl.float32)
     amax = tl.maximum(tl.maximum(amax, 0.0), epsilon)
-    if RULE == "factors":
+    if RULE == "factors" or RULE == "product":
         scale_inv = product(amax, tl.full(amax.shape, RECIPROCAL, tl.float32), EMULATE)
+    elif RULE == "triton":
+        scale_inv = amax / FP8_MAX
     else:
         scale_inv = tl.div_rn(amax, largest)
+    if RULE == "bfloat16":
+        scale_inv = to_float32(round_to_dtype(scale_inv, tl.bfloat16, EMULATE), EMULATE)
     scale_inv = tl.maximum(scale_inv, smallest)
     scale_inv = tl.where(amax == 0.0, tl.where(smallest == 0.0, 1.0, smallest), scale_inv)
-    if RULE == "divide":
-        return scale_inv, scale_inv
     if RULE == "reciprocal":
         return scale_inv, reciprocal(scale_inv, EMULATE)
-    return scale_inv, tl.where(amax == 0.0, 1.0, tl.div_rn(largest, amax))
+    if RULE == "factors":
+        return scale_inv, tl.where(amax == 0.0, 1.0, tl.div_rn(largest, amax))
+    return scale_inv, scale_inv
 
 
 @triton.jit
 def _codes(x, factor, RULE: tl.constexpr, E5M2: tl.constexpr, EMULATE: tl.constexpr):
     wide = to_float32(x, EMULATE)
     factors = tl.broadcast_to(factor[:, None], wide.shape)
-    scaled = tl.div_rn(wide, factors) if RULE == "divide" else wide * factors
+    if RULE == "reciprocal" or RULE == "factors":
+        scaled = wide * factors
+    elif RULE == "triton":
+        scaled = wide / factors
+    else:
+        scaled = tl.div_rn(wide, factors)
+    if RULE == "bfloat16":
+        scaled = to_float32(round_to_dtype(scaled, tl.bfloat16, EMULATE), EMULATE)
     return fp8_code(scaled, E5M2, EMULATE)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
-from ..functional import NativeOperand
+from ..functional import GemmOperand, NativeOperand
 from ..reference import float8_rows
 from ..tensors import Float8RowsTensor, Float8RowsTensorStorage
 from .arguments import FP8_ELEMENTS, fp8_dtype_of
@@ -33,7 +33,7 @@ class Float8RowsQuantizer(Quantizer):
     Args:
         fp8_dtype: E4M3 or E5M2.
         rowwise, columnwise: directions to produce.
-        rule: how scales and codes are computed, "divide", "reciprocal" or "factors" (``reference/float8_rows.py``).
+        rule: how scales and codes are computed, one of ``reference.float8_rows.RULES``.
         amax_epsilon: lower bound of a row's amax.
         smallest_scale: lower bound of its scale.
     Raises:
@@ -94,6 +94,14 @@ class Float8RowsQuantizer(Quantizer):
             return float8_rows.dequantize(codes, scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
         values = float8_rows.dequantize(codes.flatten(1), scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
         return values.t().contiguous().view(*codes.shape[1:], codes.shape[0])
+
+    def _gemm_operand(
+        self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
+    ) -> GemmOperand:
+        operand = super()._gemm_operand(numerics, buffers, columnwise, dtype)
+        if self.rule != "bfloat16":
+            return operand
+        return GemmOperand(operand.values.bfloat16().to(dtype), None)
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
         codes, scale_inv = buffers

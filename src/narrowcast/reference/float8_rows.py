@@ -1,11 +1,15 @@
 """FP8 with one fp32 scale per row, or per group of a row's elements, by the rules of inference engines.
 
-An engine stores the factor that decodes, ``amax / 448``, and derives from it what multiplies. Three rules are in use,
+An engine stores the factor that decodes, ``amax / 448``, and derives from it what multiplies. These rules are in use,
 which differ in the last bit of a scale and in codes at the middle between two values:
 
 - ``"divide"``: code = fmt(RN(x / s)) with s = RN(amax / max);
 - ``"reciprocal"``: code = fmt(RN(x * RN(1 / s))) with the same s;
-- ``"factors"``: code = fmt(RN(x * RN(max / amax))), and s = RN(amax * RN(1 / max)).
+- ``"factors"``: code = fmt(RN(x * RN(max / amax))), and s = RN(amax * RN(1 / max));
+- ``"product"``: code = fmt(RN(x / s)) with that s;
+- ``"bfloat16"``: as ``"divide"``, with the scale and the quotient rounded to bf16;
+- ``"triton"``: as ``"divide"``. On a GPU both divisions are Triton's, ``div.full.f32``, within two units of the last
+  place. How they round follows from a table in the GPU, so this reference does not.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from .codecs import decode_float8, encode_float8_
 from .layout import as_matrix, magnitude, widen
 from .scaling import reciprocal
 
-RULES = ("divide", "reciprocal", "factors")
+RULES = ("divide", "reciprocal", "factors", "product", "bfloat16", "triton")
 
 
 def quantize(
@@ -57,17 +61,19 @@ def quantize(
     count = cdiv(columns, size) if group else 1
     padded = torch.nn.functional.pad(matrix, (0, count * size - columns)).view(rows, count, size)
     amax = magnitude(padded).amax(-1, keepdim=True).clamp_(min=epsilon)
-    if rule == "factors":
+    if rule in ("factors", "product"):
         scale_inv = amax * reciprocal(torch.full_like(amax, fmt.max))
     else:
         scale_inv = amax / torch.full_like(amax, fmt.max)
+    rounded = torch.bfloat16 if rule == "bfloat16" else torch.float32
+    scale_inv = scale_inv.to(rounded).float()
     scale_inv = scale_inv.clamp_(min=smallest).masked_fill_(amax == 0.0, smallest or 1.0)
-    if rule == "divide":
-        scaled = padded / scale_inv
-    elif rule == "reciprocal":
+    if rule == "reciprocal":
         scaled = padded * reciprocal(scale_inv)
-    else:
+    elif rule == "factors":
         scaled = padded * torch.where(amax == 0.0, 1.0, torch.full_like(amax, fmt.max).div_(amax))
+    else:
+        scaled = (padded / scale_inv).to(rounded).float()
     codes = encode_float8_(scaled, fmt).view(rows, count * size)[:, :columns]
     stored = torch.nn.functional.pad(scale_inv.view(rows, count).t(), (0, round_up(rows, alignment) - rows))
     # A transposed column counts as contiguous with the strides of a column.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .. import _checks
@@ -31,19 +32,22 @@ _Module = TypeVar("_Module", bound=nn.Module)
 ROWS: dict[str, dict[str, Any]] = {
     "vllm": {"rule": "divide", "smallest_scale": 1.0 / (E4M3.max * 512.0)},
     "sglang": {"rule": "reciprocal"},
-    "transformers": {"rule": "divide", "smallest_scale": 1e-12},
+    "transformers": {"rule": "product"},
 }
 """How each engine scales a token."""
 
 GROUPS: dict[str, dict[str, Any]] = {
     "vllm": {"rule": "divide", "amax_epsilon": 1e-10},
     "sglang": {"rule": "factors", "amax_epsilon": 1e-10},
-    "transformers": {"rule": "divide", "smallest_scale": 1e-12},
+    "transformers": {"rule": "triton", "smallest_scale": 1e-12},
 }
 """How each engine scales 128 elements of a token."""
 
 WEIGHT_ONLY = "weight-only"
 """What runs as an engine that decodes weights, and leaves inputs as they are."""
+DECODING = "compressed-tensors"
+"""What decodes weights and inputs, and multiplies them in the dtype of the model."""
+ENGINES = (*ROWS, DECODING, WEIGHT_ONLY)
 
 STATIC = "fp8-static"
 FORMATS = ("hf-fp8-block128", "fp8-channel", "fp8-tensor", STATIC)
@@ -54,17 +58,21 @@ class EngineQuantizers:
     """A factory of a custom recipe: forward operands as an engine has them, gradients as in training.
 
     Attributes:
-        engine: a key of :data:`ROWS`, or :data:`WEIGHT_ONLY`.
+        engine: one of :data:`ENGINES`.
         format: one of :data:`FORMATS`.
+        bfloat16: the model has that dtype, which :data:`DECODING` computes scales in.
     """
 
     engine: str
     format: str
+    bfloat16: bool = False
 
     def __call__(self, role: QuantizerRole) -> Quantizer:
         """Return the quantizer of a role."""
         is_gradient = role.tensor_type in BACKWARD_TENSOR_TYPES
-        if self.engine == WEIGHT_ONLY and role.tensor_type != "weight":
+        if role.tensor_type != "weight" and (
+            self.engine == WEIGHT_ONLY or (is_gradient and self.engine == DECODING)
+        ):
             return IdentityQuantizer()
         if self.format == "hf-fp8-block128":
             if role.tensor_type == "input":
@@ -75,11 +83,12 @@ class EngineQuantizers:
             )
         if is_gradient:
             return Float8RowsQuantizer(DType.kFloat8E5M2)
-        if role.tensor_type == "weight":
-            if self.format == "fp8-channel":
-                return Float8RowsQuantizer(DType.kFloat8E4M3)
-            return Float8CurrentScalingQuantizer(DType.kFloat8E4M3)
-        return Float8RowsQuantizer(DType.kFloat8E4M3, **ROWS[self.engine])
+        in_its_dtype: dict[str, Any] = {"rule": "bfloat16" if self.bfloat16 else "divide"}
+        if role.tensor_type == "input":
+            return Float8RowsQuantizer(DType.kFloat8E4M3, **ROWS.get(self.engine, in_its_dtype))
+        if self.format == "fp8-channel":  # a scale in bf16 is loaded as it is served
+            return Float8RowsQuantizer(DType.kFloat8E4M3, **in_its_dtype)
+        return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, force_pow_2_scales=self.engine == DECODING)
 
 
 def forward_like(
@@ -92,13 +101,15 @@ def forward_like(
 
     Args:
         model: converted, or made of this library's layers.
-        engine: "vllm", "sglang" or "transformers", whose rule inputs are quantized by; or "weight-only", which leaves
-            inputs and gradients in high precision: Transformers on a CPU, and Marlin's kernels.
+        engine: "vllm", "sglang" or "transformers", whose rule inputs are quantized by; "compressed-tensors", which
+            decodes inputs and weights to the dtype of the model (Transformers without ``use_optimized_inference``); or
+            "weight-only", which leaves inputs in high precision: Transformers on a CPU, and Marlin's kernels. The last
+            two leave gradients in high precision.
         format: "hf-fp8-block128" (weights in 128 x 128 tiles, inputs in 1 x 128 groups), "fp8-channel" (a scale per
             row of a weight and per token), "fp8-tensor" (a scale per weight and per token), or "fp8-static" (delayed
             scaling: a scale per weight and one for the inputs of a layer, the same rule in all engines).
-        emulate: decode operands before they are multiplied, which "weight-only" needs on a GPU, and experts with scales
-            per row; None does it for them.
+        emulate: decode operands before they are multiplied, which the last two engines need on a GPU, and experts with
+            scales per row; None does it for them.
 
     Returns:
         ``model``.
@@ -108,8 +119,8 @@ def forward_like(
         ValueError: the engine or format is unknown, they do not go together, or no layer has a recipe.
     """
     _checks.module("model", model)
-    if engine not in (*ROWS, WEIGHT_ONLY):
-        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, (*ROWS, WEIGHT_ONLY)))}")
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, ENGINES))}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, FORMATS))}")
     names = {
@@ -123,10 +134,15 @@ def forward_like(
         raise ValueError(f"format={format!r} scales inputs, which engine={engine!r} leaves in high precision")
     if format == STATIC:
         return set_recipe(model, dict.fromkeys(names, DelayedScaling(emulate=bool(emulate))))
-    factory = EngineQuantizers(engine, format)
     by_row = format != "hf-fp8-block128"
+    if engine == DECODING and not by_row:
+        raise ValueError(
+            f"format={format!r} is not one of engine={engine!r}; use 'fp8-channel' or 'fp8-tensor'"
+        )
+    dtypes = {parameter.dtype for name in names for parameter in model.get_submodule(name).parameters(False)}
+    factory = EngineQuantizers(engine, format, engine == DECODING and dtypes == {torch.bfloat16})
     recipes: dict[bool, Recipe] = {}
     for grouped in (False, True):
-        decodes = engine == WEIGHT_ONLY or (by_row and grouped) if emulate is None else emulate
+        decodes = engine in (DECODING, WEIGHT_ONLY) or (by_row and grouped) if emulate is None else emulate
         recipes[grouped] = CustomRecipe(qfactory=factory, emulate=decodes)
     return set_recipe(model, {name: recipes[is_grouped] for name, is_grouped in names.items()})

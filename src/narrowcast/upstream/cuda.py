@@ -92,7 +92,7 @@ def _scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    recipe = F.ScalingType.TensorWise
+    recipe = F.ScalingType.RowWise if scale_a.dim() == 2 else F.ScalingType.TensorWise
     return F.scaled_mm(
         a,
         b,
@@ -112,7 +112,9 @@ scaled_mm: Callable[..., Tensor] = private(
     without=_WITHOUT.format("torch.nn.functional.scaled_mm"),
     fallback=_scaled_mm,
 )
-"""Multiply FP8 codes with one scale each; ``bias``, ``out_dtype`` and ``use_fast_accum`` go by keyword."""
+"""Multiply FP8 codes with one scale each, or with a scale per row, (M, 1) and (1, N); ``bias``, ``out_dtype`` and
+``use_fast_accum`` go by keyword.
+"""
 
 
 def _scaled_mm_in_blocks(
