@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -262,20 +263,20 @@ def test_refuses_another_mode() -> None:
 IN, HIDDEN, OUT = 256, 512, 130
 
 
-def mlp(recipe: str, group: Any = None) -> Any:
+def mlp(recipe: str, device: str, group: Any = None) -> Any:
     """A norm with a feed-forward block; ``group``: shares it."""
     parallel = {} if group is None else {"tp_group": group, "tp_size": 2, "set_parallel_mode": True}
     made = nc.LayerNormMLP(
-        IN, HIDDEN, recipe=RECIPES[recipe], params_dtype=torch.bfloat16, device="cpu", **parallel
+        IN, HIDDEN, recipe=RECIPES[recipe], params_dtype=torch.bfloat16, device=device, **parallel
     )
     return made.eval()
 
 
-def row(recipe: str, group: Any = None, sequence: bool = False) -> Any:
+def row(recipe: str, device: str, group: Any = None, sequence: bool = False) -> Any:
     parallel = (
         {} if group is None else {"tp_group": group, "parallel_mode": "row", "sequence_parallel": sequence}
     )
-    return nc.Linear(IN, OUT, recipe=RECIPES[recipe], device="cpu", **parallel).eval()
+    return nc.Linear(IN, OUT, recipe=RECIPES[recipe], device=device, **parallel).eval()
 
 
 def load(made: Any, whole: Any, rank: int) -> None:
@@ -289,10 +290,10 @@ def load(made: Any, whole: Any, rank: int) -> None:
 
 
 @torch.enable_grad()
-def wholes(recipe: str) -> tuple[Any, Any, Tensor]:
+def wholes(recipe: str, device: str) -> tuple[Any, Any, Tensor]:
     torch.manual_seed(0)
-    whole, other = mlp(recipe), row(recipe)
-    x = torch.randn(ROWS, IN).bfloat16()
+    whole, other = mlp(recipe, device), row(recipe, device)
+    x = torch.randn(ROWS, IN).to(device, torch.bfloat16)
     if recipe == "delayed":
         for made, dtype in ((whole, torch.bfloat16), (other, torch.float32)):
             made.train()(x.to(dtype)).sum().backward()
@@ -301,46 +302,59 @@ def wholes(recipe: str) -> tuple[Any, Any, Tensor]:
 
 
 @torch.no_grad()
-def on_a_rank(rank: int) -> dict[str, list[Tensor]]:
+def on_a_rank(rank: int, device: str = "cpu") -> dict[str, list[Tensor]]:
     nc.set_deterministic(BATCH_INVARIANT)
     group, found = dist.group.WORLD, {}
     for recipe in SPLIT:
-        whole, other, x = wholes(recipe)
-        made = mlp(recipe, group)
+        whole, other, x = wholes(recipe, device)
+        made = mlp(recipe, device, group)
         load(made, whole, rank)
         found[f"mlp {recipe}"] = batches(made, x)
         sharded = copy.deepcopy(whole)
-        found[f"sharded {recipe}"] = batches(nc.distributed.shard(sharded, init_device_mesh("cpu", (2,))), x)
+        found[f"sharded {recipe}"] = batches(nc.distributed.shard(sharded, init_device_mesh(device, (2,))), x)
         for sequence in (False, True):
-            part = row(recipe, group, sequence)
+            part = row(recipe, device, group, sequence)
             load(part, other, rank)
             columns = x.float().chunk(2, 1)[rank]
             found[f"row {recipe} {sequence}"] = [part(columns)]
     torch._dynamo.reset()
     run = torch.compile(part, fullgraph=True, backend="aot_eager")  # row-parallel, of row shards
     found["compiled"] = [run(columns)]
-    refused = nc.Linear(IN, OUT, recipe=BY_ROW, tp_group=group, parallel_mode="column", device="cpu")
-    short = nc.Linear(96, OUT, tp_group=group, parallel_mode="row", device="cpu")
-    for what, inp in ((refused, x.float()), (short, torch.randn(2, 48))):
+    refused = nc.Linear(IN, OUT, recipe=BY_ROW, tp_group=group, parallel_mode="column", device=device)
+    short = nc.Linear(96, OUT, tp_group=group, parallel_mode="row", device=device)
+    for what, inp in ((refused, x.float()), (short, x.float()[:2, :48])):
         with pytest.raises(ValueError, match="in the batch-invariant mode use"):
             what(inp)
-    return found
+    return {name: [out.cpu() for out in outs] for name, outs in found.items()}
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
-@pytest.mark.usefixtures("mode")
-def test_two_processes_compute_the_bits_of_one(tmp_path: Path) -> None:
-    ranks = run_ranks(on_a_rank, tmp_path, 2, 120)
+def check_ranks(ranks: list[dict[str, list[Tensor]]], device: str) -> None:
+    """Compare the results of two processes with those of this one."""
     for recipe in SPLIT:
-        whole, other, x = wholes(recipe)
+        whole, other, x = wholes(recipe, device)
         with torch.no_grad():
-            expected, row_expected = whole(x), other(x.float())
+            expected, row_expected = whole(x).cpu(), other(x.float()).cpu()
         for rank, found in enumerate(ranks):
             for what in ("mlp", "sharded"):
                 assert all(torch.equal(out, expected[5:12]) for out in found[f"{what} {recipe}"]), recipe
             assert torch.equal(found[f"row {recipe} False"][0], row_expected)
             assert torch.equal(found[f"row {recipe} True"][0], row_expected.chunk(2)[rank])
     assert all(torch.equal(found["compiled"][0], found["row delayed True"][0]) for found in ranks)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+@pytest.mark.usefixtures("mode")
+def test_two_processes_compute_the_bits_of_one(tmp_path: Path) -> None:
+    check_ranks(run_ranks(on_a_rank, tmp_path, 2, 120), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("mode")
+def test_two_gpus_compute_the_bits_of_one(tmp_path: Path) -> None:
+    """Through NCCL."""
+    work = functools.partial(on_a_rank, device="cuda")
+    check_ranks(run_ranks(work, tmp_path, 2, 120, "nccl"), "cuda")
 
 
 @pytest.mark.parametrize("size", [256, 2048, 4096, 5632])
