@@ -19,10 +19,11 @@ INTERPRETING = HAS_TRITON and not torch.cuda.is_available()
 
 @contextmanager
 def fast_interpreter() -> Iterator[None]:
-    """Keep what takes two fifths of the interpreter's time.
+    """Keep what takes two fifths of the interpreter's time, and let loops run to a size that is an argument.
 
     At every call of a device function it searches ``triton.language`` for built-ins and replaces them, although the
-    launch has replaced them. For every value it makes a table of dtypes.
+    launch has replaced them. For every value it makes a table of dtypes. Triton 3.6 also makes an int of an array
+    of one element, which NumPy 2.4 refuses.
     """
     if not INTERPRETING:
         yield
@@ -56,6 +57,12 @@ def fast_interpreter() -> Iterator[None]:
     def getmembers(package: Any) -> list[tuple[str, Any]]:
         return [(name, getattr(package, name)) for name in names_of_builtins(package)]
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def with_sizes(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     np_dtype_of_scalars = functools.cache(np_dtype)
 
     def fast_np_dtype(dtype: Any) -> Any:
@@ -68,5 +75,6 @@ def fast_interpreter() -> Iterator[None]:
         patch.setattr(interpreter, "inspect", SimpleNamespace(**{**vars(inspect), "getmembers": getmembers}))
         patch.setattr(interpreter, "_LangPatchScope", Scope)
         patch.setattr(interpreter, "_patch_lang", replace_once)
+        patch.setattr(interpreter, "_patch_lang_tensor", with_sizes)
         patch.setattr(interpreter, "_get_np_dtype", fast_np_dtype)
         yield
