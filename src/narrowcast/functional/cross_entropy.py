@@ -6,6 +6,7 @@ is no column of it. See ``reference.cross_entropy``.
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -78,9 +79,13 @@ def columns_at_once(hidden: Tensor) -> int:
     return max(LEAST_COLUMNS, LOGITS_AT_ONCE // max(1, hidden.shape[0]))
 
 
-def joined_statistics(total: Tensor, part: Tensor) -> Tensor:
-    """Return statistics (3, T) of two parts of a vocabulary, from those of each."""
-    return torch.cat((batch_invariant.logaddexp(total[:1], part[:1]), total[1:] + part[1:]))
+def joined_statistics(parts: list[Tensor]) -> Tensor:
+    """Return statistics (3, T) of a vocabulary, from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    # all at once: the logarithm takes some forty launches, which cost more than a part's GEMM
+    lse = batch_invariant.logsumexp(torch.stack([part[0] for part in parts], 1))
+    return torch.cat((lse[None], functools.reduce(torch.add, [part[1:] for part in parts])))
 
 
 def _chunk(
@@ -101,14 +106,12 @@ def _linear_statistics(
 ) -> Tensor:
     numerics = numerics_for(hidden).cross_entropy
     chunk = chunk or columns_at_once(hidden)
-    total: Tensor | None = None
+    parts = []
     for start in range(0, weight.shape[0], chunk):
         logits = _chunk(weight, bias, hidden, start, chunk, in_order)
-        part = numerics.statistics(logits, target - start)
+        parts.append(numerics.statistics(logits, target - start))
         del logits  # before the next chunk's
-        total = part if total is None else joined_statistics(total, part)
-    assert total is not None
-    return total
+    return joined_statistics(parts)
 
 
 linear_cross_entropy_statistics = define(

@@ -79,18 +79,16 @@ class QuantizedLinearCrossEntropyFunction(torch.autograd.Function):
         chunk: int,
         plan: LinearPlan,
     ) -> Tensor:
-        x, statistics, kept = plan.input.quantize(hidden), None, None
+        x, parts, kept = plan.input.quantize(hidden), [], None
         whole = chunk >= weight.shape[0]
         operand = plan.kept_weight if whole and plan.needs_input else plan.weight
         for start, rows, part_of_bias in _chunks(weight, bias, chunk):
             w = operand.quantize(rows)
             logits = _logits(plan, x, w, part_of_bias, hidden, rows)
-            part = cross_entropy_statistics(logits, target - start)
-            statistics = part if statistics is None else joined_statistics(statistics, part)
+            parts.append(cross_entropy_statistics(logits, target - start))
             kept = (logits, w.columnwise) if whole else None
             del w, logits  # before the next chunk's
-        assert statistics is not None
-        loss, lse = token_loss(statistics, target, weight.shape[0], smoothing)
+        loss, lse = token_loss(joined_statistics(parts), target, weight.shape[0], smoothing)
         whole_logits, columns = kept or (None, [])
         codes = ([] if whole else x.rowwise), x.columnwise, columns
         ctx.save_for_backward(hidden, weight, bias, target, lse, whole_logits, *itertools.chain(*codes))

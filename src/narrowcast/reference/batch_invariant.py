@@ -132,7 +132,7 @@ def softmax(logits: Tensor) -> Tensor:
     Numerics:
         fp32. ``e / row_sum(e)`` with ``e = exp(logits - max)``, :func:`exp` of this module.
     """
-    e = _exponentials(logits)[0]
+    e = exponentials(logits)[0]
     total = row_sum(e)[..., None]
     return e / total.masked_fill(total == 0, 1.0)
 
@@ -146,24 +146,11 @@ def logsumexp(logits: Tensor) -> Tensor:
     Numerics:
         fp32 (T,): ``max + log(row_sum(exp(logits - max)))``, :func:`exp` and :func:`log` of this module.
     """
-    e, highest = _exponentials(logits)
+    e, highest = exponentials(logits)
     return log(row_sum(e)) + highest.squeeze(-1)
 
 
-def logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    """Return the log of the sum of the exponentials of two numbers.
-
-    Args:
-        a, b: fp32, of one shape; finite, -inf or NaN.
-
-    Numerics:
-        fp32: ``high + log(1 + exp(low - high))``, :func:`exp` and :func:`log` of this module.
-    """
-    high, low = torch.maximum(a, b), torch.minimum(a, b)
-    return torch.where(high == float("-inf"), high, high + log(1.0 + exp(low - high)))
-
-
-def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
+def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return exponentials of the logits below the largest of their row, and that; 0 in place of -inf."""
     if not logits.shape[-1]:
         return logits, logits.new_zeros(*logits.shape[:-1], 1)
