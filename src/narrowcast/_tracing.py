@@ -49,6 +49,17 @@ def traced_local(context: Any, name: str) -> Any:
     return dynamo.traced_local(context, name, frames_up=1)
 
 
+def after(grad: Any, tensor: Tensor) -> Tensor:
+    """Return ``tensor``, in a graph available only once ``grad`` is: a tensor, quantized storage, or None for now.
+
+    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
+    """
+    if grad is None or not torch.compiler.is_compiling():
+        return tensor
+    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
+    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)
+
+
 def is_known(condition: Any) -> bool:
     """Return a condition on sizes; False in traced code whose sizes are not known, which is not guarded either."""
     if not torch.compiler.is_compiling():

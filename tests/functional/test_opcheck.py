@@ -105,7 +105,9 @@ def dequantize_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("transpose_codes")
 def transpose_codes_cases(x: Tensor) -> Iterator[Arguments]:
-    yield (x.view(torch.int16).to(torch.uint8),)
+    codes = x.view(torch.int16).to(torch.uint8)
+    yield (codes,)
+    yield codes, x
 
 
 @family("swizzle_scales", "unswizzle_scales")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import is_known, release
+from .._tracing import after, is_known, release
 from ..functional import (
     draw_seed,
     gemm,
@@ -38,7 +38,6 @@ from .arguments import LinearBwdArgs, LinearFwdArgs
 from .groups import GroupedRows
 from .operands import (
     SavedOperand,
-    after,
     in_high_precision,
     plain_or_rowwise,
     rows_of,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import PLAIN
+from .._tracing import PLAIN, after
 from ..functional import (
     act,
     act_backward,
@@ -173,9 +173,11 @@ class GroupedRows:
         """Return the groups' data for a weight gradient, as ``DeferredWgrad`` holds it."""
         return [self.splits, like.new_empty((rows, 0), dtype=self.dtype)]
 
-    def columnwise_weights(self, args: LinearBwdArgs, saved: list[Tensor]) -> list[Tensor]:
-        """Return the column-wise weights from buffers that were saved of them."""
-        columnwise = _transposed(saved, args.shape) if args.transpose_weight else saved
+    def columnwise_weights(
+        self, args: LinearBwdArgs, saved: list[Tensor], grad: Tensor | None
+    ) -> list[Tensor]:
+        """Return the column-wise weights from buffers that were saved of them, in a graph once ``grad`` is there."""
+        columnwise = _transposed(saved, args.shape, grad) if args.transpose_weight else saved
         if len(saved) > 2:  # each by itself, as the parameters have them
             layout, how = grouped_layout(args.plan.weight.storage_name), (*args.shape, self.weight_dtype)
             return join_weights(saved, args.saved_weight[1], layout, True, self.groups.count, *how)
@@ -237,9 +239,9 @@ def biases_of_rows(biases: list[Tensor], splits: Tensor, rows: int) -> Tensor:
     return F.pad(whole, (0, 0, 0, 1)).index_select(0, group)
 
 
-def _transposed(rowwise: list[Tensor], shape: tuple[int, int]) -> list[Tensor]:
+def _transposed(rowwise: list[Tensor], shape: tuple[int, int], grad: Tensor | None) -> list[Tensor]:
     """Return column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
     codes, scale = rowwise
     if scale.dim() == 1:
-        return [codes.transpose(1, 2).contiguous(), scale]
-    return transposed(rowwise, shape[1])
+        return [after(grad, codes).transpose(1, 2).contiguous(), scale]
+    return transposed(rowwise, shape[1], grad)

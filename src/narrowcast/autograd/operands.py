@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._tracing import after
 from ..functional import dequantize, draw_seed, grouped_quantize_keeping_amax, quantize, quantize_keeping_amax
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
-from ..tensors import Float8TensorStorage, QuantizedTensorStorage, TensorOrQuantized, transposed
+from ..tensors import Float8TensorStorage, QuantizedTensorStorage, transposed
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .groups import GroupedRows, by_direction, quantize_weights
 
@@ -125,7 +126,7 @@ def weight_of_dgrad(
     """Return the column-wise weight and what reads it, from what :func:`weight_operand` saved.
 
     Args:
-        grad: a buffer of the gradient; a graph decodes stored codes only once it is there.
+        grad: a buffer of the gradient; a graph decodes or transposes codes only once it is there.
     """
     quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
     if quantizer is None and repeated is not None:
@@ -139,13 +140,12 @@ def weight_of_dgrad(
         weight = saved[0]
         if args.stored is not None:
             # depends on the gradient, or the compiler would save what the forward has decoded
-            last = saved[-1] if grad is None else after(grad, saved[-1])
-            codes = [*saved[:-1], last]
+            codes = [*saved[:-1], after(grad, saved[-1])]
             weight = dequantize(codes, args.stored, False, args.weight_dtype, list(args.shape))
         return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
     if grouped is not None:
-        return grouped.columnwise_weights(args, saved), quantizer  # type: ignore[return-value]
-    columnwise = transposed(saved, args.shape[1]) if args.transpose_weight else saved
+        return grouped.columnwise_weights(args, saved, grad), quantizer  # type: ignore[return-value]
+    columnwise = transposed(saved, args.shape[1], grad) if args.transpose_weight else saved
     return columnwise, quantizer  # type: ignore[return-value]
 
 
@@ -154,14 +154,3 @@ def in_high_precision(saved: SavedOperand, dtype: torch.dtype, shape: Any) -> Te
     if saved.quantizer is not None:
         return dequantize(saved.tensors, saved.quantizer, False, dtype, list(shape))
     return saved.tensors[0].reshape(shape).to(dtype)
-
-
-def after(grad: TensorOrQuantized, tensor: Tensor) -> Tensor:
-    """Return ``tensor``, available only once ``grad`` is.
-
-    Else the compiler finds the operators of the forward again, and saves their results instead of repeating them.
-    """
-    if not torch.compiler.is_compiling():
-        return tensor
-    seen = grad if isinstance(grad, Tensor) else next(b for b in grad.get_data_tensors() if b is not None)
-    return torch.where(seen.reshape(-1)[:1].float().sum().isnan(), tensor, tensor)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tracing import once_differentiable
+from .._tracing import after, once_differentiable
 from ..functional import (
     act,
     act_backward,
@@ -36,7 +36,6 @@ from .activation import ActivationSettings
 from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
 from .gemms import (
     SavedOperand,
-    after,
     fprop,
     fprop_of_few_rows,
     has_few_rows,
