@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from recipes import RECIPES
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
 from narrowcast import offload
@@ -40,7 +42,7 @@ def given(rows: int = 7, width: int = 192, dtype: torch.dtype = torch.bfloat16) 
     return torch.randn(rows, 3, width, generator=generator).to(dtype).requires_grad_()
 
 
-def saved_bytes(layer: nn.Module, x: torch.Tensor, **others: Any) -> int:
+def saved_bytes(layer: nn.Module, x: torch.Tensor, run: Any = None, **others: Any) -> int:
     """What a forward keeps besides parameters, each storage once."""
     own = {p.data_ptr() for p in layer.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -51,7 +53,7 @@ def saved_bytes(layer: nn.Module, x: torch.Tensor, **others: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(x, **others)
+        (layer if run is None else run)(x, **others)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -113,8 +115,47 @@ def test_a_transformer_layer_keeps_little_more_than_half() -> None:
     again = gradients(
         layer, x, torch.compile(layer, fullgraph=True, backend="aot_eager"), rotary_pos_emb=rope
     )
-    assert torch.equal(again[0], coded[0])  # attention in a graph keeps its tensors as they are
-    assert_close(again[1], coded[1], "fp8_saved_activations")
+    assert torch.equal(again[0], coded[0])
+    for ours, theirs in zip(again[1:], plain[1:], strict=True):
+        assert_close(ours, theirs, "fp8_saved_activations")
+
+
+def attention(saved: str | None) -> Any:
+    torch.manual_seed(0)
+    return nc.MultiheadAttention(
+        96, 3, kv_channels=32, attention_dropout=0.0, device="cpu", params_dtype=torch.bfloat16, bias=False,
+        attn_mask_type="causal", recipe=nc.recipe.Float8CurrentScaling(saved_activations=saved),
+    )  # fmt: skip
+
+
+def graphs_of(layer: nn.Module, run: Any, x: torch.Tensor) -> tuple[list[torch.Tensor], list[int], Any]:
+    """Return gradients of a compiled run, the attentions in its forward and backward, and the compiled run."""
+    attentions = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes]
+        attentions.append(sum("dot_product" in name or "softmax." in name for name in names))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    return gradients(layer, x, compiled), attentions, compiled
+
+
+def test_a_graph_recomputes_attention_from_codes() -> None:
+    x = given(70, 96)
+    plain, coded = attention(None), attention("fp8")
+    expected = gradients(plain, x)
+    made, counts, compiled = graphs_of(coded, coded, x)
+    assert counts == [1, 2]  # forward; forward again and backward
+    assert torch.equal(made[0], expected[0]) and not torch.equal(made[1], expected[1])
+    for ours, theirs in zip(made[1:], expected[1:], strict=True):
+        assert_close(ours, theirs, "fp8_saved_activations")
+    assert saved_bytes(coded, x, compiled) < 0.75 * saved_bytes(plain, x)  # and codes of weights
+    inside, _, _ = graphs_of(coded, lambda x: nc.checkpoint(coded, x), x)
+    assert all(torch.equal(a, b) for a, b in zip(inside, made, strict=True))
+    coded.core_attention.attention_dropout = 0.1  # a second run would draw other numbers
+    assert graphs_of(coded, coded, x)[1] == [1, 0]
 
 
 def test_offloading_moves_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:

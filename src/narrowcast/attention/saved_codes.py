@@ -1,13 +1,16 @@
-"""Queries, keys, values and outputs that autograd keeps for an attention's backward, as E4M3 codes."""
+"""Tensors that an attention keeps for its backward as E4M3 codes, in eager code and in graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._tracing import once_differentiable
 from ..autograd import decoded, kept_in_codes
+from ..state import checkpoint
 from ..upstream.autograd import innermost_hooks
 
 
@@ -49,3 +52,50 @@ def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
 
 def _as_it_is(kept: Any) -> Any:
     return kept
+
+
+class _Decoded(torch.autograd.Function):
+    """(x, its scales and codes) -> decoded values, as if they were ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
+        return decoded(codes, scales, x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """(y, z) -> y, whose gradient is that of z."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, again: Tensor) -> Tensor:
+        return out.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad
+
+
+def recomputed_from_codes(attend: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+    """Return ``attend(*parts)``; its backward computes it again, from codes of ``parts``, and is that one's.
+
+    A graph cannot replace what PyTorch's attention saves. Here it saves scales and codes alone, neither output nor sums
+    of a softmax. For traced code: the second attention is in the backward's graph alone.
+
+    Args:
+        attend: without random numbers.
+        parts: queries, keys and values, with a scale per 128 channels.
+    """
+    with torch.no_grad():
+        out = attend(*parts)
+        kept = [tensor for part in parts for tensor in kept_in_codes(part)]
+
+    def again(*tensors: Tensor) -> Tensor:
+        coded = tensors[len(parts) :]
+        return attend(*map(_Decoded.apply, tensors[: len(parts)], coded[::2], coded[1::2]))
+
+    return _InPlaceOf.apply(out, checkpoint(again, *parts, *kept))  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ..attention import (
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
     checked_format,
+    recomputed_from_codes,
     saving_codes,
 )
 from ..layers import parameter_device
@@ -297,39 +298,50 @@ class MultiheadAttention(OfParts):
             query, key = self._rotated(query, key, rotation)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             query, key = self.q_norm(query), self.k_norm(key)  # type: ignore[misc]
-        with self._saving_codes(query, core_attention_bias, alibi_slopes):
-            context = self.core_attention(
-                query,
-                key,
-                value,
-                attention_mask,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_q_padded=cu_seqlens_q_padded,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_kv=max_seqlen_kv,
-                attn_mask_type=attn_mask_type,
-                window_size=window_size,
-                bottom_right_diagonal=bottom_right_diagonal,
-                checkpoint_core_attention=checkpoint_core_attention,
-                core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes,
-                fast_zero_fill=fast_zero_fill,
-                inference_params=inference_params,
-                pad_between_seqs=pad_between_seqs,
-            )
+        attend = functools.partial(
+            self.core_attention,
+            attention_mask=attention_mask,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+        )
+        others = core_attention_bias, alibi_slopes, inference_params
+        context = self._attend(attend, (query, key, value), *others)
         out = self.proj(context, is_first_microbatch=first)
         if not beside:
             return out
         return (*out, *beside) if self.return_bias else (out, *beside)
 
-    def _saving_codes(self, query: Tensor, *biases: Tensor | None) -> Any:
-        """Return the context in which attention saves codes, if the recipe asks for them and no graph is traced."""
-        recipe = self.proj._recipe_in_force() if can_check() and all(one is None for one in biases) else None
-        in_codes = recipe is not None and recipe.saved_activations == "fp8"
-        return saving_codes(query) if in_codes else contextlib.nullcontext()
+    def _attend(self, attend: Callable[..., Tensor], parts: tuple[Tensor, ...], *others: object) -> Tensor:
+        """Run the attention; it keeps codes for its backward if the recipe asks for them.
+
+        Args:
+            parts: queries, keys and values.
+            others: what attention with codes does not take, each None if it is not given.
+        """
+        recipe = self.proj._recipe_in_force() if all(one is None for one in others) else None
+        if recipe is None or recipe.saved_activations != "fp8":
+            return attend(*parts)
+        if can_check():
+            with saving_codes(parts[0]):
+                return attend(*parts)
+        core, trains = self.core_attention, torch.is_grad_enabled() and any(x.requires_grad for x in parts)
+        if not trains or core._ranks is not None or (core.training and core.attention_dropout):
+            return attend(*parts)
+        return recomputed_from_codes(attend, *parts)
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
