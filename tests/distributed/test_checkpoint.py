@@ -299,9 +299,12 @@ def test_a_tensor_of_extra_is_copied_without_its_graph() -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
     plain = _plain(parameter, "extra")
     assert type(plain) is torch.Tensor and not plain.requires_grad and plain.is_contiguous()
+    straight = torch.arange(6.0)
+    copied = _plain(straight, "extra")
     with torch.no_grad():
         parameter.zero_()
-    assert torch.equal(plain, torch.arange(6.0).view(2, 3).t())
+        straight.zero_()
+    assert torch.equal(plain, torch.arange(6.0).view(2, 3).t()) and torch.equal(copied, torch.arange(6.0))
 
 
 def test_parts_of_a_description_are_what_they_are_for() -> None:

@@ -90,7 +90,6 @@ class SequenceParallel(style.SequenceParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, NormParameters):
             return super()._apply(module, device_mesh)
-        module._placed = True
         _distribute(module, device_mesh, {}, 0)
         rows = self.sequence_sharding
         return _hooked(module, device_mesh, rows, rows, rows, rows, None, self.use_local_output)
