@@ -61,6 +61,8 @@ def decoded(tensors: dict[str, Tensor], key: str) -> Tensor:
         packed = tensors[f"{key}_packed"]
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).long()
+        if f"{key}_global_scale" not in tensors:  # MXFP4
+            return values[codes] * torch.exp2(tensors[f"{key}_scale"].float() - 127).repeat_interleave(32, 1)
         scale = tensors[f"{key}_scale"].float() / tensors[f"{key}_global_scale"]
         return values[codes] * scale.repeat_interleave(16, 1)
     codes = tensors[key].float()

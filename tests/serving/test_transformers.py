@@ -75,6 +75,75 @@ def test_the_loaded_model_says_what_the_trained_one_does(format: str, name: str,
     assert divergence(model(WORDS).logits, again(WORDS).logits) < (5e-3 if name == "nvfp4" else 5e-4)
 
 
+ODD = {"hf-fp8-block128": (256, 384), "mxfp8": (224, 352), "mxfp4": (224, 352), "nvfp4": (208, 336)}
+"""Hidden and intermediate sizes that are as odd as a format, or its reader, takes."""
+KINDS = [
+    ("hf-fp8-block128", "block"),
+    ("hf-fp8-block128", "transformers"),
+    ("compressed-tensors", "delayed"),
+    ("compressed-tensors", "current"),
+    ("compressed-tensors", "fp8-channel"),
+    ("compressed-tensors", "fp8-tensor"),
+    ("fp8-static", "delayed"),
+    ("mxfp8", "mxfp8"),
+    ("nvfp4", "nvfp4"),
+    ("mxfp4", "mxfp4"),
+    ("bf16", "current"),
+]
+
+
+@pytest.mark.parametrize(("format", "name"), KINDS)
+def test_odd_sizes_and_tied_weights_load_as_training_read_them(
+    format: str, name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        "compressed_tensors", reason="needs compressed-tensors: pip install compressed-tensors"
+    )
+    torch.manual_seed(0)
+    hidden, inner = ODD.get(format, (232, 328))
+    sizes = CONFIG | {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": 97}
+    sizes["head_dim"] = 24 if format in ODD else 26
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    recipe: Any = (
+        nc.recipe.MXFP4BlockScaling() if name == "mxfp4" else QUANTIZED.get(name, QUANTIZED["current"])
+    )
+    nc.convert(model, recipe, blocks=True)
+    if name not in (*QUANTIZED, "mxfp4"):
+        engine, kind = ("transformers", format) if name == "transformers" else ("compressed-tensors", name)
+        nc.serving.forward_like(model, engine, format=kind)
+    model(input_ids=WORDS, labels=WORDS).loss.backward()
+    path = nc.export(model.eval(), tmp_path / "out", format=format).path
+    files = safetensors.torch.load_file(path / "model.safetensors")
+    method: dict[str, Any] = {}
+    if format != "bf16":
+        decode = transformers.CompressedTensorsConfig(run_compressed=False)
+        method["quantization_config"] = (
+            transformers.FineGrainedFP8Config(dequantize=True) if format.startswith("hf") else decode
+        )
+    again = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **method)
+    assert again.lm_head.weight is again.model.embed_tokens.weight and "lm_head.weight" not in files
+    seen = 0
+    for key, layer in model.named_modules():
+        if isinstance(layer, nc.Linear):
+            loaded = again.get_submodule(key).weight
+            if format != "bf16":
+                torch.testing.assert_close(
+                    loaded,
+                    decoded(files, f"{key}.weight").bfloat16(),
+                    rtol=2**-7 if format == "nvfp4" else 0,
+                    atol=0,
+                )
+                bits = torch.eye(layer.in_features, dtype=torch.bfloat16)
+                torch.testing.assert_close(loaded, layer(bits).t(), rtol=2**-7, atol=0)
+            seen += 1
+    assert seen == 14
+    with torch.no_grad():
+        assert divergence(model(WORDS).logits, again(WORDS).logits) < (
+            2e-2 if format.endswith("fp4") else 5e-4
+        )
+
+
 def test_a_checkpoint_loads_for_lora_without_a_round_trip(tmp_path: Path) -> None:
     model = llama(QUANTIZED["block"])
     path = nc.export(model, tmp_path / "out", format="hf-fp8-block128").path
@@ -129,13 +198,17 @@ NAMES = {
     ("kind", "format", "name", "inner"),
     [
         ("Mixtral", "hf-fp8-block128", "block", 256),
+        ("Mixtral", "compressed-tensors", "fp8-channel", 72),
+        ("Qwen3Moe", "hf-fp8-block128", "block", 128),
         ("Qwen3Moe", "compressed-tensors", "current", 72),
     ],
 )
 def test_experts_load_under_the_names_of_their_architecture(
     kind: str, format: str, name: str, inner: int, tmp_path: Path
 ) -> None:
-    model = mixture(kind, QUANTIZED[name], inner)
+    model = mixture(kind, QUANTIZED["current" if name == "fp8-channel" else name], inner)
+    if name == "fp8-channel":
+        nc.serving.forward_like(model, "transformers", format=name)
     path = nc.export(model, tmp_path / "out", format=format).path
     files = safetensors.torch.load_file(path / "model.safetensors")
     plain = {key for key, _ in nc.serving.weights(model, "bf16")}
