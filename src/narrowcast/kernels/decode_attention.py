@@ -90,6 +90,7 @@ def _decode_attention_kernel(
         q = to_float32(q, EMULATE)
     k_at = k_ptr + batch.to(tl.int64) * k_batch + group * k_head + i[:, None]
     v_at = v_ptr + batch.to(tl.int64) * v_batch + group * v_head + j[None, :]
+    unit = tl.cast(scale, tl.float32)  # a graph passes floats in fp64
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, VALUES], tl.float32)
@@ -104,7 +105,7 @@ def _decode_attention_kernel(
         v = tl.load(v_at + place[:, None].to(tl.int64) * v_row, mask=values_there, other=0.0)
         if EMULATE:
             k, v = to_float32(k, EMULATE), to_float32(v, EMULATE)
-        score = tl.dot(q, k, input_precision="ieee") * scale
+        score = tl.dot(q, k, input_precision="ieee") * unit
         score = tl.where(inside[None, :], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, axis=1))
         weight = tl.exp2(score - new[:, None])
