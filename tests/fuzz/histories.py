@@ -554,6 +554,8 @@ class World:
                 if found is not None:
                     found[1].requires_grad_(not item["frozen"])
             if programs.is_something_in_force():
+                gc.collect()  # before 2.15 PyTorch ends one that raised with its frame, which the error may refer to
+            if programs.is_something_in_force():
                 raise Difference(f"after {do} a checkpoint is still in force")
         for of, p in self.model.named_parameters():
             for name, value in self.optimizer.state.get(p, {}).items():

@@ -124,7 +124,7 @@ def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0, least: fl
         raise Difference(f"{what}: shapes differ, {tuple(ours.shape)} and {tuple(theirs.shape)}")
     if ours.dtype != theirs.dtype and not tolerance:
         raise Difference(f"{what}: dtypes differ, {ours.dtype} and {theirs.dtype}")
-    a, b = ours.detach().double(), theirs.detach().double()
+    a, b = _decoded(ours).double(), _decoded(theirs).double()
     if not torch.equal(a.isfinite(), b.isfinite()):
         raise Difference(f"{what}: finite in other places")
     a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
@@ -133,6 +133,12 @@ def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0, least: fl
     error = ((a - b).norm() / b.norm().clamp_min(least)).item()
     if error > tolerance:
         raise Difference(f"{what}: off by {error:.3g}")
+
+
+def _decoded(value: Tensor) -> Tensor:
+    """Plain values: kernels decode to no fp64."""
+    value = value.detach()
+    return value.dequantize() if isinstance(value, nc.QuantizedTensor) else value
 
 
 @contextlib.contextmanager
