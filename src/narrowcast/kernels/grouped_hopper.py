@@ -263,7 +263,8 @@ def _tile_product(
                 b = rights.index(stage).slice(part * WIDTH, WIDTH, dim=0).permute((1, 0))
                 sums = sums + (warpgroup_mma(a, b, totals[part], is_async=True),)
         if not PROMOTED:
-            sums = warpgroup_mma_wait(0, deps=sums)
+            waited = warpgroup_mma_wait(0, deps=sums)
+            sums = waited if PARTS > 1 else (waited,)  # one is returned as itself
         mbarrier.arrive(free.index(stage), count=1)
         totals = sums
         a_scale = next_a_scale
