@@ -121,7 +121,10 @@ def training_step_of(run: Any, x: Tensor, dy: Tensor, splits: Tensor, plain: boo
 
 def measure_training(chosen: Namespace, x: Tensor, dy: Tensor, splits: Tensor) -> list[Row]:
     rows: list[Row] = []
-    peer = captured(training_step_of(made(PEER, True), x, dy, splits, True))
+    plain = training_step_of(
+        made(PEER, True), x, dy, splits, True
+    )  # kept, for a replay keeps none of its tensors
+    peer = captured(plain)
     for name in RECIPES:
         if not re.search(chosen.only, f"{name}, with optimizer"):
             continue

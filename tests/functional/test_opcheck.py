@@ -459,6 +459,7 @@ def adam_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("adam_quantize_")
 def adam_quantize_cases(x: Tensor) -> Iterator[Arguments]:
+    x = x.contiguous()  # as the operator takes its tensors
     options = [0.9, 0.95], 1e-8, 0.1, True, True
     for quantizer in (Float8CurrentScalingQuantizer(E4M3), DelayedFloat8Quantizer(E4M3, 1)):
         delayed = isinstance(quantizer, DelayedFloat8Quantizer)

@@ -180,7 +180,7 @@ def adam_quantize_(
     """:func:`adam_`, and write the quantized parameters from the same pass.
 
     Args:
-        weights: matrices; their lists may have no strides of their own.
+        weights: matrices, contiguous as all that is stepped with them.
         beside: as in :func:`adam_`.
         buffers: what the quantizer makes of each parameter, one after the other; they are written in place.
         quantizer: of all of them, which rounds to nearest.
