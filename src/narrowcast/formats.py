@@ -480,6 +480,7 @@ MXFP6 = Layout(
     minimum_rank=2,
     scale_group=(1, MX_BLOCK),
     decoders=("mx_packed_rowwise", "mx_packed_columnwise"),
+    grouped="padded",
 )
 MXFP4 = replace(
     MXFP6,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast import functional, reference
+from narrowcast.functional.grouped_decoded import padded_places
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
 
@@ -23,12 +24,27 @@ def block(dim: int) -> nc.Quantizer:
     return nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
 
 
+def halves(row: nc.Quantizer, source: str = "original") -> nc.HybridQuantizer:
+    columns = nc.MXFP8Quantizer(E4M3)
+    return nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=columns, columnwise_source=source)
+
+
 QUANTIZERS: dict[str, tuple[Any, Any, Any]] = {  # of input, weight and grad_output
     "e4m3": tuple(nc.Float8CurrentScalingQuantizer(element) for element in (E4M3, E4M3, E4M3)),
     "hybrid": tuple(nc.Float8CurrentScalingQuantizer(element) for element in (E4M3, E4M3, E5M2)),
     "block": (block(1), block(2), block(1)),
     "mxfp8": tuple(nc.MXFP8Quantizer(E4M3) for _ in range(3)),
+    "mxfp4": tuple(nc.MXFP4Quantizer() for _ in range(3)),
     "nvfp4": tuple(nc.NVFP4Quantizer() for _ in range(3)),
+    "rotated nvfp4": (
+        nc.NVFP4Quantizer(with_rht=True),
+        nc.NVFP4Quantizer(with_2d_quantization=True),
+        nc.NVFP4Quantizer(with_rht=True),
+    ),
+    "4 over 6": tuple(nc.NVFP4Quantizer(nvfp4_use_4over6=True) for _ in range(3)),
+    "halves": tuple(halves(nc.NVFP4Quantizer()) for _ in range(3)),
+    "decoded halves": tuple(halves(nc.NVFP4Quantizer(), "rowwise_dequantized") for _ in range(3)),
+    "tensor halves": tuple(halves(nc.Float8CurrentScalingQuantizer(E4M3)) for _ in range(3)),
     "identity": tuple(nc.IdentityQuantizer() for _ in range(3)),
 }
 NATIVE = ("e4m3", "hybrid", "block")
@@ -166,7 +182,7 @@ def test_native_equals_decoded(name: str, splits: list[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "identity"])
 def test_nothing_waits_for_the_splits(name: str) -> None:
     """No synchronisation, and a captured graph follows the splits."""
     case = Case(name, [100, 30, 126], beyond=0)
@@ -180,7 +196,8 @@ def test_nothing_waits_for_the_splits(name: str) -> None:
             quantize(dy, case.splits, case.quantizers[2], layout),
         )
         sums = functional.grouped_column_sum(dy, case.splits)
-        return [*(case.multiply(kind) for kind in KINDS), sums]
+        emulate = name not in NATIVE
+        return [*(case.multiply(kind, emulate=emulate) for kind in KINDS), sums]
 
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -219,6 +236,7 @@ def refuse_reads(patch: pytest.MonkeyPatch) -> None:
 
 
 grouped = importlib.import_module("narrowcast.functional.grouped_gemm")
+quantizing = importlib.import_module("narrowcast.functional.grouped_quantize")
 
 
 def masked_product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,7 +249,7 @@ def masked_product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype
     return (own @ weights).sum(0).to(dtype)
 
 
-DECODED = ("e4m3", "hybrid", "block", "mxfp8")
+DECODED = [name for name in QUANTIZERS if name != "identity"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,12 +262,37 @@ def test_an_emulated_product_reads_no_splits(name: str, kind: str, monkeypatch: 
         expected = functional.grouped_gemm(*case.arguments(kind, torch.float32))
         kind_, *operands, own_splits, biases, dtype, rows, n, k, _, _ = case.arguments(kind, torch.float32)
         a, b = (grouped._Operand(*operands[at : at + 4]) for at in (0, 4))
-        assert a.is_decoded() and b.is_decoded()
         bias, sizes = grouped._stacked(biases), grouped._Sizes(rows, n, k)
+        a, b = grouped._opened(kind, a, b, sizes, len(splits))
+        assert a.is_decoded() and b.is_decoded()
         with pytest.MonkeyPatch.context() as patch:
             refuse_reads(patch)
             ours = grouped._multiply_decoded(kind_, a, b, own_splits, bias, dtype, sizes)
         assert_close(ours, expected, "fp32_sum_order")
+
+
+def padded(x: Tensor, splits: Tensor, *_: Any) -> Tensor:
+    """Stand-in for the GPU's padding of groups to 128 rows; nothing is read."""
+    rows = (x.shape[0] + len(splits) * 127 + 127) // 128 * 128
+    group = torch.searchsorted(splits.cumsum(0), torch.arange(x.shape[0]), right=True)
+    places = torch.where(group < len(splits), padded_places(splits, group, 128), rows)
+    return x.new_zeros(rows + 1, x.shape[1]).index_copy(0, places, x)[:rows]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in DECODED if name not in ("e4m3", "hybrid", "tensor halves")]
+)
+def test_quantizing_reads_no_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats in blocks, which a GPU quantizes as one matrix with padded groups."""
+    case = Case(name, [40, 0, 3, 129])
+    how = case.splits, case.quantizers[2], case.layout
+    expected = functional.grouped_quantize(case.inputs[2], *how)
+    monkeypatch.setattr(quantizing, "_padded", lambda x, splits, *_: padded(x, splits))
+    refuse_reads(monkeypatch)
+    ours = functional.grouped_quantize(case.inputs[2], *how)
+    monkeypatch.undo()
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", DECODED)

@@ -146,3 +146,27 @@ def test_more_than_two_billion_elements(device: torch.device) -> None:
     assert_bitwise(actual[1][tail:], expected[1])
     assert_bitwise(actual[2][:, tail // 2 :], expected[2])
     assert_bitwise(actual[3][:, tail // 16 :][:, : expected[3].shape[1]], expected[3])
+
+
+@pytest.mark.parametrize(
+    "options, directions",
+    [("sr_rht", (True, True)), ("2d", (True, False)), ("4over6_mae", (False, True))],
+)
+def test_groups(options: str, directions: tuple[bool, bool], device: torch.device) -> None:
+    """An amax of every group of 128 rows and more; the second has none, and the last rows are in no group."""
+    given = {
+        **OPTIONS[options],
+        "groups": (torch.tensor([[0, 0, 2, 3], [0, 0, 2, 0], [208, 208, 128, 0]], device=device), 3),
+    }
+    x = torch.randn(512, 40, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.tensor([1.0, 3.0, 0.1, 50.0]).repeat_interleave(128)[:, None]).to(device, torch.bfloat16)
+    x[208:256] = 0
+    made, expected = (quantize(module, x, given, directions) for module in (kernels.nvfp4, reference))
+    for one, other in zip(made, expected, strict=True):
+        assert_bitwise(one, other)
+    alone = quantize(reference, x[:208], OPTIONS[options], directions)
+    for one, other in zip(expected, alone, strict=True):
+        assert (
+            one[0] == other if one.dim() == 1 else torch.equal(one[: other.shape[0], : other.shape[1]], other)
+        )
+        assert one.dim() > 1 or one[1] == 0

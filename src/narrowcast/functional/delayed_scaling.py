@@ -13,7 +13,7 @@ from ..formats import E4M3
 from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
-from .grouped_quantize import ALIGNMENT
+from .grouped_decoded import ALIGNMENT
 from .numerics import computed_by, numerics_for
 from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show
 from .replay import replay_of

@@ -1,6 +1,7 @@
 """Groups decoded on the device: rows in the order of their groups, weights as (G, N, K); nothing reads the splits.
 
-Layouts are those of ``grouped_quantize``. Groups of the split layout have no place that the host does not compute.
+Layouts are those of ``grouped_quantize``. Groups after groups in the split layout have no place that the host does not
+compute.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .grouped_quantize import ALIGNMENT
+from ..formats import padded_rows
 from .numerics import numerics_for
+
+ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
+"""Rows that groups are padded to, by layout; of the tensor layout in the transposed codes."""
 
 
 class Decoded(NamedTuple):
@@ -32,6 +36,26 @@ def group_of_row(splits: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)
 
 
+def blocks_of_groups(x: Tensor, splits: Tensor | None) -> Tensor:
+    """Return int64 (3, P / 128), for every 128 rows of padded groups: their group, its first 128 rows, its rows.
+
+    Args:
+        x: rows (T, K), or weights (G, N, K) without ``splits``.
+    """
+    alignment = ALIGNMENT["padded"]
+    if splits is None:
+        each = (x.shape[1] + alignment - 1) // alignment
+        group = torch.arange(x.shape[0], device=x.device).repeat_interleave(each)
+        return torch.stack([group, group * each, torch.full_like(group, x.shape[1])])
+    sizes = (splits + (alignment - 1)) // alignment
+    ends = sizes.cumsum(0)
+    blocks = padded_rows(x.shape[0], splits.shape[0], alignment) // alignment
+    group = torch.searchsorted(ends, torch.arange(blocks, device=x.device), right=True)
+    return torch.stack(
+        [group, F.pad(ends - sizes, (0, 1))[group], F.pad(splits, (0, 1))[group].to(torch.int64)]
+    )
+
+
 def padded_places(splits: Tensor, group: Tensor, alignment: int) -> Tensor:
     """Return where the rows of groups (rows,) are if each group starts at a multiple; 0 for rows of no group."""
     starts = splits.cumsum(0) - splits
@@ -45,18 +69,25 @@ def rows_of_groups(
     buffers: list[Tensor],
     quantizer: Any,
     layout: str,
-    columnwise: bool,
     splits: Tensor,
     group: Tensor,
     columns: int,
     dtype: torch.dtype,
 ) -> Decoded:
-    """Return an operand of rows as (T, ``columns``); ``group``: that of every row."""
-    values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, columnwise, dtype)
-    values = (values.t() if columnwise else values)[:, :columns]
-    if layout == "padded" or columnwise:
+    """Return a row-wise operand of rows as (T, ``columns``); ``group``: that of every row."""
+    values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, False, dtype)
+    values = values[:, :columns]
+    if layout == "padded":
         values = values.index_select(0, padded_places(splits, group, ALIGNMENT[layout]))
     return Decoded(values, scale)
+
+
+def padded_rows_of_groups(
+    buffers: list[Tensor], quantizer: Any, columnwise: bool, columns: int, dtype: torch.dtype
+) -> Decoded:
+    """Return a column-wise operand of rows as (P, ``columns``), groups padded as they are in both layouts."""
+    values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, columnwise, dtype)
+    return Decoded((values.t() if columnwise else values)[:, :columns], scale)
 
 
 def weights_of_groups(
@@ -75,9 +106,9 @@ def weights_of_groups(
         values, _ = quantizer._gemm_operand(numerics, [codes.flatten(0, 1), scale], columnwise, dtype)
         values = values.view(codes.shape)
         return Decoded(values.transpose(1, 2) if columnwise else values, scale)
-    values, _ = quantizer._gemm_operand(numerics, buffers, columnwise, dtype)
+    values, scale = quantizer._gemm_operand(numerics, buffers, columnwise, dtype)
     values = (values.t() if columnwise else values).unflatten(0, (groups, -1))
-    return Decoded(values[:, :rows, :columns], None)
+    return Decoded(values[:, :rows, :columns], scale)
 
 
 def dequantized_rows(
@@ -89,6 +120,10 @@ def dequantized_rows(
         codes, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, False, torch.float32)
         decoded = (codes * F.pad(scale, (0, 1))[group].unsqueeze(1)).to(dtype)
     else:
+        if quantizer._takes_groups:  # of rows with an amax each
+            *codes, amax = buffers
+            blocks = blocks_of_groups(codes[0].new_empty((shape[0], 0)), splits)[0]
+            buffers = [*codes, F.pad(amax, (0, 1))[blocks].repeat_interleave(ALIGNMENT[layout])]
         decoded = quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)[:, : shape[1]]
         decoded = decoded.index_select(0, padded_places(splits, group, ALIGNMENT[layout]))
     return torch.where((group < splits.shape[0]).unsqueeze(1), decoded, 0)

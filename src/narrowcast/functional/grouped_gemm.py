@@ -29,14 +29,17 @@ from ._library import QUANTIZER, define
 from .batch_invariant import gemm_batch_invariant
 from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_decoded import (
+    ALIGNMENT,
     Decoded,
     can_decode,
     dequantized_rows,
     group_of_row,
+    padded_rows_of_groups,
     rows_of_groups,
     weights_of_groups,
 )
-from .grouped_quantize import ALIGNMENT, Direction, stack
+from .grouped_places import Direction
+from .grouped_quantize import stack
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
 
@@ -68,11 +71,14 @@ class _Operand(NamedTuple):
         """Return whether the device decodes all groups at once."""
         return can_decode(self.layout, self.quantizer)
 
-    def rows(
-        self, columnwise: bool, splits: Tensor, group: Tensor, columns: int, dtype: torch.dtype
-    ) -> Decoded:
-        how = columnwise, splits, group, columns, dtype
-        return rows_of_groups(self.buffers, self.quantizer, self.layout, *how)
+    def opened(self, columnwise: bool, shape: tuple[int, ...], groups: int) -> _Operand:
+        """Return the operand of rows (T, K) or weights (G, N, K) out of its arena, if it is in one."""
+        direction = Direction(self.layout, self.quantizer, columnwise, shape[-1], self.dtype)
+        inner, buffers = direction.opened(self.buffers, shape, groups)
+        return _Operand(buffers, inner.quantizer, inner.layout, self.dtype)
+
+    def rows(self, splits: Tensor, group: Tensor, columns: int, dtype: torch.dtype) -> Decoded:
+        return rows_of_groups(self.buffers, self.quantizer, self.layout, splits, group, columns, dtype)
 
     def by_group(self, columnwise: bool, sizes: list[int], columns: int) -> list[list[Tensor]]:
         direction = Direction(self.layout, self.quantizer, columnwise, columns, self.dtype)
@@ -94,6 +100,11 @@ class _Sizes(NamedTuple):
     def columns_of_left(self, kind: str) -> int:
         return self.in_features if kind == "fprop" else self.out_features
 
+    def of_right(self, kind: str, groups: int) -> tuple[int, ...]:
+        if kind == "wgrad":
+            return self.rows, self.in_features
+        return groups, self.out_features, self.in_features
+
 
 def _grouped_gemm(
     kind: str,
@@ -114,9 +125,10 @@ def _grouped_gemm(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
+    whole = _Sizes(rows, out_features, in_features)
     a = _Operand(left, left_quantizer, left_layout, left_dtype)
     b = _Operand(right, right_quantizer, right_layout, right_dtype)
-    whole = _Sizes(rows, out_features, in_features)
+    a, b = _opened(kind, a, b, whole, splits.shape[0])
     bias = _stacked(biases)
     if emulate and left[0].is_cuda and dtype != torch.float16 and a.is_decoded() and b.is_decoded():
         return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
@@ -124,6 +136,17 @@ def _grouped_gemm(
         how = fast_accumulation, emulate
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, lambda *group: gemm(*group, *how))
     return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation)
+
+
+def _opened(
+    kind: str, left: _Operand, right: _Operand, whole: _Sizes, groups: int
+) -> tuple[_Operand, _Operand]:
+    """Return both operands out of their arenas."""
+    left_columnwise, right_columnwise = gemm_directions(kind)
+    rows = whole.rows, whole.columns_of_left(kind)
+    return left.opened(left_columnwise, rows, groups), right.opened(
+        right_columnwise, whole.of_right(kind, groups), groups
+    )
 
 
 def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
@@ -154,8 +177,8 @@ Args:
     dtype: of the result.
     rows, out_features, in_features: T, N, K.
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
-    emulate: on a GPU, decode and multiply in bf16. Only operands of the split layout, and fp16 results, read the splits
-        on the host. A bf16 product is rounded before scales and bias.
+    emulate: on a GPU, decode and multiply in bf16. Only groups after groups, and fp16 results, read the splits on the
+        host. A bf16 product is rounded before scales and bias.
 
 Returns:
     (T, N), (T, K) or (G, N, K) of ``dtype``; the weight gradient of an empty group is zero.
@@ -225,16 +248,22 @@ def _multiply_decoded(
     shape = sizes.of_result(kind, splits.shape[0])
     if 0 in shape or 0 in (splits.shape[0], *sizes):
         return left.buffers[0].new_zeros(shape, dtype=dtype)
-    group = group_of_row(splits, sizes.rows)
     # an fp32 weight gradient has a kernel for bf16 operands
     exact = torch.bfloat16 if kind == "wgrad" else dtype
-    a = left.rows(left_columnwise, splits, group, sizes.columns_of_left(kind), exact)
-    if kind == "wgrad":
-        b = right.rows(right_columnwise, splits, group, sizes.in_features, exact)
-        out = _product(kind, a.values, b.values, splits, torch.float32)
+    if kind == "wgrad":  # padded as their codes are, with zeros: rotated groups of rows stay whole
+        operands = (left, left_columnwise, sizes.out_features), (right, right_columnwise, sizes.in_features)
+        a, b = (
+            padded_rows_of_groups(one.buffers, one.quantizer, columnwise, columns, exact)
+            for one, columnwise, columns in operands
+        )
+        alignment = ALIGNMENT["padded"]
+        padded = (splits + (alignment - 1)) // alignment * alignment
+        out = _product(kind, a.values, b.values, padded, torch.float32)
         for scale in (a.scale, b.scale):
             out = out if scale is None else out * scale.view(-1, 1, 1)
         return out.to(dtype)
+    group = group_of_row(splits, sizes.rows)
+    a = left.rows(splits, group, sizes.columns_of_left(kind), exact)
     shape = splits.shape[0], sizes.out_features, sizes.in_features
     b = weights_of_groups(right.buffers, right.quantizer, right.layout, right_columnwise, shape, exact)
     out = _product(kind, a.values, b.values, splits, dtype).float()
@@ -480,8 +509,12 @@ def _grouped_dequantize(
     dtype: torch.dtype,
     shape: list[int],
 ) -> Tensor:
-    if splits is not None and layout != "split":
-        return dequantized_rows(operand, quantizer, layout, splits, dtype, shape)
+    groups = shape[0] if splits is None else splits.shape[0]
+    direction, operand = Direction(layout, quantizer, False, shape[-1], dtype).opened(
+        operand, tuple(shape), groups
+    )
+    if splits is not None and direction.layout != "split":
+        return dequantized_rows(operand, direction.quantizer, direction.layout, splits, dtype, shape)
     out = operand[0].new_zeros(shape, dtype=dtype)
     if splits is None:
         sizes = [shape[1]] * shape[0]
@@ -489,10 +522,9 @@ def _grouped_dequantize(
     else:
         sizes, starts, _ = reference.grouped_quantize.extents(splits, shape[0], 1)
         places = [out[start : start + size] for start, size in zip(starts, sizes)]
-    groups = Direction(layout, quantizer, False, shape[-1], dtype).groups_of(operand, sizes)
-    for place, buffers in zip(places, groups):
+    for place, buffers in zip(places, direction.groups_of(operand, sizes)):
         if place.numel():
-            decoded = quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
+            decoded = direction.quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
             place.copy_(decoded[: place.shape[0], : place.shape[1]])
     return out
 
@@ -505,5 +537,5 @@ grouped_dequantize = define(
 )
 """Decode a row-wise operand of groups to (T, K), or without ``splits`` of weights to (G, N, K).
 
-The splits of the split layout are read on the host; ``dtype`` is the one that was quantized from.
+Splits of groups after groups are read on the host; ``dtype`` is the one that was quantized from.
 """

@@ -9,18 +9,20 @@ tensor    codes, scale_inv (G,)                  per-tensor FP8: rows as they co
                                                  at a multiple of 16; weights (G, N, K) and (G, K, N)
 padded    codes, scales                          block formats: the quantization of the matrix whose groups are padded
                                                  to 128 rows, so that no block lies in two groups
-split     one buffer of bytes                    every other quantizer: group after group, each group's buffers
+split     one buffer of bytes                    every other quantizer: NVFP4 and hybrids as one of the layouts above
+                                                 would have them, one buffer after the other; the rest group after
+                                                 group, each group's buffers
 ========  =====================================  ================================================================
 
-The sizes of the buffers depend on the number of rows and groups alone. Only the split layout, and what runs decoded,
-reads the splits on the host.
+The sizes of the buffers depend on the number of rows and groups alone. Only groups after groups, and what runs decoded
+one by one, read the splits on the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +32,10 @@ from .. import reference
 from ..formats import padded_rows, round_up
 from ._library import QUANTIZER, define
 from ._producers import STATE, describe, encode
+from .grouped_decoded import ALIGNMENT, blocks_of_groups, dequantized_rows
+from .grouped_places import Direction
 from .numerics import computed_by, numerics_for
-from .quantizer_value import BufferTable, QuantizerValue
-
-ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
-"""Rows that groups are padded to, by layout; of the tensor layout in the transposed codes."""
-
-_ARENA_ALIGNMENT = 16
+from .quantizer_value import QuantizerValue
 
 
 def operand_of(buffers: list[Tensor], layout: str, columnwise: bool) -> list[Tensor]:
@@ -79,6 +78,19 @@ class _GroupedNumerics:
         )
 
 
+class _PaddedNumerics:
+    """Numerics whose NVFP4 takes an amax for each group, of ``blocks`` of 128 rows, for its quantizer's ``_encode``."""
+
+    def __init__(self, numerics: Any, blocks: Tensor, groups: int):
+        self.nvfp4 = self
+        self.numerics, self.groups = numerics, (blocks, groups)
+
+    def quantize(self, x: Tensor, **options: Any) -> list[Tensor]:
+        supported = self.numerics is reference or self.numerics.nvfp4.supports(**options)
+        numerics = self.numerics if supported else reference
+        return numerics.nvfp4.quantize(x, groups=self.groups, **options)
+
+
 def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
     """Return the entries of a delayed quantizer's slot in its state (slots * groups); None for other quantizers."""
     if state is None or not quantizer._is_delayed():
@@ -110,12 +122,16 @@ def encode_groups(
         numerics = numerics_for(x)
     elif layout == "split" or (layout == "tensor" and not gated):  # no kernel computes these on the way in
         x = numerics.sources.materialize(x)
+    if layout == "split" and _has_places(quantizer):
+        return _encode_arenas(x, splits, quantizer, seed)
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
         of_groups = numerics.grouped_gated if gated else numerics.grouped_quantize
         parts, numerics = [x], _GroupedNumerics(of_groups, splits, groups, scales, amaxes, keep_amax)
     elif layout == "padded":
         parts = [_padded(x, splits, quantizer, numerics)]
+        if quantizer._takes_groups:
+            numerics = _PaddedNumerics(numerics, blocks_of_groups(x, splits), groups)
     else:
         sizes = _sizes(x, splits)
         parts = x.reshape(-1, x.shape[-1]).split(sizes)[:groups]
@@ -127,6 +143,55 @@ def encode_groups(
         if layout != "split" or part.numel()
     )
     return _place(encoded, x, sizes[:groups], quantizer) if layout == "split" else next(encoded)
+
+
+def _has_places(quantizer: Any) -> bool:
+    """Return whether the device finds the groups of every direction in the split layout."""
+    return all(quantizer._of_groups(columnwise) is not None for columnwise in quantizer._directions())
+
+
+def _encode_arenas(x: Tensor, splits: Tensor | None, quantizer: Any, seed: Tensor | None) -> list[Tensor]:
+    """Return an arena of each direction, which holds the buffers that the direction's own quantizer makes of groups."""
+    operands: dict[bool, list[Tensor]] = {}
+    if quantizer._takes_groups:  # both directions in one pass
+        made = encode_groups([x], splits, quantizer, "padded", seed)
+        named = dict(zip(quantizer._describe_buffers((1, 1), x.dtype), made, strict=True))
+        for columnwise in quantizer._directions():
+            names = quantizer._format_layout().attributes(columnwise)
+            operands[columnwise] = [named[name] for name in names]
+    else:
+        for columnwise in quantizer._directions():
+            source = x
+            if columnwise and quantizer._reads_decoded_rows():
+                rows = operands.get(False) or _encode_direction(x, splits, quantizer, False, seed)
+                source = _decoded(rows, x, splits, *quantizer._of_groups(False))
+            operands[columnwise] = _encode_direction(source, splits, quantizer, columnwise, seed)
+    shape, groups = tuple(x.shape), x.shape[0] if splits is None else splits.shape[0]
+    arenas = []
+    for columnwise, operand in operands.items():
+        direction = Direction("split", quantizer, columnwise, x.shape[-1], x.dtype)
+        arena = x.new_zeros(direction.arena_bytes(shape, groups), dtype=torch.uint8)
+        for view, buffer in zip(direction.opened([arena], shape, groups)[1], operand, strict=True):
+            view.copy_(buffer)
+        arenas.append(arena)
+    return arenas
+
+
+def _encode_direction(
+    x: Tensor, splits: Tensor | None, quantizer: Any, columnwise: bool, seed: Tensor | None
+) -> list[Tensor]:
+    own, layout = quantizer._of_groups(columnwise)
+    return encode_groups([x], splits, own, layout, seed if own._is_stochastic() else None)
+
+
+def _decoded(operand: list[Tensor], x: Tensor, splits: Tensor | None, quantizer: Any, layout: str) -> Tensor:
+    """Return what row-wise buffers of ``x`` decode to, in its shape and dtype."""
+    if splits is not None:
+        return dequantized_rows(operand, quantizer, layout, splits, x.dtype, list(x.shape))
+    groups, rows, columns = x.shape
+    members = Direction(layout, quantizer, False, columns, x.dtype).groups_of(operand, [rows] * groups)
+    decoded = [quantizer._decode(numerics_for(x), buffers, False, x.dtype) for buffers in members]
+    return torch.stack([values[:rows, :columns] for values in decoded])
 
 
 def _sizes(x: Tensor, splits: Tensor | None) -> list[int]:
@@ -154,7 +219,7 @@ def _place(encoded: Iterator[list[Tensor]], x: Tensor, sizes: list[int], quantiz
     arenas, places = [], []
     for columnwise in quantizer._directions():
         direction = Direction("split", quantizer, columnwise, columns, x.dtype)
-        arena = x.new_zeros(direction.arena_bytes(rows, len(sizes)), dtype=torch.uint8)
+        arena = x.new_zeros(direction.arena_bytes((rows, columns), len(sizes)), dtype=torch.uint8)
         arenas.append(arena)
         places.append((direction, direction.split_arena(arena, sizes)))
     for group, size in enumerate(sizes):
@@ -168,136 +233,18 @@ def _place(encoded: Iterator[list[Tensor]], x: Tensor, sizes: list[int], quantiz
     return arenas
 
 
-class Direction(NamedTuple):
-    """The layout of one direction's groups in its buffers.
-
-    ``columns``: K. ``dtype``: of what was quantized.
-    """
-
-    layout: str
-    quantizer: Any
-    columnwise: bool
-    columns: int
-    dtype: torch.dtype
-
-    def described(self, rows: int) -> BufferTable:
-        """Return the buffers of so many rows that are quantized by themselves."""
-        return self._quantizer_alone()._describe_buffers((rows, self.columns), self.dtype)
-
-    def _quantizer_alone(self) -> Any:
-        return self.quantizer.with_usage(rowwise=not self.columnwise, columnwise=self.columnwise)
-
-    def groups_of(self, operand: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
-        """Return the operand of every group by itself, as quantizing that group alone would give it.
-
-        Args:
-            operand: this direction's buffers.
-            sizes: rows of every group, on the host; also of weights, where all are equal.
-        """
-        if self.layout == "split":
-            return self.split_arena(operand[0], sizes)
-        if self.layout == "tensor" and operand[0].dim() == 3:
-            return [[codes, operand[1][g : g + 1]] for g, codes in enumerate(operand[0].unbind(0))]
-        groups: list[list[Tensor]] = []
-        start = padded_start = 0
-        for group, size in enumerate(sizes):
-            if self.layout == "tensor":
-                at = padded_start if self.columnwise else start
-                codes = operand[0].narrow(1 if self.columnwise else 0, at, size)
-                groups.append([codes.contiguous(), operand[1][group : group + 1]])
-            else:
-                places = self._places(padded_start, size)
-                groups.append([part_of(buffer, place) for buffer, place in zip(operand, places, strict=True)])
-            start, padded_start = start + size, padded_start + round_up(size, ALIGNMENT[self.layout])
-        return groups
-
-    def joined(self, members: list[list[Tensor]], rows: int) -> list[Tensor]:
-        """Return the buffers of weights (N, K) with ``rows`` N that were quantized one by one: :meth:`groups_of`
-        undone.
-        """
-        if self.layout == "tensor":
-            codes, scales = zip(*members)
-            return [torch.stack(codes), torch.cat(scales)]
-        whole = [buffer.zero_() for buffer in self.empty(members[0][0], (len(members), rows, self.columns))]
-        if self.layout == "split":
-            for place, member in zip(self.split_arena(whole[0], [rows] * len(members)), members, strict=True):
-                for view, own in zip(place, member, strict=True):
-                    view.copy_(own)
-            return whole
-        for group, member in enumerate(members):
-            places = self._places(group * round_up(rows, ALIGNMENT[self.layout]), rows)
-            for (dim, begin, entries, _), buffer, own in zip(places, whole, member, strict=True):
-                buffer.narrow(dim, begin, entries).copy_(own.narrow(dim, 0, entries))
-        return whole
-
-    def empty(self, like: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-        """Return uninitialized buffers of weights (G, N, K)."""
-        return _describe(like, shape, shape[0], self._quantizer_alone(), self.layout, self.dtype)
-
-    def _places(self, first: int, count: int) -> list[tuple[int, int, int, int]]:
-        """Return where some rows lie in each buffer of the padded layout, as :meth:`Buffer.part` tells it."""
-        buffers = self.quantizer._format_layout().buffers
-        return [
-            buffer.part(first, count, False) for buffer in buffers if buffer.of_direction(self.columnwise)
-        ]
-
-    def split_arena(self, arena: Tensor, sizes: list[int]) -> list[list[Tensor]]:
-        """Return buffers of every group's operand, as views."""
-        at = 0
-        groups = []
-        for size in sizes:
-            views = []
-            for shape, kind in self.described(size).values():
-                count = kind.itemsize * math.prod(shape)
-                views.append(arena[at : at + count].view(kind).view(shape))
-                at += round_up(count, _ARENA_ALIGNMENT)
-            groups.append(views)
-        return groups
-
-    def arena_bytes(self, rows: int, groups: int) -> int:
-        """Return bytes that groups of that many rows can need: each is as long as one of whole 128 rows at most."""
-
-        def size(rows: int) -> int:
-            buffers = self.described(rows).values()
-            return sum(
-                round_up(kind.itemsize * math.prod(shape), _ARENA_ALIGNMENT) for shape, kind in buffers
-            )
-
-        return size(round_up(rows, 128)) + groups * size(128)
-
-
-def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:
-    """Return a buffer's part for some rows, or columns: padded as their own buffer is, and contiguous.
-
-    Args:
-        place: as :meth:`Buffer.part` tells it.
-    """
-    dim, begin, entries, padded = place
-    if dim < 0:
-        return buffer
-    own = buffer.detach().narrow(dim, begin, min(entries, buffer.shape[dim] - begin))
-    missing = padded - own.shape[dim]
-    return F.pad(own, (0, 0) * (own.dim() - 1 - dim) + (0, missing)) if missing else own.contiguous()
-
-
 def _describe(
     like: Tensor, shape: tuple[int, ...], groups: int, quantizer: Any, layout: str, dtype: torch.dtype
 ) -> list[Tensor]:
     """Empty buffers as ``encode_groups`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
     columns = shape[-1]
-    weights = len(shape) == 3
-    rows = shape[0] * shape[1] if weights else shape[0]
+    directions = [Direction(layout, quantizer, side, columns, dtype) for side in quantizer._directions()]
     if layout == "split":
-        directions = [Direction(layout, quantizer, side, columns, dtype) for side in quantizer._directions()]
-        return [like.new_empty(one.arena_bytes(rows, groups), dtype=torch.uint8) for one in directions]
-    if weights:
-        padded = groups * round_up(shape[1], ALIGNMENT[layout])
-    else:
-        padded = padded_rows(rows, groups, ALIGNMENT[layout])
+        return [like.new_empty(one.arena_bytes(shape, groups), dtype=torch.uint8) for one in directions]
     if layout == "padded":
+        padded = groups * round_up(shape[1], 128) if len(shape) == 3 else padded_rows(shape[0], groups, 128)
         return describe(like, (padded, columns), dtype, quantizer)
-    transposed = (groups, columns, shape[1]) if weights else (columns, padded)
-    codes = [like.new_empty(transposed if c else shape, dtype=torch.uint8) for c in quantizer._directions()]
+    codes = [like.new_empty(*one.shapes(shape, groups)[0][:1], dtype=torch.uint8) for one in directions]
     return [*codes, like.new_empty((groups,), dtype=torch.float32)]
 
 

@@ -73,6 +73,9 @@ class QuantizerValue(opaque.Base):
     _shares_amax: ClassVar[bool] = False
     """Whether it can quantize by an amax that processes have reduced."""
 
+    _takes_groups: ClassVar[bool] = False
+    """Whether ``_encode`` takes rows whose groups have an amax each, as the numerics' function of NVFP4 does."""
+
     _has_prologue: ClassVar[bool] = False
     """Whether the kernel of a GEMM can encode in its place; see :meth:`_prologue`."""
 
@@ -137,6 +140,16 @@ class QuantizerValue(opaque.Base):
         if shares and not self._shares_amax:
             return False, ("", ""), 1
         return shares, ("", "") if self.optimize_for_gemm else layout.joins, layout.joined_rows
+
+    def _of_groups(self, columnwise: bool) -> tuple[QuantizerValue, str] | None:
+        """Return a quantizer of one direction and a layout in which the device finds groups, for a format whose own
+        layout is "split"; None if there is none.
+        """
+        return None
+
+    def _reads_decoded_rows(self) -> bool:
+        """Return whether column-wise data are made of what row-wise ones decode to."""
+        return False
 
     def _directions(self) -> list[bool]:
         """Return directions it produces, in order: False for row-wise, True for column-wise."""

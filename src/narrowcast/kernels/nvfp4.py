@@ -48,18 +48,21 @@ def _raise_one(amax_ptr, value):
     _raise(amax_ptr, value, value >= 0.0)
 
 
-@triton.jit(do_not_specialize=["band_bits"])
+@triton.jit(do_not_specialize=["groups", "band_bits"], do_not_specialize_on_alignment=["group_ptr"])
 def _nvfp4_amax_kernel(
     x_ptr,
     amax_ptr,
+    group_ptr,
     M,
     K,
+    groups,
     band_bits,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     RHT: tl.constexpr,
     SIGN_MASK: tl.constexpr,
     ROW_SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
@@ -67,6 +70,7 @@ def _nvfp4_amax_kernel(
     EMULATE: tl.constexpr,
 ):
     # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
+    # Grouped: the first of every group, and of rows in none, then the second.
     tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_M
     k0 = tile_k * TILE_K
@@ -78,6 +82,8 @@ def _nvfp4_amax_kernel(
     rows_left = tl.minimum(M - m0, TILE_M).to(tl.int32)
     columns_left = tl.minimum(K - k0, TILE_K).to(tl.int32)
     x_tile = x_ptr + (m0 * K + k0)
+    if GROUPED:
+        amax_ptr += tl.load(group_ptr + tile_m)
     if RHT:
         xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         if ROWWISE:
@@ -85,7 +91,7 @@ def _nvfp4_amax_kernel(
         # Rounding is monotonic: the largest rounded magnitude is the largest one, rounded.
         largest = group_amax(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
         largest, _same = round_pair_to_bfloat16(largest, largest, EMULATE)
-        _raise_one(amax_ptr + 1, tl.max(largest))
+        _raise_one(amax_ptr + (groups + 1 if GROUPED else 1), tl.max(largest))
     else:
         row = tl.arange(0, TILE_M)
         column = tl.arange(0, TILE_K)
@@ -122,6 +128,32 @@ def _load_amax(amax_ptr, copy_ptr, start, line, inside, copies, ROW_SCALED: tl.c
 
 
 @triton.jit
+def _of_group(
+    amax_ptr,
+    group_ptr,
+    seed_ptr,
+    tile_m,
+    M,
+    groups,
+    RHT: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    """Return where a tile's amaxes and seed are, its number in its group, and the group's blocks of 16 rows."""
+    if GROUPED:
+        tiles = tl.cdiv(M, TILE_M)
+        group = tl.load(group_ptr + tile_m)
+        first = tl.load(group_ptr + tiles + tile_m)
+        rows = tl.load(group_ptr + 2 * tiles + tile_m)
+        own = amax_ptr + group
+        return own, own + (groups + 1 if RHT else 0), seed_ptr + group, tile_m - first, (rows + 15) // 16
+    else:
+        second = amax_ptr + (M if ROW_SCALED else 1 if RHT else 0)
+        return amax_ptr, second, seed_ptr, tile_m, (M + 15) // 16
+
+
+@triton.jit
 def _store_groups(
     data_ptr, scale_ptr, words, scale, start, first_block, blocks, lines_left, GROUPS: tl.constexpr
 ):
@@ -138,10 +170,13 @@ def _store_groups(
     tl.store(target + (line * stride + block), scale, mask=first_block + block < stride)
 
 
-@triton.jit(do_not_specialize=["band_bits"], do_not_specialize_on_alignment=["seed_ptr"])
+@triton.jit(
+    do_not_specialize=["groups", "band_bits"], do_not_specialize_on_alignment=["seed_ptr", "group_ptr"]
+)
 def _nvfp4_encode_kernel(
     x_ptr,
     amax_ptr,
+    group_ptr,
     seed_ptr,
     row_data_ptr,
     row_scale_ptr,
@@ -151,6 +186,7 @@ def _nvfp4_encode_kernel(
     column_amax_ptr,
     M,
     K,
+    groups,
     band_bits,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -158,6 +194,7 @@ def _nvfp4_encode_kernel(
     RHT: tl.constexpr,
     SIGN_MASK: tl.constexpr,
     ROW_SCALED: tl.constexpr,
+    GROUPED: tl.constexpr,
     FOUR_OVER_SIX: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
@@ -183,16 +220,19 @@ def _nvfp4_encode_kernel(
     rows_left = tl.minimum(M - m0, TILE_M).to(tl.int32)
     columns_left = tl.minimum(K - k0, TILE_K).to(tl.int32)
     x_tile = x_ptr + (m0 * K + k0)
-    blocks_m = (M + 15) // 16
-    blocks_k = (K + 15) // 16
+    blocks_m, blocks_k = (M + 15) // 16, (K + 15) // 16
+    row_amaxes, column_amaxes, seed_ptr, own_tile, height = _of_group(
+        amax_ptr, group_ptr, seed_ptr, tile_m, M, groups, RHT, ROW_SCALED, GROUPED, TILE_M
+    )
+    is_first = (tile_m == 0) & (tile_k == 0) & (not GROUPED)  # whose results are copied outside
 
     if ROWWISE:
         xs = load_columns(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
         row = tl.arange(0, TILE_M)[:, None]
         block = tl.arange(0, GROUPS_K)[None, :]
-        copies = tile_k == 0 if ROW_SCALED else (tile_m == 0) & (tile_k == 0)
-        amax = _load_amax(amax_ptr, row_amax_ptr, m0, row, row < rows_left, copies, ROW_SCALED)
-        index = (m0 + row) * blocks_k + (tile_k * GROUPS_K + block)
+        copies = tile_k == 0 if ROW_SCALED else is_first
+        amax = _load_amax(row_amaxes, row_amax_ptr, m0, row, row < rows_left, copies, ROW_SCALED)
+        index = (own_tile * TILE_M + row) * blocks_k + (tile_k * GROUPS_K + block)
         scale, low, high = encode(
             xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
         )
@@ -206,25 +246,19 @@ def _nvfp4_encode_kernel(
             xs = round_group(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
         column = tl.arange(0, TILE_K)[None, :]
         block = tl.arange(0, GROUPS_M)[:, None]
-        copies = tile_m == 0 if ROW_SCALED else (tile_m == 0) & (tile_k == 0)
-        amaxes = amax_ptr + (M if ROW_SCALED else 1 if RHT else 0)
-        amax = _load_amax(amaxes, column_amax_ptr, k0, column, column < columns_left, copies, ROW_SCALED)
-        index = (k0 + column) * blocks_m + (tile_m * GROUPS_M + block)
+        copies = tile_m == 0 if ROW_SCALED else is_first
+        amax = _load_amax(
+            column_amaxes, column_amax_ptr, k0, column, column < columns_left, copies, ROW_SCALED
+        )
+        index = (k0 + column) * height + (own_tile * GROUPS_M + block)
         scale, low, high = encode(
             xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
         )
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE_K, 2 * GROUPS_M))
         first = tile_m * GROUPS_M
+        scale = tl.trans(scale)
         _store_groups(
-            column_data_ptr,
-            column_scale_ptr,
-            words,
-            tl.trans(scale),
-            k0,
-            first,
-            blocks_m,
-            columns_left,
-            GROUPS_M,
+            column_data_ptr, column_scale_ptr, words, scale, k0, first, blocks_m, columns_left, GROUPS_M
         )
 
 
@@ -277,6 +311,7 @@ def quantize(
     error_mode: str = "MAE",
     fast_error: bool = False,
     seed: Tensor | None = None,
+    groups: tuple[Tensor, int] | None = None,
 ) -> list[Tensor]:
     """Compute ``reference.nvfp4.quantize``, stochastic rounding included: a pass for amax and one that encodes."""
     check_input(x, 2)
@@ -290,7 +325,11 @@ def quantize(
         allocate(shape, dtype=getattr(torch, dtype), device=x.device) for shape, dtype in described.values()
     ]
     if x.numel() == 0 or not outputs:
-        return outputs
+        if groups is None:
+            return outputs
+        directions = rowwise + columnwise
+        none = torch.zeros((directions, groups[1]), dtype=torch.float32, device=x.device)
+        return [*outputs[:-directions], *(amax.clone() for amax in none)] if directions else []
     directions = rowwise + columnwise
     buffers, amaxes = outputs[:-directions], outputs[-directions:]
     rht = rht and columnwise
@@ -299,19 +338,29 @@ def quantize(
     grid, band_bits = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
     even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
     tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
-    amax = torch.zeros(M + K if row_scaled else 2, dtype=torch.float32, device=x.device)
-    _amax(grid, (x, amax, M, K, band_bits), (rowwise, columnwise, rht, sign_mask, row_scaled, *tile))
+    blocks, count = (None, 0) if groups is None else groups
+    size = M + K if row_scaled else 2 * (count + 1)  # without groups 2
+    amax = torch.zeros(size, dtype=torch.float32, device=x.device)
+    table = amax if blocks is None else blocks.contiguous()
+    if seed is not None and blocks is not None:
+        seed = seed + torch.arange(count + 1, device=x.device)
+    kind = (rht, sign_mask, row_scaled, blocks is not None)
+    _amax(grid, (x, amax, table, M, K, count, band_bits), (rowwise, columnwise, *kind, *tile))
     # An absent direction passes the other's pointers: the constants keep the kernel from touching them.
     encode = _encode_tiles_wide if four_over_six or two_d else _encode_tiles
     encode(
         grid,
         (
-            x, amax, amax if seed is None else seed, *buffers[:2], *buffers[-2:], amaxes[0], amaxes[-1], M, K,
-            band_bits,
+            x, amax, table, amax if seed is None else seed, *buffers[:2], *buffers[-2:], amaxes[0], amaxes[-1], M, K,
+            count, band_bits,
         ),
         (
-            rowwise, columnwise, two_d, rht, sign_mask, row_scaled, four_over_six, e4m3_max, error_mode == "MSE",
-            fast_error, seed is not None, *tile,
+            rowwise, columnwise, two_d, *kind, four_over_six, e4m3_max, error_mode == "MSE", fast_error,
+            seed is not None, *tile,
         ),
     )  # fmt: skip
-    return outputs
+    if blocks is None:
+        return outputs
+    sides = amax.view(2, count + 1)[:, :count]
+    found = [*([sides[0]] if rowwise else []), *([sides[1 if rht else 0]] if columnwise else [])]
+    return [*buffers, *(side.clone() for side in found)]

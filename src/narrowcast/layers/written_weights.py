@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..autograd.groups import by_direction, quantize_weights
 from ..functional import empty_weights, note_written
-from ..functional.grouped_quantize import ALIGNMENT
+from ..functional.grouped_decoded import ALIGNMENT
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import LinearPlan, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..functional import BufferTable, GemmOperand, NativeOperand
-from ..functional.quantizer_value import quantizer_of_text
-from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage
+from ..functional.quantizer_value import QuantizerValue, quantizer_of_text
+from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage, grouped_layout
 from .quantizer import Quantizer
 
 _BUFFERS_PER_DIRECTION = 3
@@ -104,6 +104,16 @@ class HybridQuantizer(Quantizer):
         assert half is not None
         return half
 
+    def _of_groups(self, columnwise: bool) -> tuple[QuantizerValue, str] | None:
+        half = self._half(columnwise)
+        layout = grouped_layout(half._storage_name)
+        if layout == "split":
+            return half._of_groups(columnwise)
+        return None if layout == "tensor" and not half._is_current() else (half, layout)
+
+    def _reads_decoded_rows(self) -> bool:
+        return self.columnwise_source == "rowwise_dequantized"
+
     def _spans_rows(self) -> bool:
         return self._half(False)._spans_rows()
 
@@ -131,7 +141,7 @@ class HybridQuantizer(Quantizer):
         buffers: list[Tensor] = []
         for columnwise in self._directions():
             source = x
-            if columnwise and self.columnwise_source == "rowwise_dequantized":
+            if columnwise and self._reads_decoded_rows():
                 rows = self._encode_half(numerics, x, False, seed)
                 source = self._half(False)._decode(numerics, rows, False, x.dtype)[..., : x.shape[-1]]
             encoded = self._encode_half(numerics, source, columnwise, seed)

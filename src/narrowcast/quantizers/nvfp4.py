@@ -82,7 +82,7 @@ class NVFP4Quantizer(AmaxReducing):
         "nvfp4_e4m3_max",
         "rht_matrix_random_sign_mask_t",
     )
-    _shares_amax = True
+    _shares_amax = _takes_groups = True
     _elements = (DType.kFloat4E2M1,)
 
     def __init__(
@@ -167,6 +167,11 @@ class NVFP4Quantizer(AmaxReducing):
 
     def _format_layout(self) -> Layout:
         return NVFP4_ROW_SCALED if self.row_scaled_nvfp4 else NVFP4
+
+    def _of_groups(self, columnwise: bool) -> tuple[Quantizer, str] | None:
+        if not self._takes_groups or self.row_scaled_nvfp4 or self.with_amax_reduction:
+            return None
+        return self.with_usage(rowwise=not columnwise, columnwise=columnwise), "padded"
 
     def _options(self, seed: Tensor | None) -> dict[str, Any]:
         return {

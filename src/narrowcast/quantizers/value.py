@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _FIELD_TYPES = (bool, int, float, str)
 QUIET_FIELDS = ("internal", "optimize_for_gemm")
 FLAGS_OF_ENCODING = {
-    "_encode": ("_takes_sources", "_needs_amax", "_shares_amax", "_has_prologue"),
+    "_encode": ("_takes_sources", "_needs_amax", "_shares_amax", "_has_prologue", "_takes_groups"),
     "_encode_scaled": ("_takes_sources", "_has_prologue"),
 }
 SPELLINGS = (("_describe_buffers", "inner_tensor_specs"), ("_storage_metadata", "storage_metadata"))

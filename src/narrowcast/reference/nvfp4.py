@@ -69,6 +69,7 @@ class _Options:
     fast_error: bool
     seed: Tensor | None
     amaxes: tuple[Tensor, Tensor] | None
+    groups: tuple[Tensor, int] | None
 
     def __post_init__(self) -> None:
         chosen = [name for name in ("two_d", "rht", "row_scaled", "four_over_six") if getattr(self, name)]
@@ -113,6 +114,7 @@ def quantize(
     fast_error: bool = False,
     seed: Tensor | None = None,
     amaxes: tuple[Tensor, Tensor] | None = None,
+    groups: tuple[Tensor, int] | None = None,
 ) -> list[Tensor]:
     """Quantize a tensor in one or both directions.
 
@@ -130,6 +132,9 @@ def quantize(
         fast_error: of the elements as the global scale enlarges them, without a division.
         seed: int64 [1] for stochastic rounding of the elements, None for round to nearest even.
         amaxes: fp32 [1] each, row-wise and column-wise, to scale by instead of the tensor's own.
+        groups: of a matrix whose groups of rows are quantized each as if it were alone: int64 (3, M / 128), for every
+            128 rows their group, the first 128 rows of that group, and its rows; and how many groups G there are. Rows
+            of group G are in none. The amaxes are [G]; group g takes ``seed + g``.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -144,7 +149,17 @@ def quantize(
         RN(1/S))), FLT_MAX)))``.
     """
     options = _Options(
-        two_d, rht, random_signs, row_scaled, four_over_six, e4m3_max, error_mode, fast_error, seed, amaxes
+        two_d,
+        rht,
+        random_signs,
+        row_scaled,
+        four_over_six,
+        e4m3_max,
+        error_mode,
+        fast_error,
+        seed,
+        amaxes,
+        groups,
     )
     source = as_matrix(widen(x))
     m, k = source.shape
@@ -159,14 +174,23 @@ def quantize(
         data = pack_codes(row.codes[:m], 4)
         scales = spread(row.scales, NVFP4_BLOCK, 1) if options.codes_are_shared else row.scales
         buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
-        scaled_by.append(row.amax.flatten()[: m if row_scaled else 1])
+        scaled_by.append(_amax_of_result(row.amax, m, options))
     if column is not None:
         data = transpose_bytes(_pack_rows(column.codes)[:, :k])
         scales = spread(column.scales, 1, NVFP4_BLOCK) if options.codes_are_shared else column.scales
         buffers += [data, _pad(scales[:, :k].t())]
-        scaled_by.append(column.amax.flatten()[: k if row_scaled else 1])
+        scaled_by.append(_amax_of_result(column.amax, k, options))
     # Copied: two directions of one tile share their amax, and a slice would keep its padding alive.
     return buffers + [amax.clone() for amax in scaled_by]
+
+
+def _amax_of_result(amax: Tensor, lines: int, options: _Options) -> Tensor:
+    """Return what an amax of ``_Encoded`` is in the result: [1], that of every line, or of every group."""
+    if options.groups is None:
+        return amax.flatten()[: lines if options.row_scaled else 1]
+    (blocks, *_), count = options.groups
+    step = max(amax.shape[0] // max(blocks.shape[0], 1), 1)
+    return amax.new_zeros(count + 1).scatter(0, blocks, amax.flatten()[::step])[:count]
 
 
 def _pad(scales: Tensor) -> Tensor:
@@ -204,7 +228,9 @@ def _amaxes(size: Tensor, groups: list[tuple[int, int]], options: _Options) -> l
     blocks = [_block_amax(size, rows, columns, options.two_d) for rows, columns in groups]
     size.nan_to_num_(nan=0.0, posinf=math.inf)
     lines = [1 if columns > 1 else 0 for _, columns in groups]
-    if options.amaxes is None:
+    if options.groups is not None:
+        amaxes = [_amax_of_groups(size, rows, *options.groups) for rows, _ in groups]
+    elif options.amaxes is None:
         amaxes = [_global_amax(size, line, options.row_scaled) for line in lines]
     else:
         amaxes = [options.amaxes[1 - line].view(1, 1) for line in lines]
@@ -239,7 +265,7 @@ def _encode(
     scaled = multiply_groups(matrix, element_scale, rows, columns, out=scratch.values)
     if options.seed is None:
         return _Encoded(encode_subbyte_(scaled, E2M1, scratch.bits), scales, amax)
-    random = _random_like(scaled, rows, columns, options.seed)
+    random = _random_like(scaled, rows, columns, options.seed, options.groups)
     return _Encoded(encode_float4_stochastic_(scaled, random, scratch.bits), scales, amax)
 
 
@@ -250,6 +276,15 @@ def _global_amax(size: Tensor, dim: int, per_line: bool) -> Tensor:
     if per_line:
         return size.sum(dim, keepdim=True)
     return (size.amax() if size.numel() > 0 else size.sum()).reshape(1, 1)
+
+
+def _amax_of_groups(size: Tensor, rows: int, table: Tensor, count: int) -> Tensor:
+    """Return the amax of the group of every ``rows`` rows, as a column."""
+    blocks = table[0]
+    largest = size.amax(1) if size.shape[1] else size.sum(1)
+    of_block = largest.unflatten(0, (blocks.shape[0], SCALE_TILE_ROWS)).amax(1)
+    amax = of_block.new_zeros(count + 1).scatter_reduce(0, blocks, of_block, "amax")
+    return amax[blocks].repeat_interleave(SCALE_TILE_ROWS // rows).unsqueeze(1)
 
 
 def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:
@@ -263,19 +298,26 @@ def _element_scale(block_scale: Tensor, global_scale: Tensor) -> Tensor:
     return reciprocal(block_scale * reciprocal(global_scale)).clamp_(max=FLT_MAX)
 
 
-def _random_like(x: Tensor, rows: int, columns: int, seed: Tensor) -> Tensor:
+def _random_like(
+    x: Tensor, rows: int, columns: int, seed: Tensor, groups: tuple[Tensor, int] | None
+) -> Tensor:
     """Return a random integer 0..255 for every element, as fp32 in the layout of ``x``.
 
-    Blocks are numbered row-major in the direction's own matrix: (M, K / 16) row-wise, (K, M / 16)
-    column-wise.
+    Blocks are numbered row-major in the direction's own matrix, of a group in the group's: (M, K / 16) row-wise, (K, M
+    / 16) column-wise.
     """
     m, k = x.shape[0] // rows, x.shape[1] // columns
-    index = torch.arange(m * k, device=x.device)
+    line, across = torch.arange(m, device=x.device).unsqueeze(1), torch.arange(k, device=x.device)
+    height: Tensor | int = m
+    if groups is not None:
+        each = SCALE_TILE_ROWS // rows
+        group, first, size = (of_block.repeat_interleave(each).unsqueeze(1) for of_block in groups[0])
+        line, height, seed = line - each * first, (size + rows - 1) // rows, seed.view(1, 1) + group
     if columns > 1:
         # Little-endian words side by side are the bytes of a block in the order of its elements.
-        words = torch.stack(random_words(seed, index.view(m, k), _ROWWISE_STREAM), dim=2)
+        words = torch.stack(random_words(seed, line * k + across, _ROWWISE_STREAM), dim=2)
         return words.view(torch.uint8).view(x.shape).float()
-    words = torch.stack(random_words(seed, index.view(k, m).t().contiguous(), _COLUMNWISE_STREAM), dim=1)
+    words = torch.stack(random_words(seed, across * height + line, _COLUMNWISE_STREAM), dim=1)
     shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=x.device).view(4, 1)
     return (words.unsqueeze(2) >> shifts).bitwise_and_(0xFF).view(x.shape).float()
 
@@ -291,6 +333,9 @@ def _encode_four_over_six(
     scratch: _Scratch,
 ) -> tuple[Tensor, Tensor]:
     base = block_amax.div(torch.full_like(block_amax, E2M1.max)).mul_(global_scale)
+    of_elements, scale_of_elements = amax, global_scale
+    if rows > 1 and amax.shape[0] > 1:  # of groups: one for every block of rows
+        of_elements, scale_of_elements = (spread(x, rows, 1) for x in (amax, global_scale))
 
     def candidate(expand: float) -> tuple[Tensor, Tensor, Tensor]:
         scales = encode_float8(base * expand, E4M3)
@@ -302,10 +347,11 @@ def _encode_four_over_six(
         value = decode_subbyte(codes, E2M1)
         multiply_groups(value, decoded, rows, columns, out=value)
         if options.fast_error:
-            value.sub_(matrix * global_scale)
+            value.sub_(matrix * scale_of_elements)
         else:
             # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
-            value.mul_(amax).div_(torch.full_like(amax, E2M1.max * options.e4m3_max)).sub_(matrix)
+            divisor = torch.full_like(of_elements, E2M1.max * options.e4m3_max)
+            value.mul_(of_elements).div_(divisor).sub_(matrix)
         error = _block_sum(value.mul_(value) if options.error_mode == "MSE" else value.abs_(), rows, columns)
         return codes, scales, _tile_sum(error, 0 if columns > 1 else 1) if options.two_d else error
 

@@ -18,7 +18,7 @@ def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) ->
     """Return four random 32-bit words per counter.
 
     Args:
-        seed: int64 [1]; its low and high 32 bits are the key.
+        seed: int64 [1], or broadcastable to the counters; its low and high 32 bits are the key.
         c0, c1, c2, c3: words of the counter, low first: int64 0..2**32 - 1 of one shape; overwritten.
 
     Raises:
@@ -27,7 +27,7 @@ def philox4x32_(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) ->
     Numerics:
         Four int64 tensors with values 0..2**32 - 1, in the order of the generator's output words.
     """
-    seed = seed.reshape(())
+    seed = seed.reshape(()) if seed.dim() == 1 else seed
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     product0, product1 = torch.empty_like(c0), torch.empty_like(c2)
     for _ in range(_ROUNDS):
@@ -51,7 +51,7 @@ def random_words(seed: Tensor, blocks: Tensor, stream: int) -> list[Tensor]:
     """Return sixteen random bytes per block, as four 32-bit words.
 
     Args:
-        seed: int64 [1].
+        seed: int64 [1], or broadcastable to ``blocks``.
         blocks: int64 >= 0, the index of each block, any shape.
         stream: 0..2**32 - 1; different streams are independent.
 

@@ -19,7 +19,7 @@ from ..functional import (
     grouped_quantize_weights,
     operand_of,
 )
-from ..functional.grouped_quantize import Direction
+from ..functional.grouped_places import Direction
 from ..functional.quantize import overwrite
 from ..upstream.tensors import make_wrapper, schema_of, unsafe_view
 from .dequantizing import DequantizingTensor, Handler, handles_in, is_all_of, read_only, with_attributes_of
@@ -132,8 +132,11 @@ class GroupedTensorStorage(BufferHolder):
             operand = self.columnwise_operand() if columnwise else self.rowwise_operand()
             names = storage_class._COLUMNWISE_BUFFERS if columnwise else storage_class._ROWWISE_BUFFERS
             lie = Direction(self.group_layout, self.quantizer, columnwise, columns, self.fake_dtype)
+            lie, operand = lie.opened(operand, tuple(self.logical_shape), self.num_tensors)
             for member, buffers in zip(members, lie.groups_of(operand, sizes), strict=True):
-                for name, buffer in zip(names, buffers):
+                lacking = len(names) - len(buffers)  # of a hybrid whose half has fewer
+                empty = [buffers[0].new_empty(0, dtype=torch.uint8) for _ in range(lacking)]
+                for name, buffer in zip(names, [*buffers, *empty]):
                     setattr(member, name, buffer)
         return members
 

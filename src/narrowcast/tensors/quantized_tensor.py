@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..functional import QuantizerValue
-from ..functional.grouped_quantize import part_of
+from ..functional.grouped_places import part_of
 from ..upstream.functionalization import FunctionalTensor
 from ..upstream.tensors import make_wrapper, unsafe_view
 from .dequantizing import (
