@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.moe.balance import router_health
 
 TOKENS, EXPERTS, TOPK, WIDTH = 37, 6, 2, 24
 
@@ -76,6 +77,18 @@ def test_z_loss() -> None:
     total = logits.detach().logsumexp(-1, keepdim=True)
     assert torch.allclose(grad, total * logits.detach().softmax(-1) / 7, atol=1e-6)
     assert nc.moe_z_loss(logits[:0], 1.0).detach() == 0
+    assert torch.equal(nc.moe_z_loss(logits[0], 3.0), 3 * logits[0].logsumexp(-1).square())  # of one token
+
+
+def test_health_of_a_forward() -> None:
+    """Shares of the load by their definitions; without biases, dropped copies or logits these are not known."""
+    logits = torch.randn(7, 3)
+    kept = torch.tensor([[True, False, False], [False, True, True]])
+    found = router_health(torch.tensor([3, 1, 0]), kept, torch.tensor([0.5, -1.0, 0.0]), logits)
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(3)
+    wanted = torch.tensor([entropy, 0.75 * 3, 0.25, -1.0, 0.5, float(nc.moe_z_loss(logits, 1.0))])
+    assert torch.allclose(found, wanted, atol=1e-6)
+    assert router_health(torch.tensor([3, 1, 0])).isnan().tolist() == [False, False, True, True, True, True]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -102,5 +115,8 @@ def test_bad_arguments() -> None:
         nc.moe_capacity(4, 2, 4, -1.0)
     with pytest.raises(ValueError, match="use float32 \\(E,\\)"):
         nc.moe_update_expert_bias_(torch.zeros(3).bfloat16(), torch.ones(3), 0.1)
+    for x, weight in (([1.0], torch.ones(2, 1)), (torch.ones(3, 1), [[1.0]])):
+        with pytest.raises(TypeError, match="is .* of type list; give a tensor"):
+            nc.moe_router_logits(x, weight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass \\(\\*lead, K\\)"):
         nc.moe_router_logits(torch.ones(3, 4), torch.ones(2, 5))

@@ -279,6 +279,18 @@ def test_bad_arguments() -> None:
     for message, attempt in attempts.items():
         with pytest.raises(ValueError, match=message):
             attempt()
+    rows: Any = out.tolist()
+    no_tensors = {
+        "inp": (
+            lambda: nc.moe_permute(rows, mask, 26),
+            lambda: nc.moe_unpermute(rows, row_map),
+        ),
+        "pad_offsets": (lambda: nc.moe_unpermute(out, row_map, pad_offsets=[0, 0]),),  # type: ignore[arg-type]
+    }
+    for label, calls in no_tensors.items():
+        for call in calls:
+            with pytest.raises(TypeError, match=rf"(?s){label} is .*, of type list; give a tensor"):
+                call()
     with pytest.warns(DeprecationWarning, match="merging_probs"):
         old = nc.moe_unpermute(out, row_map, probs=probs)
     assert_bitwise(old, nc.moe_unpermute(out, row_map, probs))

@@ -286,6 +286,13 @@ def test_bad_arguments() -> None:
         "of 8 experts, or": lambda: nc.fused_moe_aux_loss(logits, bias, 9, 8, 2, 0.1),
         "probs is torch.float64": lambda: nc.fused_moe_aux_loss(logits.double(), bias, 9, EXPERTS, 2, 0.1),
     }
+    for label, options in (
+        ("expert_bias is", {"expert_bias": [0.0] * EXPERTS}),
+        ("topk_indices is", {"topk_indices": [[0, 1]]}),
+        ("use_pre_softmax is", {"use_pre_softmax": "no"}),
+    ):
+        with pytest.raises(TypeError, match=label):
+            top(logits, 2, **options)  # type: ignore[arg-type]
     for message, attempt in attempts.items():
         with pytest.raises(ValueError, match=message):
             attempt()

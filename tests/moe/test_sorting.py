@@ -47,6 +47,9 @@ def test_bad_arguments() -> None:
     for sizes, order in (([1, 2], [0]), (torch.tensor([1.0, 2.0]), [0, 1])):
         with pytest.raises(ValueError, match="one of each for every chunk"):
             nc.moe_sort_chunks_by_index(x, sizes, order)
+    for sizes in ([1.0, 3.0], "13", 4):
+        with pytest.raises(TypeError, match="split_sizes is .*; pass integers, a tensor or a list"):
+            nc.moe_sort_chunks_by_index(x, sizes, [0, 1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass rows"):
         nc.moe_sort_chunks_by_index(x[0], [4], [0])
     with pytest.raises(ValueError, match="one number for each of 4 rows"):
