@@ -4,10 +4,10 @@
 
 One sequence of 8192 tokens on each GPU, no recomputation; parameters, gradients and moments are bf16. The bf16 peer is
 plain PyTorch with its fused AdamW, sharded by ``fully_shard``; torchao converts its blocks' linear layers. The recipes
-are those of this library with weights gathered quantized, an FP8 head whose logits are kept whole, and ``FusedAdam``.
-Blocks and loss are compiled one by one, and all blocks run one graph. ``model TFLOP/s`` is of one GPU: 6 operations
-per GEMM weight and token, and causal attention; it is the same work for all contenders. ``--contenders`` names an
-order. ``--tiny`` tries the script on two ranks of a CPU.
+are those of this library with weights gathered quantized, an FP8 head, and ``FusedAdam``. Blocks and head are compiled
+one by one, and all blocks run one graph. ``model TFLOP/s`` is of one GPU: 6 operations per GEMM weight and token, and
+causal attention; it is the same work for all contenders. ``retries``: so often the allocator waited for the GPU to get
+memory back, up to here. ``--tiny`` tries the script on two ranks of a CPU.
 """
 
 from __future__ import annotations
@@ -31,29 +31,42 @@ from torch import Tensor, nn
 import narrowcast as nc
 
 BF16 = torch.bfloat16
-RECIPES = {"delayed": nc.recipe.DelayedScaling, "current": nc.recipe.Float8CurrentScaling}
-NAMES = ("bf16", "delayed", "current", "torchao tensorwise", "bf16 again")
+RECIPES: dict[str, Any] = {
+    "delayed": nc.recipe.DelayedScaling,
+    "current": nc.recipe.Float8CurrentScaling,
+    "delayed, saved in FP8": partial(nc.recipe.DelayedScaling, saved_activations="fp8"),
+}
+NAMES = ("bf16", "delayed", "current", "torchao tensorwise")
 
 
 def sizes_of(chosen: Namespace) -> Namespace:
     """Return the model's sizes; ``block``: hidden, ffn, heads, heads of keys and values."""
     if chosen.tiny:
         sizes = {"block": (64, 128, 4, 2), "length": 32, "vocabulary": 256, "device": "cpu"}
-        return Namespace(**sizes, layers=2, backend="aot_eager")
+        return Namespace(**sizes, layers=2, backend="aot_eager", chunk=128)
     sizes = {"block": (4096, 14336, 32, 8), "length": 8192, "vocabulary": 128256, "device": "cuda"}
-    return Namespace(**sizes, layers=chosen.layers, backend="inductor")
+    return Namespace(**sizes, layers=chosen.layers, backend="inductor", chunk=chosen.chunk)
 
 
-def whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, 1), targets.flatten())
+class Head(nn.Module):
+    """Norm, projection to the vocabulary and loss; with ``chunk`` in FP8, as many classes at a time."""
 
+    def __init__(self, hidden: int, vocabulary: int, chunk: int | None, like: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, eps=1e-5, **like)
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden, **like))
+        self.chunk = chunk
 
-def quantized_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return nc.linear_cross_entropy(hidden, weight, targets, chunk_size=weight.shape[0], recipe="current")
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        if self.chunk is not None:
+            how: dict[str, Any] = {"chunk_size": self.chunk, "recipe": "current"}
+            return nc.linear_cross_entropy(hidden, self.weight, targets, **how)
+        return F.cross_entropy(F.linear(hidden, self.weight).float().flatten(0, 1), targets.flatten())
 
 
 class Model(nn.Module):
-    """Embedding, blocks, norm, head and loss; ``ours``: blocks and head of this library."""
+    """Embedding, blocks, head and loss; ``ours``: blocks and head of this library."""
 
     def __init__(self, ours: bool, sizes: Namespace) -> None:
         super().__init__()
@@ -65,21 +78,18 @@ class Model(nn.Module):
             layer(sizes.block, device=sizes.device) if ours else PlainBlock(*sizes.block, sizes.device)
             for _ in range(sizes.layers)
         )
-        self.norm = nn.RMSNorm(hidden, eps=1e-5, **like)
-        self.head = nn.Linear(hidden, sizes.vocabulary, bias=False, **like)
+        self.head = Head(hidden, sizes.vocabulary, sizes.chunk if ours else None, like)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
         rope = nc.RotaryPositionEmbedding(hidden // heads, rotary_base=500_000.0).to(sizes.device)
         self.register_buffer("positions", rope(sizes.length).to(sizes.device), persistent=False)
-        loss = quantized_loss if ours else whole_loss
-        self.loss = torch.compile(loss, fullgraph=True, backend=sizes.backend)
 
     def forward(self, words: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(words)
         for block in self.blocks:
             x = block(x, rotary_pos_emb=self.positions)
-        return self.loss(self.norm(x), self.head.weight, targets)
+        return self.head(x, targets)
 
 
 def sharded(name: str, sizes: Namespace) -> tuple[Model, torch.optim.Optimizer]:
@@ -90,20 +100,22 @@ def sharded(name: str, sizes: Namespace) -> tuple[Model, torch.optim.Optimizer]:
     model = Model(name in RECIPES, sizes)
     mesh = init_device_mesh(sizes.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    parts = [model.embedding, *model.blocks, model.head]
     if name in RECIPES:
         nc.set_recipe(model, {"blocks": RECIPES[name]()})
-        nc.distributed.shard(model, mesh, blocks=model.blocks, recompute=False, mp_policy=policy)
+        nc.distributed.shard(model, mesh, blocks=parts, recompute=False, mp_policy=policy)
         moments: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
         optimizer: Any = nc.optimizers.FusedAdam(model.parameters(), lr=1e-5, weight_decay=0.01, **moments)
     else:
         if "torchao" in name:
             config = float8.Float8LinearConfig(emulate=sizes.device == "cpu")
             float8.convert_to_float8_training(model.blocks, config=config)
-        for part in (*model.blocks, model):
+        for part in (*parts, model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend=sizes.backend)
+    model.head.set_reshard_after_forward(False)  # type: ignore[operator]  # the backward begins with it
+    for part in parts[1:]:
+        part.compile(fullgraph=True, backend=sizes.backend)
     return model, optimizer
 
 
@@ -129,7 +141,7 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
         loss = model(given, targets)
         loss.backward()
         optimizer.step()
-        if name == "delayed":
+        if name.startswith("delayed"):
             nc.reduce_delayed_scaling(model)
         optimizer.zero_grad()
         return loss
@@ -141,12 +153,15 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
     rate = sizes.length * 1e3 / ms.item()
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else math.nan
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if sizes.device == "cuda" else 0
     return {
         "layers": sizes.layers,
+        "classes at a time": sizes.chunk if name in RECIPES else sizes.vocabulary,
         "ms": round(ms.item(), 1),
         "tokens/s/GPU": round(rate),
         "model TFLOP/s": round(rate * operations(sizes) / 1e12),
         "peak GiB": round(peak / 2**30, 1),
+        "retries": retries,
         "loss after 4": round(losses[-1], 3),
         "first step s": round(first, 1),
     }
@@ -154,7 +169,7 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
 
 def measure(chosen: Namespace) -> list[Row]:
     sizes = sizes_of(chosen)
-    names = [name for name in chosen.contenders.split(",") if "torchao" not in name or float8 is not None]
+    names = [name for name in chosen.contenders.split(";") if "torchao" not in name or float8 is not None]
     return train_in_turns(
         {name: partial(timed, name, sizes, chosen.repeats) for name in names}, chosen.budget
     )
@@ -164,7 +179,8 @@ def main() -> None:
     options = parser(__doc__)
     options.set_defaults(repeats=3)
     options.add_argument("--layers", type=int, default=32)
-    options.add_argument("--contenders", default=",".join(NAMES))
+    options.add_argument("--contenders", default=";".join(NAMES), help="in order, between semicolons")
+    options.add_argument("--chunk", type=int, default=128256, help="classes of the FP8 head at a time")
     options.add_argument("--budget", type=float, default=600, help="seconds after which no contender starts")
     options.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to try the script")
     report_of_ranks("llama", measure, options.parse_args())
