@@ -78,11 +78,11 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def step_on_words(
-    model: Any, vocabulary: int, batch: tuple[int, int], device: str
+    model: Any, vocabulary: int, batch: tuple[int, int], device: str, capturable: bool = False
 ) -> Callable[[], torch.Tensor]:
     """Return a training step with AdamW on one batch of random words, which returns the loss."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device == "cuda", capturable=capturable)
     words = torch.randint(0, vocabulary, batch, device=device)
 
     def step() -> torch.Tensor:

@@ -4,7 +4,7 @@ The layers are compiled one by one and share one graph, the last norm and the lo
 they are. A step is forward, backward and AdamW on the adapters, timed as a loop issues it; contenders take turns.
 Adapters are in bf16, but where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without
 products in the GEMMs; ``head`` quantizes the frozen head, too. The vocabulary is an eighth of the model's, so that the
-head has the share that it has beside 32 layers.
+head has the share that it has beside 32 layers. ``replayed`` is the whole step in a CUDA graph, for bf16, too.
 ``--profile NAME`` prints where the GPU's time goes.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bench_huggingface import parameter_bytes, step_on_words
-from harness import RECIPES, Row, parser, report, seconds_of
+from harness import RECIPES, Row, captured, parser, report, seconds_of
 
 import narrowcast as nc
 
@@ -58,6 +58,8 @@ CONTENDERS = [
     *[f"{base}, fused" for base in BASES],
     "current, stored, fused, head",
     "delayed, stored, fused, head",
+    *[f"{name}, replayed" for name in ("bf16", "bf16, fused", "current, stored", "current, nvfp4, fused")],
+    *[f"{base}, stored, fused{how}, replayed" for base in ("current", "delayed") for how in ("", ", head")],
 ]
 
 
@@ -93,10 +95,11 @@ def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
             layer.compile(backend=backend)
         base.model.norm.compile(backend=backend)
         base.loss_function = torch.compile(base.loss_function, backend=backend)
-    return model, step_on_words(model, SIZES[device]["vocab_size"], BATCH[device], device)
+    words = SIZES[device]["vocab_size"], BATCH[device]
+    return model, step_on_words(model, *words, device, capturable=cuda and "replayed" in name)
 
 
-def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], torch.Tensor]]:
+def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], object]]:
     """Warm a contender up; return what is known of it then, and what makes one step."""
     device, cuda = options.device, options.device == "cuda"
     gc.collect()
@@ -115,7 +118,7 @@ def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], t
     frozen -= sum(p.nbytes for p in layers.parameters() if p.requires_grad)
     row: Row = {"contender": name, "frozen_mib": frozen / 2**20, "peak_gib": peak, "loss_after_6": losses[-1]}
     row |= {"warm_up_seconds": warm_up, "layers": len(layers)}
-    return row, step
+    return row, captured(step) if cuda and "replayed" in name else step
 
 
 def profile(step: Callable[[], object]) -> None:
@@ -150,7 +153,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for name, (row, step) in prepared.items():
         row |= {"ms": middle[name] * 1e3, "tokens_per_second": tokens / middle[name]}
-        row["share_of_bf16"] = middle[name] / middle["bf16"] if "bf16" in middle else "not in this run"
+        yardstick = "bf16, replayed" if "replayed" in name else "bf16"
+        row["share_of_bf16"] = middle[name] / middle[yardstick] if yardstick in middle else "not in this run"
         print(row, flush=True)
         rows.append(row)
         if options.profile == name:
