@@ -15,7 +15,6 @@ that are captured.
 
 from __future__ import annotations
 
-import itertools
 import re
 import statistics
 import time
@@ -33,7 +32,7 @@ import narrowcast as nc
 
 EXPERTS, TOPK, HIDDEN, FFN = 8, 2, 4096, 14336
 IN_CODES, WRITTEN = ", FP8 wires", ", written codes"
-KINDS = ("", IN_CODES, IN_CODES + WRITTEN)
+KINDS = ("", IN_CODES, IN_CODES + WRITTEN, WRITTEN)
 NAMES = ("torch bf16", *(name + kind for kind in reversed(KINDS) for name in RECIPES), "narrowcast bf16")
 MODES = ("eager", "captured", "compiled")
 STEPS = 5  # between two looks at the clock
@@ -42,12 +41,12 @@ STEPS = 5  # between two looks at the clock
 class Experts(nn.Module):
     """The experts of this rank; ``plain``: multiplied by ``grouped_mm``."""
 
-    def __init__(self, count: int, plain: bool) -> None:
+    def __init__(self, count: int, plain: bool, hidden: int, ffn: int, device: str) -> None:
         super().__init__()
-        options: dict[str, Any] = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
         options["single_grouped_weight"] = True
-        self.up = nc.ops.GroupedLinear(count, HIDDEN, 2 * FFN, **options)
-        self.down = nc.ops.GroupedLinear(count, FFN, HIDDEN, **options)
+        self.up = nc.ops.GroupedLinear(count, hidden, 2 * ffn, **options)
+        self.down = nc.ops.GroupedLinear(count, ffn, hidden, **options)
         self.all = nc.ops.Sequential(self.up, nc.ops.SwiGLU(), self.down)
         self.plain = plain
 
@@ -62,11 +61,19 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """Router of one linear layer, and what :class:`nc.distributed.MoEDispatch` does with the experts."""
 
-    def __init__(self, name: str, tokens: int, deliver_codes: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokens: int,
+        deliver_codes: bool = True,
+        hidden: int = HIDDEN,
+        ffn: int = FFN,
+        device: str = "cuda",
+    ) -> None:
         super().__init__()
         self.optimizer: torch.optim.Optimizer | None = None
         ranks = dist.get_world_size()
-        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="cuda", dtype=torch.bfloat16)
+        self.router = nn.Linear(hidden, EXPERTS, bias=False, device=device, dtype=torch.bfloat16)
         wire: dict[str, Any] = {"quantizer": None} if "bf16" in name else {}
         if IN_CODES in name:
             quantizer = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3, columnwise=False)
@@ -78,11 +85,14 @@ class Mixture(nn.Module):
             wire = {**dict.fromkeys(wires, quantizer), "deliver_codes": deliver_codes}
         capacity = tokens * TOPK * 5 // (4 * ranks)
         self.dispatch = nc.distributed.MoEDispatch(EXPERTS, align_size=16, capacity=capacity, **wire)
-        self.experts = Experts(EXPERTS // ranks, name == "torch bf16")
+        self.experts = Experts(EXPERTS // ranks, name == "torch bf16", hidden, ffn, device)
+
+    def routed(self, x: Tensor) -> Tensor:
+        probs, routing = nc.fused_topk_with_score_function(self.router(x).float(), TOPK)
+        return self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
-        probs, routing = nc.fused_topk_with_score_function(self.router(x).float(), TOPK)
-        return x + self.dispatch(x, probs, routing, x.shape[0] * TOPK, self.experts)
+        return x + self.routed(x)
 
 
 def step_of(
@@ -189,14 +199,16 @@ def measure(chosen: Namespace) -> list[Row]:
     rows: list[Row] = []
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
-    names = [name for name in NAMES if re.search(chosen.only, name)]
+    patterns = dict.fromkeys(MODES, chosen.only) | {"compiled": chosen.only_compiled or chosen.only}
+    names = {mode: [name for name in NAMES if re.search(patterns[mode], name)] for mode in MODES}
     modes = [mode for mode in chosen.modes if mode != "compiled" or not chosen.skip_compile]
     firsts: dict[str, Row] = {}
-    for name in (name for name in names if name.endswith(IN_CODES) and not chosen.skip_gate):
+    for name in (name for name in names["eager"] if name.endswith(IN_CODES) and not chosen.skip_gate):
         differ = different_with_codes(name, x, dy)
         where = f"{time.monotonic() - began:.0f} s, rank {dist.get_rank()}"
         print(f"{where}, {name}: gradients with other bits than of rows: {differ}", flush=True)
-    for mode, name in itertools.product(modes, names):
+    turns = [(mode, name) for mode in modes for name in names[mode]]
+    for mode, name in turns:
         if is_late(began, chosen.budget):
             break
         row, found = timed(name, x, dy, expected, mode, chosen)
@@ -213,6 +225,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=8192, help="rows of each GPU (default 8192)")
     options.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
+    options.add_argument("--only-compiled", default="", help="of compiled contenders; default: as --only")
     options.add_argument("--account", action="store_true", help="print the kernels of captured steps")
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
     report_of_ranks("moe_dispatch", measure, options.parse_args())
