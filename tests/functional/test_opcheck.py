@@ -587,6 +587,23 @@ def matmul_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     yield x, x + 1
 
 
+@family("attention_batch_invariant")
+def attention_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
+    q, k, v = (
+        torch.randn(2, heads, 7, size, device=x.device).bfloat16()
+        for heads, size in ((4, 16), (2, 16), (2, 24))
+    )
+    yield q, k, v, None, 0.25, -1, 0, 0
+    yield q, k, v, torch.rand(2, 1, 7, 7, device=x.device) < 0.3, 0.25, -1, -1, 0
+
+
+@family("attention_batch_invariant_backward")
+def attention_batch_invariant_backward_cases(x: Tensor) -> Iterator[Arguments]:
+    for q, k, v, *how in attention_batch_invariant_cases(x):
+        out, lse, _ = nc.functional.attention_batch_invariant(q, k, v, *how)
+        yield out + 1, q, k, v, out, lse, *how
+
+
 @family("mix_batch_invariant")
 def mix_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     yield x.float().abs(), x.mT.contiguous()

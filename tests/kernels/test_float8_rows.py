@@ -39,6 +39,16 @@ def test_equal_to_the_reference(shape: tuple[int, ...], rule: str, device: torch
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_beside_each_other_in_memory(dtype: torch.dtype, device: torch.device) -> None:
+    """Columns of a matrix, which are read where they lie."""
+    for shape, group in (((130, 33), 0), ((300, 70), 128), ((5, 1), 0)):
+        x = make("normal", shape, dtype).to(device).t()
+        options = {"fmt": E4M3, "rule": "divide", "group": group}
+        made, expected = (kernels.float8_rows.quantize(one, **options) for one in (x, x.contiguous()))
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(made, expected))
+
+
 @pytest.mark.gpu
 def test_divisions_of_a_gpu() -> None:
     """Within two units of the last place: codes differ from the reference's where a value lies between two."""

@@ -103,14 +103,15 @@ def test_rows_compiled_by_inductor() -> None:
         assert torch.equal(run(x[5:6]), many[5:6])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("mode")
-def test_compiled_attention() -> None:
+def test_compiled_attention(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     attention = nc.DotProductAttention(
         2, 16, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
     )
     run = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    q, k, v = (torch.randn(3, 7, 2, 16, device=DEVICE).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(3, 7, 2, 16, device=DEVICE, dtype=dtype).requires_grad_() for _ in range(3))
     out, expected = run(q, k, v), attention(q, k, v)
     assert torch.equal(out, expected) and torch.equal(expected[1:2], attention(q[1:2], k[1:2], v[1:2]))
     gradients = (torch.autograd.grad(each.square().sum(), (q, k, v)) for each in (out, expected))
@@ -216,22 +217,51 @@ def test_rows_of_weights_in_four_bits(weights: Any) -> None:
     assert torch.equal(alone, many) and torch.equal(few, many)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("mode")
-def test_a_cached_token_is_the_token_of_the_full_forward() -> None:
+def test_a_cached_token_is_the_token_of_the_full_forward(dtype: torch.dtype) -> None:
     """A sampler with a KV cache, and a trainer without, compute the same bits."""
     attention = nc.DotProductAttention(
         4, 16, num_gqa_groups=2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1,
         attention_dropout=0.0,
     ).eval()  # fmt: skip
-    q, k, v = (torch.randn(2, 9, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, 9, heads, 16, device=DEVICE, dtype=dtype) for heads in (4, 2, 2))
     full = attention(q, k, v, attn_mask_type="causal")
-    cache = nc.InferenceParams(2, 32, 2, 16, torch.float32, device=DEVICE)
+    cache = nc.InferenceParams(2, 32, 2, 16, dtype, device=DEVICE)
     with torch.no_grad():
         steps = []
         for part in (slice(0, 6), slice(6, 7), slice(7, 9)):
             cache.pre_step({0: part.stop - part.start, 1: part.stop - part.start})
             steps.append(attention(q[:, part], k[:, part], v[:, part], inference_params=cache))
     assert torch.equal(torch.cat(steps, 1), full)
+
+
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "padding_causal", "causal_bottom_right", "arbitrary"])
+@pytest.mark.usefixtures("mode")
+def test_attention_in_bf16_is_close_to_fp32(mask: str) -> None:
+    """With every kind of mask, a window and grouped heads: output and gradients, and rows alone."""
+    attention = nc.DotProductAttention(
+        4, 32, num_gqa_groups=2, qkv_format="bshd", attn_mask_type=mask, attention_dropout=0.0,
+        window_size=(9, 0) if "causal" in mask else None,
+    )  # fmt: skip
+    keys = 21 if mask == "causal_bottom_right" else 17
+    shapes = (2, 17, 4, 32), (2, keys, 2, 32), (2, keys, 2, 32)
+    x: Any = [torch.randn(shape).to(DEVICE, torch.bfloat16) for shape in shapes]
+    hidden = (
+        torch.rand(2, 1, 17, 17) < 0.3 if mask == "arbitrary" else torch.arange(17).ge(13).view(1, 1, 1, 17)
+    )
+    masks = {"attention_mask": hidden.to(DEVICE)} if mask in ("arbitrary", "padding_causal") else {}
+    if mask == "padding_causal":
+        masks["attention_mask"] = masks["attention_mask"].expand(2, 1, 1, 17)
+    made = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [one.to(dtype).requires_grad_() for one in x]
+        out = attention(*inputs, **masks)
+        made.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    for narrow, wide in zip(*made):
+        assert (narrow.float() - wide).norm() < 0.02 * wide.norm()
+    one = {name: given[1:] for name, given in masks.items()}
+    assert torch.equal(attention(*(part[1:] for part in x), **one), made[0][0][1:])
 
 
 @pytest.mark.usefixtures("mode")

@@ -190,9 +190,10 @@ def test_log_probabilities_are_those_of_the_engine(engine: str, format: str) -> 
     own = log_probabilities(model)
     served = engine_of(model, engine, format)
     assert sum(isinstance(one, (Rows, Blocks)) for one in served.modules()) == 4
-    assert k3(log_probabilities(served), own) <= 1e-5
+    found = k3(log_probabilities(served), own)
+    assert found <= 1e-5
     nc.set_recipe(model, nc.recipe.Float8CurrentScaling())
-    assert k3(log_probabilities(served), log_probabilities(model)) > 1e-5, "another forward"
+    assert k3(log_probabilities(served), log_probabilities(model)) > max(2 * found, 2e-6), "another forward"
 
 
 @pytest.mark.parametrize("engine", TOKENS)

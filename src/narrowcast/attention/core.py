@@ -143,5 +143,5 @@ def attend(
         kernels = None if every else sdpa_kernels(facts, switches)
         out = sdpa.attend(q, k, v, scores, kernels, causal=flag and not everything)
     else:
-        out, largest = unfused.attend(q, k, v, scores)
+        out, largest = unfused.attend(q, k, v, scores, max_logit)
     return flattened(out, qkv_format), largest.to(out.dtype) if max_logit and largest is not None else None

@@ -6,33 +6,48 @@ import torch
 from torch import Tensor
 
 from .._determinism import DETERMINISM
-from ..functional import matmul_batch_invariant, mix_batch_invariant, softmax_batch_invariant
+from ..functional import (
+    attention_batch_invariant,
+    attention_is_one_operator,
+    matmul_batch_invariant,
+    mix_batch_invariant,
+    softmax_batch_invariant,
+)
 from .masks import alibi_bias, hidden_pairs
 from .scores import Scores
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, max_logit: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Compute the softmax of the scores times the values.
 
     Args:
         q: (b, h, s_q, d).
         k: (b, g, s_kv, d).
         v: (b, g, s_kv, d_v); g divides h.
+        max_logit: return the largest scores.
 
     Returns:
         Output (b, h, s_q, d_v) in the dtype of ``q``, zero where a query sees no key; the largest score of each head
-        (h) in fp32, without a gradient.
+        (h) in fp32, without a gradient; None unless requested.
 
     Numerics:
         Products, softmax and sums in fp32; one rounding at the end. In the batch-invariant mode, those of
         ``reference.batch_invariant``: a query depends on itself and on the keys and values that it sees.
     """
     with torch.autocast(q.device.type, enabled=False):
-        return _attend(q, k, v, scores)
+        out, seen = _attend(q, k, v, scores)
+        return out, _largest(seen, (0, *range(2, seen.dim()))) if max_logit else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return the output, and all scores (b, h, s_q, s_kv) or the largest of each query, without a gradient."""
     group, invariant = q.shape[1] // k.shape[1], DETERMINISM.batch_invariant
+    if invariant and _is_one_operator(q, k, v, scores):
+        hidden, window = _pairs_and_window(scores)
+        out, _, top = attention_batch_invariant(q, k, v, hidden, scores.scale, *window)
+        return out, top
     if invariant:
         left, right = (q, k) if q.dtype == k.dtype else (q.float(), k.float())
         logits = (
@@ -49,7 +64,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     if invariant:
         weights = _softmax_in_order(logits, scores)
         out = mix_batch_invariant(_rows_of_group(weights, group), v).view(*q.shape[:3], -1)
-        return out.to(q.dtype), _largest(seen, (0, 2, 3))
+        return out.to(q.dtype), seen
     # a row without any key has no largest score; any finite number in its place makes its weights zero
     top = _largest(seen, (3,), True).clamp(min=torch.finfo(torch.float32).min)
     sink = None if scores.sink is None else scores.sink.float()[None, :, None, None]
@@ -64,7 +79,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
     weights = weights / total
     if scores.dropout:
         weights = torch.nn.functional.dropout(weights, scores.dropout)
-    return (weights @ values).to(q.dtype), _largest(seen, (0, 2, 3))
+    return (weights @ values).to(q.dtype), seen
+
+
+def _is_one_operator(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> bool:
+    """Return whether one operator computes scores, weights and output: nothing is done to the scores but hiding.
+
+    Nothing else decides: a sampler's call, with other masks and sizes, must have the order of sums of a trainer's.
+    """
+    changed = scores.score_mod, scores.bias, scores.slopes, scores.sink
+    return not scores.dropout and all(one is None for one in changed) and attention_is_one_operator(q, k, v)
+
+
+def _pairs_and_window(scores: Scores) -> tuple[Tensor | None, tuple[int, int, int]]:
+    """Return the mask as a tensor of pairs and a window around the diagonal; all in the window if that suffices."""
+    places, rule = scores.places, scores.rule
+    if places is None:
+        return None, (-1, -1, 0)
+    sides = places.q, places.kv
+    in_rows = all(side.sequence is None and side.valid is None and not side.moved for side in sides)
+    if in_rows and scores.masked_out is None and isinstance(places.shift, int):
+        return None, (*rule.window, places.shift)
+    return hidden_pairs(places, rule, scores.masked_out), (-1, -1, 0)
 
 
 def _rows_of_group(x: Tensor, group: int) -> Tensor:

@@ -8,6 +8,8 @@ from .activation import (
 )
 from .adam import adam_, adam_quantize_
 from .batch_invariant import (
+    attention_batch_invariant,
+    attention_is_one_operator,
     gemm_batch_invariant,
     matmul_batch_invariant,
     mix_batch_invariant,
@@ -104,6 +106,8 @@ __all__ = [
     "amax_to_share",
     "are_adjacent",
     "are_unchanged",
+    "attention_batch_invariant",
+    "attention_is_one_operator",
     "calibrate_",
     "columns_at_once",
     "cross_entropy_gradient",

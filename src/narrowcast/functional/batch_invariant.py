@@ -108,9 +108,40 @@ mix_batch_invariant = define(
 softmax_batch_invariant = define(
     "softmax_batch_invariant(Tensor logits) -> Tensor",
     computed_by("batch_invariant", "softmax"),
-    torch.empty_like,
+    lambda logits: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 """The softmax over the last dim, fp32; zeros for a row of -inf."""
+
+LARGEST_HEAD = 128
+"""The kernel of attention takes no larger head dim."""
+
+_MASK = "Tensor? hidden, float scale, int left, int right, SymInt shift"
+
+attention_batch_invariant = define(
+    f"attention_batch_invariant(Tensor q, Tensor k, Tensor v, {_MASK}) -> (Tensor, Tensor, Tensor)",
+    computed_by("attention", "attention"),
+    lambda q, k, v, *_: (
+        q.new_empty((*q.shape[:3], v.shape[-1])),
+        *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)),
+    ),
+)
+"""The output of attention, and of each query the logarithm of the sum of its exponentials and its largest score."""
+
+
+def attention_is_one_operator(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether :data:`attention_batch_invariant` takes these dtypes and head dims; on a GPU a kernel has to."""
+    if not q.dtype == k.dtype == v.dtype:
+        return False
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return not q.is_cuda or (kernels.AVAILABLE and half and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD)
+
+
+_attention_backward_op = define(
+    "attention_batch_invariant_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_MASK}) -> (Tensor, Tensor, Tensor)",
+    computed_by("attention", "attention_backward"),
+    lambda grad, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -137,6 +168,19 @@ def _softmax_backward(ctx: Any, grad: Tensor) -> Tensor:
     return scaled - weights * scaled.sum(-1, keepdim=True)
 
 
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, hidden, *ctx.window = inputs
+    out, lse, top = output
+    ctx.mark_non_differentiable(lse, top)
+    ctx.save_for_backward(q, k, v, out, lse, hidden)
+
+
+def _attention_backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    *tensors, hidden = ctx.saved_tensors
+    return *_attention_backward_op(grad, *tensors, hidden, *ctx.window), *(None,) * 5
+
+
+give_backward("attention_batch_invariant", _attention_backward, _save_attention)
 give_backward("matmul_batch_invariant", _matmul_backward, _save_inputs)
 give_backward("mix_batch_invariant", _mix_backward, _save_inputs)
 give_backward("softmax_batch_invariant", _softmax_backward, _save_output)

@@ -19,6 +19,7 @@ AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 MODULES = (
     "activation",
     "adam",
+    "attention",
     "batch_invariant",
     "coded",
     "cross_entropy",

@@ -17,6 +17,8 @@ TILE = 4096
 """Elements of a program's tile."""
 LONGEST = 2048
 """Of a row's elements, at most as many in one tile."""
+TRANSPOSED = 64
+"""The same where adjacent rows lie beside each other in memory."""
 
 
 @triton.jit
@@ -67,6 +69,8 @@ def _float8_rows_kernel(
     scale_ptr,
     M,
     K,
+    x_row,
+    x_column,
     padded_rows,
     size,
     epsilon,
@@ -86,15 +90,17 @@ def _float8_rows_kernel(
     left = tl.minimum(K - start, size)
     index = tl.arange(0, COLUMNS)
     offsets = row[:, None] * K + (start + index)[None, :]
+    x_ptr += start.to(tl.int64) * x_column
+    x_offsets = row[:, None] * x_row + index.to(tl.int64)[None, :] * x_column
     largest = tl.zeros([ROWS], tl.float32)
     if ONCE:
         inside = (row < M)[:, None] & (index < left)[None, :]
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
+        x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0)
         largest = tl.max(magnitude(x, EMULATE), axis=1)
     else:
         for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
-            part = tl.load(x_ptr + offsets + at, mask=inside, other=0.0)
+            part = tl.load(x_ptr + x_offsets + at * x_column, mask=inside, other=0.0)
             largest = tl.maximum(largest, tl.max(magnitude(part, EMULATE), axis=1))
     scale_inv, factor = _scales(largest, epsilon, smallest, RULE, FP8_MAX, RECIPROCAL, EMULATE)
     # the scales of rows that are not there are the padding of the buffer
@@ -106,7 +112,7 @@ def _float8_rows_kernel(
     else:
         for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
-            part = tl.load(x_ptr + offsets + at, mask=inside, other=0.0)
+            part = tl.load(x_ptr + x_offsets + at * x_column, mask=inside, other=0.0)
             tl.store(codes_ptr + offsets + at, _codes(part, factor, RULE, E5M2, EMULATE), mask=inside)
 
 
@@ -130,17 +136,20 @@ def quantize(
         ValueError: a tensor the kernel cannot reach, or rank below 2.
     """
     check_input(x, 2)
-    x, M, K = x.contiguous(), math.prod(x.shape[:-1]), x.shape[-1]
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    transposed = x.dim() == 2 and x.stride(0) == 1 and not x.is_contiguous()
+    x = x if transposed else x.contiguous()
+    strides = (1, x.stride(1)) if transposed else (K, 1)
     size = group or max(K, 1)
     groups, padded_rows = cdiv(K, size) if group else 1, round_up(M, alignment)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty((groups, padded_rows), dtype=torch.float32, device=x.device)
     if scale_inv.numel():
-        columns = min(triton.next_power_of_2(size), LONGEST)
+        columns = min(triton.next_power_of_2(size), TRANSPOSED if transposed else LONGEST)
         rows = TILE // columns
         _quantize(
             (cdiv(padded_rows, rows), groups, 1),
-            (x, codes, scale_inv, M, K, padded_rows, size, epsilon, smallest),
+            (x, codes, scale_inv, M, K, *strides, padded_rows, size, epsilon, smallest),
             (
                 rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, size <= columns, rows, columns, INTERPRETING,
             ),

@@ -3,6 +3,7 @@
 from . import (  # noqa: F401  # by these names the operators find the numerics
     activation,
     adam,
+    attention,
     batch_invariant,
     block_scaling,
     codecs,

@@ -134,7 +134,7 @@ def softmax(logits: Tensor) -> Tensor:
     """
     e = exponentials(logits)[0]
     total = row_sum(e)[..., None]
-    return e / total.masked_fill(total == 0, 1.0)
+    return (e / total.masked_fill(total == 0, 1.0)).contiguous()
 
 
 def logsumexp(logits: Tensor) -> Tensor:

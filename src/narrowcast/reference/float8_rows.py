@@ -97,5 +97,5 @@ def dequantize(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torc
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return a tensor (*lead, K) as the matrix (K, M) whose rows are its columns."""
-    return as_matrix(x).t().contiguous()
+    """Return a tensor (*lead, K) as the matrix (K, M) whose rows are its columns; nothing is copied."""
+    return as_matrix(x).t()
