@@ -98,6 +98,22 @@ def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool 
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize("between", [unwatched, refused, evaluated])
+def test_what_a_backward_will_read_is_handed_out_again(between: Any) -> None:
+    model = make(reshard=True)
+    for step in range(3):
+        loss = model(batch(step)).square().mean()
+        if step < 2:
+            loss.backward()
+            torch.optim.SGD(model.parameters(), lr=10.0).step()
+            model.zero_grad()
+    before = [(one.scale, one.kept) for one in gathers(model)]
+    between(model, batch(3))
+    for (scale, kept), one in zip(before, gathers(model), strict=True):
+        assert one.scale is scale and one.kept is kept
+    loss.backward()
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("reshard", [None, False, True])
 def test_an_evaluation_follows_weights_that_were_written(reshard: bool | None, trained: bool) -> None:

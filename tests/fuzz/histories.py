@@ -496,8 +496,10 @@ class World:
                 p.requires_grad_(not flag)
                 p.requires_grad_(flag)
         elif way == "evaluated":
+            modes = [(module, module.training) for module in model.modules()]
             self.look("evaluate", 11, None)
-            model.train()
+            for module, training in modes:
+                module.training = training
         elif way in USES:
             self._use(way, 13)
         else:
