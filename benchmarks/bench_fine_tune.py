@@ -31,6 +31,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "current, fused-bf16, chunked": {**OURS, "optimizer": "fused-bf16"},
     "current, fused-e4m3, chunked": {**OURS, "optimizer": "fused-e4m3"},
     "current, fused-e4m3, chunked, recomputed": {**OURS, "optimizer": "fused-e4m3", "recompute": True},
+    "current, fused-bf16, chunked, head": {**OURS, "optimizer": "fused-bf16", "head_recipe": "current"},
+    "current, fused-e4m3, chunked, head": {**OURS, "optimizer": "fused-e4m3", "head_recipe": "current"},
     "bf16, adamw-bf16, recomputed": {"optimizer": "adamw-bf16", "recompute": True},
 }
 SMALL = {"dim": 128, "hidden": 352, "heads": 4, "kv_heads": 2, "layers": 2}

@@ -152,6 +152,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.recompute, self.chunked_loss = recompute, chunked_loss
+        self.loss_recipe: nc.recipe.Recipe | None = None  # of the chunked loss, which does not call the head
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(config.vocabulary, config.dim, **place)
         self.blocks = nn.ModuleList(Block(config, i, place) for i in range(config.layers))
@@ -198,7 +199,8 @@ class Decoder(nn.Module):
             else:
                 x = block(x, cos, sin, generation)
         if targets is not None:
-            return nc.linear_cross_entropy(self.norm(x), self.head.weight, targets)
+            hidden = self.norm(x)
+            return nc.linear_cross_entropy(hidden, self.head.weight, targets, recipe=self.loss_recipe)
         return self.head(self.norm(x), is_first_microbatch=None if generation is None else generation.first)
 
 

@@ -48,15 +48,16 @@ class Trainer:
             device=config.device,
             emulate=config.emulate,
         )
-        if config.chunked_loss and recipes.get(HEAD) is not None:
+        if config.chunked_loss and isinstance(recipes.get(HEAD), nc.recipe.DelayedScaling):
             raise SettingsError(
-                "--chunked-loss multiplies the head in bfloat16, and --head-recipe or --recipe-table has a recipe for "
-                "it; leave one out"
+                "--chunked-loss keeps no scales from step to step, and the head's recipe is delayed scaling; give "
+                "--head-recipe current or block"
             )
         require_memory(config, ranks.count, ranks.parts)
         torch.manual_seed(config.seed)
         self.model = _make_model(config).to(config.device)
         set_recipes(self.model, recipes)
+        self.model.loss_recipe = recipes.get(HEAD)
         self.orders = ranks.shard(self.model)
         self._delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
         self.optimizer = _make_optimizer(self.model, config)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import narrowcast as nc
 from narrowcast.testing import relative_error
 from narrowcast_tools.train import checkpoint
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
@@ -179,10 +178,16 @@ def test_a_run_with_bf16_weights_learns_and_goes_on(
     assert again == losses
 
 
-def test_a_head_in_fp8_has_no_chunked_loss(config: TrainConfig, corpus: Corpus) -> None:
-    table = nc.recipe.recipes_to_json({"head": nc.recipe.Float8CurrentScaling()})
-    config = replace(config, chunked_loss=True, recipe_table=table)
-    with pytest.raises(SettingsError, match="--chunked-loss multiplies the head in bfloat16"):
-        Trainer(config, corpus)
+def test_the_chunked_loss_has_the_recipe_of_the_head(config: TrainConfig, corpus: Corpus) -> None:
+    chunked = replace(config, chunked_loss=True)
+    losses = {}
+    for head in ("bf16", "current"):
+        trainer = Trainer(replace(chunked, head_recipe=head), corpus)
+        losses[head] = trainer.step(0).item()
+    whole = Trainer(replace(config, head_recipe="current"), corpus).step(0).item()
+    assert losses["current"] != losses["bf16"]
+    assert losses["current"] == pytest.approx(whole, rel=1e-4)
+    with pytest.raises(SettingsError, match="--chunked-loss keeps no scales from step to step"):
+        Trainer(replace(chunked, head_recipe="delayed"), corpus)
     with pytest.raises(SettingsError, match="--optimizer is adam; use one of adamw, "):
         replace(config, optimizer="adam")
