@@ -82,7 +82,7 @@ def _gemm(
         )
         if scales is None and x.dtype == dtype != torch.float32:
             return _multiply_plain(x, y, bias, dtype)
-        out = _product(x, y)
+        out = x @ y.t() if x.dtype == torch.float32 else torch.mm(x, y.t(), out_dtype=torch.float32)
         if scales is not None:
             out.mul_(scales[0][:, None] * scales[1])
         return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
@@ -399,12 +399,8 @@ def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """Return ``a @ b.T`` of high-precision matrices, rounded once."""
     if dtype == a.dtype:
         return F.linear(a, b, None if bias is None else bias.to(dtype))
-    out = _product(a, b)
+    out = a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
     return out.to(dtype) if bias is None else _add_bias(out, bias, dtype)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.t() if a.dtype == torch.float32 else torch.mm(a, b.t(), out_dtype=torch.float32)
 
 
 def _add_bias(product: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:

@@ -139,7 +139,7 @@ def _forward_kernel(
         m0 // GROUP, (m0 + TILE_M - 1) // GROUP, S_KV, left, right, shift, MASK, WINDOW, TILE_N
     )
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    ones = tl.full([TILE_N, _COLUMNS], 1.0, v_ptr.dtype.element_ty)
+    ones = tl.full([TILE_N, _COLUMNS], 1.0, tl.float32 if EMULATE else v_ptr.dtype.element_ty)
     total = tl.zeros([TILE_M, _COLUMNS], tl.float32)  # in every column the same
     out = tl.zeros([TILE_M, WIDTH_V], tl.float32)
     for start in tl.range(begin, whole, TILE_N):
