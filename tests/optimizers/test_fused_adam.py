@@ -472,6 +472,20 @@ def test_state_dicts_of_others_are_refused(make: Any, message: str) -> None:
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.25
 
 
+def test_moments_without_a_step_are_refused() -> None:
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params, lr=0.25)
+    give_gradients(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state.pop("step")
+    with pytest.raises(
+        ValueError, match="is exp_avg, exp_avg_sq; FusedAdam loads exp_avg, exp_avg_sq and step"
+    ):
+        FusedAdam(parameters(torch.float32, "cpu")).load_state_dict(saved)
+
+
 def test_an_empty_group() -> None:
     params = parameters(torch.float32, "cpu")
     for capturable in (False, True):

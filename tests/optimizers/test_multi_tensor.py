@@ -119,3 +119,34 @@ def test_a_scale_of_one_element(shape: tuple[int, ...]) -> None:
     flag = torch.zeros(1, dtype=torch.int32)
     room.multi_tensor_scale_tensor(2048, flag, [given, out], torch.full(shape, 0.5))
     assert torch.equal(out[0], given[0] * 0.5)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [None, torch.ones(2, 3), [[torch.ones(2)]], [torch.ones(2), torch.ones(2)], [[torch.ones(2)], [1.0]]],
+    ids=["nothing", "a tensor", "one list", "tensors", "numbers"],
+)
+def test_other_lists_are_refused(lists: Any) -> None:
+    with pytest.raises(TypeError, match="(?s)tensor_lists is .*; pass 2 or more lists of tensors"):
+        room.multi_tensor_scale(2048, flag("cpu"), lists, 0.5)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("bias_correction", "no"), ("beta1", "0.9"), ("beta2", None), ("epsilon", "0"), ("weight_decay", [0.1])],
+)
+def test_numbers_of_adam_are_checked(name: str, value: Any) -> None:
+    options: dict[str, Any] = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "epsilon": 1e-8,
+        "step": 1,
+        "mode": 1,
+        "bias_correction": 1,
+        "weight_decay": 0.0,
+        name: value,
+    }
+    lists = [[torch.ones(2)] for _ in range(4)]
+    with pytest.raises(TypeError, match=f"{name} is "):
+        room.multi_tensor_adam(2048, flag("cpu"), lists, **options)
