@@ -7,7 +7,8 @@ four sequences of 2048 tokens on each GPU. Experts are sharded by :class:`nc.dis
 1.25 times an even share; the gradients of all else are averaged. Parameters, gradients and moments are bf16. The peer
 is plain PyTorch with ``grouped_mm``, bf16 rows between the GPUs and fused AdamW; the others have quantized linear
 layers and experts, rows sent as MXFP8, and ``FusedAdam(weight_codes=)``. Head and loss are bf16 in all. Blocks are
-compiled one by one, and the whole step is replayed as a CUDA graph. ``--tiny`` tries the script on two CPU ranks.
+compiled one by one, and the whole step is replayed as a CUDA graph. ``--account`` prints what a step consists of;
+``--tiny`` tries the script on two CPU ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_moe_dispatch import Mixture
-from harness import RECIPES, Row, captured, is_late, parser, rank_ms, report_of_ranks
+from harness import RECIPES, Row, captured, is_late, parser, print_account, rank_ms, report_of_ranks
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -129,7 +130,7 @@ def step_of(name: str, sizes: Namespace) -> tuple[Model, Callable[[], Tensor]]:
     return model, step
 
 
-def timed(name: str, sizes: Namespace, repeats: int) -> Row:
+def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
     torch.compiler.reset()
     model, step = step_of(name, sizes)
     losses = [step().item() for _ in range(3)]
@@ -139,10 +140,15 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
         torch.cuda.reset_peak_memory_stats()
         replay = captured(step)
         replay()
-        times = [rank_ms(replay, 3) for _ in range(repeats)]
+        times = [rank_ms(replay, 3) for _ in range(chosen.repeats)]
         ms = torch.tensor(statistics.median(times), device="cuda")
         dist.all_reduce(ms, op=dist.ReduceOp.MAX)
         row |= {"ms": round(ms.item(), 2), "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+        if chosen.account and dist.get_rank() == 0:
+            print_account(name, step, ms.item(), 24)
+        elif chosen.account:  # the same two steps, which send to each other
+            for _ in range(2):
+                step()
     row["third loss"] = round(losses[-1], 4)
     return row
 
@@ -153,7 +159,7 @@ def measure(chosen: Namespace) -> list[Row]:
     for name in chosen.contenders:
         if sizes.device == "cuda" and is_late(began, chosen.budget):
             break
-        row = timed(name, sizes, chosen.repeats)
+        row = timed(name, sizes, chosen)
         gc.collect()
         if sizes.device == "cuda":
             torch.cuda.empty_cache()
@@ -171,6 +177,7 @@ def main() -> None:
     options.add_argument(
         "--contenders", nargs="+", choices=NAMES, default=NAMES, help="default: all, the peer first"
     )
+    options.add_argument("--account", action="store_true", help="print the kernels of each step")
     options.add_argument("--budget", type=float, default=240, help="seconds after which no contender starts")
     options.add_argument("--tiny", action="store_true", help="two ranks on a CPU, to try the script")
     chosen = options.parse_args()

@@ -71,7 +71,8 @@ def test_replayed_graphs_are_the_compiled_step(
     recipe: str, options: dict, config: TrainConfig, corpus: Corpus, progress: Progress, deterministic: None
 ) -> None:
     shape = ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=256)
-    if recipe == "delayed":  # parts of a batch share the codes that FusedAdam writes, which it does not with graphs
+    # parts of a batch share the codes that FusedAdam writes, which it does not with graphs
+    if recipe == "delayed":
         options = {**options, "accumulate": 1}
     config = replace(config, recipe=recipe, device="cuda", compile=True, steps=12, model=shape, **options)
     histories = []
