@@ -67,6 +67,8 @@ def make(name: str, device: str) -> Any:
     import peft
     import transformers
 
+    # While a graph is captured, Transformers makes a tensor of the causal mask; else a flag says it, as here always.
+    transformers.models.llama.modeling_llama.create_causal_mask = lambda *_, **__: None
     base = next(base for base in BASES if name.startswith(base))
     recipe, weights = BASES[base]
     torch.manual_seed(0)
