@@ -124,6 +124,17 @@ def add_product_cases(x: Tensor) -> Iterator[Arguments]:
         yield [base, base + 1], x.new_ones(matrix.shape[0], 2), x.new_ones(matrix.shape[1], 2)
 
 
+@family("encode_int8_rows")
+def encode_int8_rows_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (x,)
+
+
+@family("decode_int8_rows")
+def decode_int8_rows_cases(x: Tensor) -> Iterator[Arguments]:
+    codes, scales = functional.encode_int8_rows(x)
+    yield codes, scales, x.dtype
+
+
 @family("thin_products")
 def thin_products_cases(x: Tensor) -> Iterator[Arguments]:
     wide = x.flatten(0, -2)

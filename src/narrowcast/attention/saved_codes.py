@@ -1,4 +1,7 @@
-"""Tensors that an attention keeps for its backward as E4M3 codes, in eager code and in graphs."""
+"""Tensors that an attention keeps for its backward as int8 codes, in eager code and in graphs.
+
+A head's channels have a scale. Scores are exponents, so queries and keys are kept more finely than E4M3 does.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
-from ..autograd import decoded, kept_in_codes
+from ..functional import decode_int8_rows, encode_int8_rows
 from ..state import checkpoint
 from ..upstream.autograd import innermost_hooks
 
@@ -23,7 +26,7 @@ class _Kept(NamedTuple):
 
 
 def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which autograd keeps tensors of several heads as codes, with a scale per 128 channels.
+    """Return a context in which autograd keeps tensors of several heads as codes, with a scale per head.
 
     The attention may be any of PyTorch's: its forward is unchanged, and its backward gets the decoded values. Hooks
     around it, of a checkpoint or of offloading, get codes and scales. For eager code.
@@ -38,14 +41,14 @@ def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
         if x.dtype != dtype or x.dim() < 3 or x.shape[-1] != channels:
             return around_pack(x)
         with torch.no_grad():
-            scales, codes = kept_in_codes(x.detach())
+            codes, scales = encode_int8_rows(x.detach())
         return _Kept(around_pack(codes), around_pack(scales), dtype)
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Kept):
             return around_unpack(kept)  # type: ignore[no-any-return]
         with torch.no_grad():
-            return decoded(around_unpack(kept.codes), around_unpack(kept.scales), kept.dtype)
+            return decode_int8_rows(around_unpack(kept.codes), around_unpack(kept.scales), kept.dtype)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -55,11 +58,11 @@ def _as_it_is(kept: Any) -> Any:
 
 
 class _Decoded(torch.autograd.Function):
-    """(x, its scales and codes) -> decoded values, as if they were ``x``."""
+    """(x, its codes and scales) -> decoded values, as if they were ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
-        return decoded(codes, scales, x.dtype)
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+        return decode_int8_rows(codes, scales, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -83,16 +86,16 @@ class _InPlaceOf(torch.autograd.Function):
 def recomputed_from_codes(attend: Callable[..., Tensor], *parts: Tensor) -> Tensor:
     """Return ``attend(*parts)``; its backward computes it again, from codes of ``parts``, and is that one's.
 
-    A graph cannot replace what PyTorch's attention saves. Here it saves scales and codes alone, neither output nor sums
+    A graph cannot replace what PyTorch's attention saves. Here it saves codes and scales alone, neither output nor sums
     of a softmax. For traced code: the second attention is in the backward's graph alone.
 
     Args:
         attend: without random numbers.
-        parts: queries, keys and values, with a scale per 128 channels.
+        parts: queries, keys and values.
     """
     with torch.no_grad():
         out = attend(*parts)
-        kept = [tensor for part in parts for tensor in kept_in_codes(part)]
+        kept = [tensor for part in parts for tensor in encode_int8_rows(part)]
 
     def again(*tensors: Tensor) -> Tensor:
         coded = tensors[len(parts) :]

@@ -58,6 +58,7 @@ from .grouped_quantize import (
     operand_of,
     splits_on_device,
 )
+from .int8_rows import decode_int8_rows, encode_int8_rows
 from .kept_weights import WeightsNote, are_unchanged, note_weights, note_written, use_kept
 from .moe import moe_collect, moe_collect_backward, moe_collect_coded, moe_positions, moe_spread
 from .norm import (
@@ -114,10 +115,12 @@ __all__ = [
     "cross_entropy_gradient_quantize",
     "cross_entropy_statistics",
     "decode_attention",
+    "decode_int8_rows",
     "dequantize",
     "draw_seed",
     "element_of",
     "empty_weights",
+    "encode_int8_rows",
     "fit_to_weights",
     "gemm",
     "gemm_accumulate_",

@@ -36,6 +36,7 @@ MODULES = (
     "grouped_mm",
     "grouped_quantize",
     "grouped_sources",
+    "int8_rows",
     "moe",
     "mx",
     "norm",

@@ -194,7 +194,8 @@ class Recipe(Sealable):
     Fields every recipe has: ``backward_override`` (None, "high_precision": backward on the original operands,
     "dequantized": backward on the dequantized row-wise operands), ``emulate`` (run on a GPU without the native
     GEMM by decoding to bf16; default from NARROWCAST_EMULATE) and ``saved_activations`` (None, "fp8": what norms and
-    activations of fused layers keep for their backward is E4M3 codes with a scale per 128 elements).
+    activations of fused layers keep for their backward is E4M3 codes with a scale per 128 elements, and what attention
+    keeps int8 codes with a scale per head).
     """
 
     _family: ClassVar[str] = ""

@@ -20,6 +20,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     grouped_quantize,
     grouped_sources,
     hadamard,
+    int8_rows,
     layout,
     moe,
     mx,
