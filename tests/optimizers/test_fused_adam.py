@@ -113,6 +113,22 @@ def test_a_step_writes_no_quantized_parameter_itself() -> None:
     assert not fused_adam._is_direct(torch.ones(2, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("moment", [torch.float16, torch.uint8])
+def test_a_quantized_parameter_whose_moments_have_scales_is_written(moment: torch.dtype) -> None:
+    """It is quantized from its stepped master."""
+    with nc.quantized_model_init(recipe=RECIPES["current"]):
+        weight: Any = nc.Linear(32, 48, bias=False, device="cpu").weight
+    before = weight.detach().dequantize()
+    optimizer = FusedAdam([weight], lr=0.1, master_weights=True, exp_avg_dtype=moment)
+    give_gradients([weight], 0)
+    optimizer.step()
+    values = weight.detach().dequantize()
+    assert not torch.equal(values, before)
+    assert torch.equal(
+        values, weight._quantizer.quantize(optimizer.state[weight]["master_param"]).dequantize()
+    )
+
+
 def test_a_loaded_parameter_does_not_fall_back_to_its_first_value() -> None:
     with nc.quantized_model_init(recipe=RECIPES["current"], preserve_high_precision_init_val=True):
         layer, other = (nc.Linear(32, 32, bias=False, device="cpu") for _ in range(2))

@@ -69,3 +69,12 @@ def test_logarithms_and_powers() -> None:
     )
     y = 250 * torch.rand(9999, generator=generator) - 125
     assert (expansion.exp2(y).double() / y.double().exp2() - 1).abs().max() < 4e-7
+
+
+def test_magnitudes_below_the_smallest_normal_one_count_as_it() -> None:
+    codes, ranges = encode(torch.tensor([[2.0**-126, 2.0**-130, -(2.0**-140), 0.0]]))
+    assert ranges[0, 0] == 2.0**-126
+    values = decode(codes, ranges)
+    assert values.tolist() == [[2.0**-126, 2.0**-126, -(2.0**-126), 0.0]]
+    codes, ranges = encode(torch.tensor([[2.0**-130, 0.0]]))
+    assert ranges[0, 0] == 2.0**-126 and decode(codes, ranges).tolist() == [[2.0**-126, 0.0]]
