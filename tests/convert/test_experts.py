@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.autograd import operands
 
-from .models import JetMoeParallelExperts, Llama4TextExperts, MambaMixer
+from .models import Experts, JetMoeParallelExperts, Llama4TextExperts, MambaMixer
 
 CURRENT = nc.recipe.Float8CurrentScaling()
 RECIPES = [CURRENT, nc.recipe.DelayedScaling(), nc.recipe.MXFP8BlockScaling()]
@@ -114,3 +115,36 @@ def test_what_did_not_run_in_a_recording_does_not_count() -> None:
     assert receipt.to_dict()["idle"] == ("read",)
     with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* read 50\.0% \(did not run"):
         receipt.assert_coverage(0.9)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES[:2], ids=lambda one: type(one).__name__)
+def test_an_optimizer_writes_their_codes(
+    recipe: Any, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they are transposed; losses and weights are those without."""
+    quantized: list[Any] = []
+    quantize = operands.quantize_weights
+    monkeypatch.setattr(
+        operands, "quantize_weights", lambda *given: quantized.append(given) or quantize(*given)
+    )
+    made = []
+    for written in (False, True):
+        torch.manual_seed(0)
+        experts = nc.convert(nn.ModuleList([Experts(transposed=transposed)]), recipe, small=True)[0]
+        optimizer = nc.optimizers.FusedAdam(
+            experts.parameters(), lr=1e-2, weight_codes=experts if written else None
+        )
+        assert experts.codes_are_written is (written and not transposed)
+        x, chosen, weights = torch.randn(20, 32), torch.randint(4, (20, 2)), torch.rand(20, 2)
+        found = []
+        for _ in range(3):
+            before = len(quantized)
+            loss = experts(x, chosen, weights).square().sum()
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(quantized) == before or not experts.codes_are_written
+        made.append([*found, *(parameter.sum().item() for parameter in experts.parameters())])
+    assert made[0] == made[1]

@@ -107,6 +107,9 @@ class StackedExpertsLayer(LinearLayer):
         parts: list[Any] = super()._parts_of(name)
         return parts if self._exchange is None else [part.to_local() for part in parts]
 
+    def takes_codes(self) -> bool:
+        return super().takes_codes() and self._exchange is None and not self.stack_of(self).transposed
+
     def _stored(self, name: str) -> Tensor:
         """Return a parameter as this rank multiplies with it."""
         stored = getattr(self, name)
@@ -133,7 +136,10 @@ class StackedExpertsLayer(LinearLayer):
         plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
-        args = LinearFwdArgs(plan, x.dtype, scales, None, LinearWgrad(), needs_bias)
+        codes = None
+        if plan.quantized and self._reads_written():
+            codes = self._kept_weight(stage.weight, plan.kept_weight, [stored.detach()])
+        args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias)
         groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
         y = grouped_linear(x, splits, [weight], biases, args, groups)
         if watcher is not None and stage is self._stages[-1]:

@@ -320,7 +320,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                 scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False
         keeps = is_first_microbatch
-        if keeps is None and self.codes_are_written and self.training and not THREAD.state.depth:
+        if keeps is None and self._reads_written():
             keeps = False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
@@ -389,6 +389,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return (
             None if last is None else OperandBuffers([*others, last], buffers.columnwise, buffers.quantizer)
         )
+
+    def takes_codes(self) -> bool:
+        """Return whether forwards can read codes that an optimizer writes of the parameters."""
+        return not self._placed
+
+    def _reads_written(self) -> bool:
+        """Return whether this forward reads codes that an optimizer writes."""
+        return self.codes_are_written and self.training and not THREAD.state.depth
 
     def _keep_weight(
         self, name: str, operand: Operand, made_from: list[Tensor], buffers: OperandBuffers

@@ -88,8 +88,8 @@ class WeightCodes:
     """The weights of a model whose codes its optimizer writes.
 
     Left out, and quantized by their layers, are weights in several parameters, sharded ones, those stored quantized or
-    rounded stochastically, groups in four bits or in blocks whose rows are no multiple of 128, and layers without a
-    recipe of their own.
+    rounded stochastically, groups in four bits or in blocks whose rows are no multiple of 128, converted experts that
+    are transposed or exchange tokens, and layers without a recipe of their own.
 
     Args:
         model: its layers have their recipes, and are on their device.
@@ -106,7 +106,7 @@ class WeightCodes:
 
     def _of(self, layer: LinearLayer) -> Iterator[WrittenWeight]:
         recipe, layer.codes_are_written = layer._recipe, False
-        if recipe is None or layer._placed or is_managed(layer):
+        if recipe is None or not layer.takes_codes() or is_managed(layer):
             return
         for stage in layer._stages:
             plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
