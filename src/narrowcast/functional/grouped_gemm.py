@@ -177,8 +177,8 @@ Args:
     dtype: of the result.
     rows, out_features, in_features: T, N, K.
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
-    emulate: on a GPU, decode and multiply in bf16. Only groups after groups, and fp16 results, read the splits on the
-        host. A bf16 product is rounded before scales and bias.
+    emulate: on a GPU, decode and multiply in bf16. Only groups after groups, and results other than bf16, read the
+        splits on the host. A bf16 product is rounded before scales and bias.
 
 Returns:
     (T, N), (T, K) or (G, N, K) of ``dtype``; the weight gradient of an empty group is zero.
