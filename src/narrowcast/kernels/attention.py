@@ -304,7 +304,7 @@ def attention(
     (q, k, v, pairs), strides, constants = _facts(q, k, v, hidden, (left, right, shift))
     b, h, queries = q.shape[:3]
     out = torch.empty((b, h, queries, v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse, top = torch.empty((2, b, h, queries), dtype=torch.float32, device=q.device)
+    lse, top = (torch.empty((b, h, queries), dtype=torch.float32, device=q.device) for _ in range(2))
     if lse.numel():
         heads = k.shape[1]
         _forward(
