@@ -255,6 +255,27 @@ def test_a_compiled_model_renews_the_layers_from_its_first_forward() -> None:
     assert all(layer._renewed_by_root and layer._root == model._renews_as for layer in model)
 
 
+def test_a_compiled_model_under_an_autocast_of_another_history() -> None:
+    """The graph reads histories of the length that the autocast's recipe has, from the first call on."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nc.Linear(32, 48, device="cpu"), nc.Linear(48, 32, device="cpu"))
+        nc.set_recipe(model, nc.recipe.DelayedScaling(amax_history_len=2))
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for step in range(4):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)) * (1 + step)
+            with nc.autocast(recipe=nc.recipe.DelayedScaling(amax_history_len=5)):
+                y = run(x)
+            y.square().mean().backward()
+            results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
+            results[-1] += [b.clone() for b in model.buffers()]
+        assert model[0].amax_history_fwd.shape[0] == 5
+    for eager, ours in zip(results[:4], results[4:]):
+        for a, b in zip(ours, eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:
     model = Model()
     with pytest.raises((ValueError, TypeError), match="policy"):

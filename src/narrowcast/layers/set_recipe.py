@@ -13,7 +13,7 @@ from torch import nn
 from .. import _checks
 from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
-from ..recipe import Recipe, recipes_from_json
+from ..recipe import DelayedScaling, Recipe, recipes_from_json
 from ..state import THREAD, Agreement, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
 from ..upstream.modules import calling_frame, forward_hooks, forward_pre_hooks
@@ -174,6 +174,12 @@ def _renewed_by_root_while_tracing(context: Any) -> None:
     model, layers = traced_local(context, "model"), traced_local(context, "layers")
     from ..upstream import dynamo  # loads Dynamo, which is there already where code is traced
 
+    in_force = THREAD.state.recipe if THREAD.state.depth else None
+    if isinstance(
+        in_force, DelayedScaling
+    ):  # its histories, before the graph reads those of the layers' own recipes
+        for layer in layers:
+            layer._keep_state_of(in_force)
     if model.training:
         for layer in layers:
             layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
