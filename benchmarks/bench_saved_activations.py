@@ -99,7 +99,7 @@ def main() -> None:
     options = parser(__doc__)
     options.set_defaults(repeats=7)
     chosen = options.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # blocks are drawn from seed 0
     report("saved_activations", measure(chosen), chosen)
 
 

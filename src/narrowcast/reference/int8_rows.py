@@ -23,7 +23,7 @@ def encode(x: Tensor) -> list[Tensor]:
     """
     values = x.float().contiguous()
     top = values.abs().amax(-1, keepdim=True) if x.numel() else values.new_zeros((*x.shape[:-1], 1))
-    scales = top / LARGEST
+    scales = top / torch.full_like(top, LARGEST)  # by a number, a GPU would multiply with the reciprocal
     codes = (values / scales).round().clamp(-LARGEST, LARGEST)
     usable = (scales > 0) & scales.isfinite()
     return [torch.where(usable, codes, 0.0).to(torch.int8), scales]
