@@ -190,7 +190,8 @@ Raises:
 
 def _in_order(kind: str, *arguments: Any) -> Tensor:
     operands, (splits, biases, dtype), (*sizes, most) = arguments[:8], arguments[8:11], arguments[11:]
-    a, b, whole = _Operand(*operands[:4]), _Operand(*operands[4:]), _Sizes(*sizes)
+    whole = _Sizes(*sizes)
+    a, b = _opened(kind, _Operand(*operands[:4]), _Operand(*operands[4:]), whole, splits.shape[0])
     multiply = lambda *group: gemm_batch_invariant(*group, most, 1)  # noqa: E731
     return _multiply_each(kind, a, b, splits, _stacked(biases), dtype, whole, multiply)
 

@@ -105,6 +105,11 @@ class HybridQuantizer(Quantizer):
         return half
 
     def _of_groups(self, columnwise: bool) -> tuple[QuantizerValue, str] | None:
+        # both or none: how groups lie must not depend on which directions are asked for
+        found = [self._half_of_groups(direction) for direction in (False, True)]
+        return None if None in found else found[columnwise]
+
+    def _half_of_groups(self, columnwise: bool) -> tuple[QuantizerValue, str] | None:
         half = self._half(columnwise)
         layout = grouped_layout(half._storage_name)
         if layout == "split":
