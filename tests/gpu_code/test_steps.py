@@ -43,9 +43,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("evaluations, root", "two forwards", "checkpointed, two forwards"),
-        ("evaluations, own", "twice", "operations"),
-        pytest.param(("steps, root", "steps, own", "checkpointed", "current"), marks=pytest.mark.requested),
+        ("evaluations, root", "two forwards", "checkpointed, two forwards", "operations"),
+        pytest.param(
+            ("steps, root", "steps, own", "evaluations, own", "twice", "checkpointed", "current"),
+            marks=pytest.mark.requested,
+        ),
     ],
     ids="/".join,
 )
