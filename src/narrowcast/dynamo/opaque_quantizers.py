@@ -34,6 +34,7 @@ _MEMBERS = (
     "_minimum_rank",
     "_resolve_storage_cls",
     "_result_name",
+    "_shares_amax",
     "_storage_class",
     "_storage_metadata",
     "_storage_name",

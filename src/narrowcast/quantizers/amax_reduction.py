@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import can_check
 from ..functional import amax_to_share, quantize
 from ..functional.collectives import largest_of
 from .quantizer import Quantizer
@@ -60,7 +61,8 @@ class AmaxReducing(Quantizer):
             )
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        if not isinstance(group, str) and not hasattr(group, "group_name"):
+        # before torch 2.13 a trace cannot ask a group what it has
+        if not isinstance(group, str) and can_check() and not hasattr(group, "group_name"):
             raise TypeError(
                 f"amax_reduction_group is a {type(group).__name__}; pass a torch.distributed process group or its name"
             )
