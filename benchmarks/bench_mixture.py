@@ -13,18 +13,17 @@ compiled one by one, and the whole step is replayed as a CUDA graph. ``--account
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_moe_dispatch import Mixture
-from harness import RECIPES, Row, captured, is_late, parser, print_account, rank_ms, report_of_ranks
+from bench_moe_dispatch import Mixture, account
+from harness import RECIPES, Row, captured, parser, rank_ms, report_of_ranks, rows_in_turns
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -144,31 +143,23 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
         ms = torch.tensor(statistics.median(times), device="cuda")
         dist.all_reduce(ms, op=dist.ReduceOp.MAX)
         row |= {"ms": round(ms.item(), 2), "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
-        if chosen.account and dist.get_rank() == 0:
-            print_account(name, step, ms.item(), 24)
-        elif chosen.account:  # the same two steps, which send to each other
-            for _ in range(2):
-                step()
+        if chosen.account:
+            account(name, step, ms.item(), 24)
     row["third loss"] = round(losses[-1], 4)
     return row
 
 
 def measure(chosen: Namespace) -> list[Row]:
-    sizes, rows = sizes_of(chosen), list[Row]()
-    began = time.monotonic()
-    for name in chosen.contenders:
-        if sizes.device == "cuda" and is_late(began, chosen.budget):
-            break
+    sizes = sizes_of(chosen)
+
+    def compared(name: str, rows: list[Row]) -> Row:
         row = timed(name, sizes, chosen)
-        gc.collect()
         if sizes.device == "cuda":
-            torch.cuda.empty_cache()
             first = rows[0] if rows else row
             row["times the first"] = round(first["ms"] / row["ms"], 3)  # type: ignore[operator]
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
-    return rows
+        return row
+
+    return rows_in_turns((partial(compared, name) for name in chosen.contenders), chosen.budget)
 
 
 def main() -> None:

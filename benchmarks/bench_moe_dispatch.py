@@ -20,12 +20,23 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RECIPES, Row, captured, error_of, is_late, parser, print_account, rank_ms, report_of_ranks
+from harness import (
+    RECIPES,
+    Row,
+    captured,
+    error_of,
+    parser,
+    print_account,
+    rank_ms,
+    report_of_ranks,
+    rows_in_turns,
+)
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -150,10 +161,10 @@ def different_with_codes(name: str, x: Tensor, dy: Tensor) -> list[str]:
     return [key for key in both[0] if not torch.equal(both[0][key], both[1][key])]
 
 
-def account(title: str, step: Callable[[], None], ms: float) -> None:
+def account(title: str, step: Callable[[], object], ms: float, most: int = 16) -> None:
     """Print the first rank's kernels; the others take the steps with it."""
     if dist.get_rank() == 0:
-        print_account(title, step, ms)
+        print_account(title, step, ms, most)
         return
     for _ in range(2):
         step()
@@ -196,7 +207,6 @@ def measure(chosen: Namespace) -> list[Row]:
     draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     x = torch.randn(chosen.tokens, HIDDEN, **draw).requires_grad_()
     dy = torch.randn(chosen.tokens, HIDDEN, **draw) * 1e-2
-    rows: list[Row] = []
     expected: dict[str, Tensor] = {}
     began = time.monotonic()
     patterns = dict.fromkeys(MODES, chosen.only) | {"compiled": chosen.only_compiled or chosen.only}
@@ -207,18 +217,16 @@ def measure(chosen: Namespace) -> list[Row]:
         differ = different_with_codes(name, x, dy)
         where = f"{time.monotonic() - began:.0f} s, rank {dist.get_rank()}"
         print(f"{where}, {name}: gradients with other bits than of rows: {differ}", flush=True)
-    turns = [(mode, name) for mode in modes for name in names[mode]]
-    for mode, name in turns:
-        if is_late(began, chosen.budget):
-            break
+
+    def compared(mode: str, name: str, _: list[Row]) -> Row:
         row, found = timed(name, x, dy, expected, mode, chosen)
-        expected = expected or found
+        if not expected:
+            expected.update(found)
         first = firsts.setdefault(mode, row)
-        row["times torch bf16"] = round(first["ms"] / row["ms"], 3)  # type: ignore[operator]
-        rows.append(row)
-        if dist.get_rank() == 0:
-            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
-    return rows
+        return {**row, "times torch bf16": round(first["ms"] / row["ms"], 3)}  # type: ignore[operator]
+
+    turns = (partial(compared, mode, name) for mode in modes for name in names[mode])
+    return rows_in_turns(turns, chosen.budget - (time.monotonic() - began))
 
 
 def main() -> None:

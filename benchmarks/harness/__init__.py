@@ -3,7 +3,7 @@
 from .account import print_account
 from .contenders import SWEEP, Table, compare, compiled, measure, summarize
 from .machine import Row, machine
-from .ranks import is_late, rank_ms, report_of_ranks, train_in_turns
+from .ranks import rank_ms, report_of_ranks, rows_in_turns, train_in_turns
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, error_of, measure_steps, saved_mib, step_of
@@ -24,7 +24,6 @@ __all__ = [
     "compare",
     "compiled",
     "error_of",
-    "is_late",
     "machine",
     "measure",
     "measure_steps",
@@ -36,6 +35,7 @@ __all__ = [
     "report_of_ranks",
     "report_on_gpu",
     "ring",
+    "rows_in_turns",
     "saved_mib",
     "seconds_of",
     "spread",

@@ -6,7 +6,8 @@ import gc
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -60,20 +61,28 @@ def is_late(began: float, budget: float) -> bool:
     return bool(late.item())
 
 
-def train_in_turns(contenders: Mapping[str, Callable[[], Row]], budget: float) -> list[Row]:
-    """Return a row for each contender that starts within ``budget`` seconds; its rate is compared with the first's."""
+def rows_in_turns(contenders: Iterable[Callable[[list[Row]], Row]], budget: float) -> list[Row]:
+    """Return a row of each contender that starts within ``budget`` seconds, and print it; each gets those before."""
     rows: list[Row] = []
     began = time.monotonic()
-    for name, timed in contenders.items():
+    for contender in contenders:
         if is_late(began, budget):
             break
-        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed()}
-        torch.compiler.reset()
+        rows.append(contender(rows))
         gc.collect()
         torch.cuda.empty_cache()
-        first = rows[0] if rows else row
-        row["vs bf16"] = round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)  # type: ignore[operator]
-        rows.append(row)
         if dist.get_rank() == 0:
-            print(f"{time.monotonic() - began:.0f} s", row, flush=True)
+            print(f"{time.monotonic() - began:.0f} s", rows[-1], flush=True)
     return rows
+
+
+def train_in_turns(contenders: Mapping[str, Callable[[], Row]], budget: float) -> list[Row]:
+    """Return a row for each contender that starts within ``budget`` seconds; its rate is compared with the first's."""
+
+    def compared(name: str, timed: Callable[[], Row], rows: list[Row]) -> Row:
+        row: Row = {"contender": name, "GPUs": dist.get_world_size(), **timed()}
+        torch.compiler.reset()
+        first = rows[0] if rows else row
+        return {**row, "vs bf16": round(row["tokens/s/GPU"] / first["tokens/s/GPU"], 3)}  # type: ignore[operator]
+
+    return rows_in_turns((partial(compared, *contender) for contender in contenders.items()), budget)
