@@ -112,9 +112,6 @@ softmax_batch_invariant = define(
 )
 """The softmax over the last dim, fp32; zeros for a row of -inf."""
 
-LARGEST_HEAD = 128
-"""The kernel of attention takes no larger head dim."""
-
 _MASK = "Tensor? hidden, float scale, int left, int right, SymInt shift"
 
 attention_batch_invariant = define(
@@ -132,8 +129,10 @@ def attention_is_one_operator(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether :data:`attention_batch_invariant` takes these dtypes and head dims; on a GPU a kernel has to."""
     if not q.dtype == k.dtype == v.dtype:
         return False
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return not q.is_cuda or (kernels.AVAILABLE and half and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD)
+    if not q.is_cuda:
+        return True
+    half, largest = q.dtype in (torch.bfloat16, torch.float16), max(q.shape[-1], v.shape[-1])
+    return kernels.AVAILABLE and half and largest <= kernels.attention.LARGEST_HEAD  # type: ignore[attr-defined]
 
 
 _attention_backward_op = define(

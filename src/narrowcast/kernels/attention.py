@@ -54,6 +54,17 @@ def _store_rows(ptr, offsets, inside, values, D: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
+def _queries(row, rows, head, GROUP: tl.constexpr):
+    """Return of rows, the queries of the heads that share ``head`` of keys: which exist, their query, own head, and
+    the query as an offset.
+    """
+    there = row < rows
+    query = row // GROUP
+    own = head * GROUP + row % GROUP
+    return there, query, own, query.to(tl.int64)
+
+
+@triton.jit
 def _hidden(
     pairs, query, key, S_KV, left, right, shift, hk, there, MASK: tl.constexpr, WINDOW: tl.constexpr
 ):  # fmt: skip
@@ -126,11 +137,7 @@ def _forward_kernel(
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)  # of keys
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M  # the last queries see the most, and begin
-    row = m0 + tl.arange(0, TILE_M)
-    there = row < S_Q * GROUP
-    query = row // GROUP
-    own = head * GROUP + row % GROUP
-    at = query.to(tl.int64)
+    there, query, own, at = _queries(m0 + tl.arange(0, TILE_M), S_Q * GROUP, head, GROUP)
     q = _rows(q_ptr + batch * qb, own * qh + at * qs, there, True, D, WIDTH)
     k_ptr += batch * kb + head * kh
     v_ptr += batch * vb + head * vh
@@ -186,11 +193,7 @@ def _query_gradient_kernel(
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE_M
-    row = m0 + tl.arange(0, TILE_M)
-    there = row < S_Q * GROUP
-    query = row // GROUP
-    own = head * GROUP + row % GROUP
-    at = query.to(tl.int64)
+    there, query, own, at = _queries(m0 + tl.arange(0, TILE_M), S_Q * GROUP, head, GROUP)
     place = (batch * HEADS * GROUP + own) * S_Q + at
     q = _rows(q_ptr + batch * qb, own * qh + at * qs, there, True, D, WIDTH)
     grad = _rows(grad_ptr, place * D_V, there, True, D_V, WIDTH_V)
@@ -236,11 +239,7 @@ def _key_gradient_kernel(
     dk = tl.zeros([TILE_N, WIDTH], tl.float32)
     dv = tl.zeros([TILE_N, WIDTH_V], tl.float32)
     for start in tl.range(begin, end, TILE_M):
-        row = start + tl.arange(0, TILE_M)
-        there = row < rows
-        query = row // GROUP
-        own = head * GROUP + row % GROUP
-        at = query.to(tl.int64)
+        there, query, own, at = _queries(start + tl.arange(0, TILE_M), rows, head, GROUP)
         place = (batch * HEADS * GROUP + own) * S_Q + at
         q = _rows(q_ptr + batch * qb, own * qh + at * qs, there, True, D, WIDTH)
         grad = _rows(grad_ptr, place * D_V, there, True, D_V, WIDTH_V)

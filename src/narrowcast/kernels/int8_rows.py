@@ -17,13 +17,18 @@ LONGEST = 4096
 
 
 @triton.jit
+def _places(rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's rows, where their elements are, and which of these exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    return row, row[:, None] * K + column[None, :], (row < rows)[:, None] & (column < K)[None, :]
+
+
+@triton.jit
 def _int8_rows_encode_kernel(
     x_ptr, codes_ptr, scales_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * K + column[None, :]
-    inside = (row < rows)[:, None] & (column < K)[None, :]
+    row, at, inside = _places(rows, K, ROWS, BLOCK)
     x = to_float32(tl.load(x_ptr + at, mask=inside, other=0.0), EMULATE)
     # as integers: a maximum of numbers ignores NaN
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
@@ -42,10 +47,7 @@ def _int8_rows_encode_kernel(
 def _int8_rows_decode_kernel(
     codes_ptr, scales_ptr, out_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = row[:, None] * K + column[None, :]
-    inside = (row < rows)[:, None] & (column < K)[None, :]
+    row, at, inside = _places(rows, K, ROWS, BLOCK)
     codes = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + row[:, None], mask=(row < rows)[:, None], other=0.0)
     tl.store(out_ptr + at, round_to_dtype(codes * scale, out_ptr.dtype.element_ty, EMULATE), mask=inside)

@@ -41,7 +41,7 @@ def transposed(rowwise: list[Tensor], features: int, grad: Tensor | None = None)
     if amax:
         matrix = after(grad, matrix)
         nibbles = torch.stack((matrix & 15, matrix >> 4), -1).flatten(-2)[:, :features]
-        turned = transpose_codes(nibbles.contiguous(), grad)
+        turned = transpose_codes(nibbles.contiguous())
         if rows % NVFP4_BLOCK:
             turned = F.pad(turned, (0, -rows % NVFP4_BLOCK))
         tiles = scale[:rows:NVFP4_BLOCK, : cdiv(features, NVFP4_BLOCK)].t()
