@@ -1,7 +1,8 @@
 """Saved activations in FP8: bytes that a block of the 8B shape holds for its backward, its time, its gradients.
 
-``kept_mib`` is memory allocated after a forward whose output is dropped, less what was there before. ``worst_gradient``
-is the largest relative error of a gradient beside the same block without the option.
+``kept_mib`` is memory allocated after a forward, less its output and what was there before, ``peak_mib`` the most that
+forward and backward allocate beyond that. ``worst_gradient`` is the largest relative error of a gradient beside the
+same block without the option.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
             backend = "inductor" if device == "cuda" else "aot_eager"
             run: Any = torch.compile(layer, backend=backend, fullgraph=True) if how else layer
             made = gradients(run, layer, x, dy, rope)
-            row: Row = {"contender": name + how, "kept_mib": kept_mib(run, x, rope, device)}
+            kept, peak = kept_and_peak(run, x, rope, device)
+            row: Row = {"contender": name + how, "kept_mib": kept, "peak_mib": peak}
             if recipe is not None and not recipe.saved_activations:
                 plain[how] = {key: value.clone() for key, value in made.items()}
             if "saved" in name:
@@ -84,15 +86,17 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def kept_mib(run: Callable[..., Tensor], x: Tensor, rope: Tensor, device: str) -> float:
+def kept_and_peak(run: Callable[..., Tensor], x: Tensor, rope: Tensor, device: str) -> tuple[float, float]:
+    """Return MiB between forward and backward, and the most of both; parameters have gradients before."""
     if device == "cpu":
-        return 0.0
+        return 0.0, 0.0
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = run(x, rotary_pos_emb=rope)
-    held = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
+    kept = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
     out.sum().backward()
-    return held / 2**20
+    return kept / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def main() -> None:
