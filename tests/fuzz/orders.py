@@ -86,10 +86,6 @@ def _layer(rng: random.Random, index: int) -> Program:
         layer = {"kind": "linear", "bias": True}
     if "own" in layer:
         layer["own"] = _recipe(rng, 0.8)
-        if (
-            layer["kind"] == "transformer"
-        ):  # renews by its own rule, and a copy does not know an autocast's yet
-            del layer["own"]
     return layer
 
 

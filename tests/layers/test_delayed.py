@@ -464,6 +464,23 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
     assert len(copied.amax_history_fwd) == own
 
 
+def test_a_copied_model_with_recipes_renews_by_the_rule_of_the_autocast() -> None:
+    model = nc.set_recipe(Net(), DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"))
+
+    def run(model: nn.Module, seed: int, size: float) -> None:
+        with nc.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            model(size * batch(seed)).sum().backward()
+
+    run(model, 0, 1.0)  # the largest of the last four
+    run(model, 1, 0.1)
+    copied = copy.deepcopy(model)
+    run(model, 2, 0.1)
+    wanted = copy.deepcopy(model.state_dict())  # the next autocast renews it, too
+    run(copied, 2, 0.1)
+    for name, tensor in wanted.items():
+        assert torch.equal(copied.state_dict()[name], tensor), name
+
+
 @pytest.mark.parametrize("then", ["recipe", "to", "reset", "load", "forward"])
 def test_what_a_forward_without_gradients_collected_is_taken_back(then: str) -> None:
     """A graph collects first, for it may be the first run of a checkpoint; whatever comes next finds it taken back."""
