@@ -7,7 +7,8 @@ plain PyTorch with its fused AdamW, sharded by ``fully_shard``; torchao converts
 are those of this library with weights gathered quantized, an FP8 head, and ``FusedAdam``. Blocks and head are compiled
 one by one, and all blocks run one graph. ``model TFLOP/s`` is of one GPU: 6 operations per GEMM weight and token, and
 causal attention; it is the same work for all contenders. ``retries``: so often the allocator waited for the GPU to get
-memory back, up to here. ``--tiny`` tries the script on two ranks of a CPU.
+memory back, up to here. ``--profile`` prints what the kernels of a step are and what they wait for, on the first GPU.
+``--tiny`` tries the script on two ranks of a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_transformer import PlainBlock, layer
-from harness import Row, parser, rank_ms, report_of_ranks, train_in_turns
+from harness import Row, parser, print_streams, rank_ms, report_of_ranks, train_in_turns
 from peers.torchao import float8
 from torch import Tensor, nn
 
@@ -126,7 +127,7 @@ def operations(sizes: Namespace) -> float:
     return 6.0 * (sizes.layers * (block + hidden * sizes.length) + hidden * sizes.vocabulary)
 
 
-def timed(name: str, sizes: Namespace, repeats: int) -> Row:
+def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
     began = time.monotonic()
     if sizes.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -149,11 +150,13 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
     losses = [step().item()]
     first = time.monotonic() - began
     losses += [step().item() for _ in range(3)]
-    ms = torch.tensor(statistics.median(rank_ms(step, repeats) for _ in range(3)), device=sizes.device)
+    ms = torch.tensor(statistics.median(rank_ms(step, chosen.repeats) for _ in range(3)), device=sizes.device)
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
     rate = sizes.length * 1e3 / ms.item()
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else math.nan
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if sizes.device == "cuda" else 0
+    if chosen.profile and sizes.device == "cuda":
+        print_streams(f"{name}, {ms.item():.1f} ms", step, shown=dist.get_rank() == 0)
     return {
         "layers": sizes.layers,
         "classes at a time": sizes.chunk if name in RECIPES else sizes.vocabulary,
@@ -170,9 +173,7 @@ def timed(name: str, sizes: Namespace, repeats: int) -> Row:
 def measure(chosen: Namespace) -> list[Row]:
     sizes = sizes_of(chosen)
     names = [name for name in chosen.contenders.split(";") if "torchao" not in name or float8 is not None]
-    return train_in_turns(
-        {name: partial(timed, name, sizes, chosen.repeats) for name in names}, chosen.budget
-    )
+    return train_in_turns({name: partial(timed, name, sizes, chosen) for name in names}, chosen.budget)
 
 
 def main() -> None:
@@ -182,6 +183,7 @@ def main() -> None:
     options.add_argument("--contenders", default=";".join(NAMES), help="in order, between semicolons")
     options.add_argument("--chunk", type=int, default=128256, help="classes of the FP8 head at a time")
     options.add_argument("--budget", type=float, default=600, help="seconds after which no contender starts")
+    options.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to try the script")
     report_of_ranks("llama", measure, options.parse_args())
 

@@ -1,10 +1,7 @@
-"""``TransformerLayer``: a block of the 8B shape, training steps of four, decoding of 1B parameters with a KV cache.
+"""``TransformerLayer``: a block of the 8B shape, also over one long sequence, and training steps of four.
 
 The bf16 peer of the block is plain PyTorch (RMSNorm, linear layers, scaled_dot_product_attention, SwiGLU), compiled as
-ours are. Decoding compares our layers in bf16 with the same whose weights were made FP8 once; a step gives one token
-and is a CUDA graph. In bf16 it runs twice: with attention by ``scaled_dot_product_attention``, with which
-``share_of_bf16`` compares, and with the kernel for one query that the recipes take, too (``share_of_same``).
-``--only`` chooses contenders by how their names begin: "block", "steps, delayed".
+ours are. ``--only`` chooses contenders by how their names begin: "block", "32k block", "steps, delayed".
 """
 
 from __future__ import annotations
@@ -12,11 +9,9 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +19,6 @@ from harness import Row, parser, report_on_gpu, seconds_of
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.attention import core
 
 BF16 = torch.bfloat16
 WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, groups
@@ -104,9 +98,9 @@ def blocks(name: str, count: int) -> nn.ModuleList:
     return made
 
 
-def angles(sizes: tuple[int, int, int, int], length: int) -> Tensor:
-    rope = nc.RotaryPositionEmbedding(sizes[0] // sizes[2], rotary_base=500_000.0).to("cuda")
-    return rope(length).to("cuda")
+def angles(sizes: tuple[int, int, int, int], length: int, device: str = "cuda") -> Tensor:
+    rope = nc.RotaryPositionEmbedding(sizes[0] // sizes[2], rotary_base=500_000.0).to(device)
+    return rope(length).to(device)
 
 
 def timed(step: Callable[[], Any], repeats: int, each: int = 5) -> float:
@@ -121,12 +115,17 @@ def fresh() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def block(name: str, repeats: int) -> Row:
-    """Forward and backward of one block, 4 x 2048 tokens, compiled; memory above the parameters and their gradients."""
+# sequences and their tokens, by what the contenders' names begin with
+BLOCKS = {"block": (BATCH, LENGTH), "32k block": (1, 32768)}
+
+
+def block(kind: str, name: str, repeats: int) -> Row:
+    """Forward and backward of one block, compiled; the peak of memory includes the parameters and their gradients."""
     fresh()
-    (own,), positions = blocks(name, 1), angles(WIDE, LENGTH)
+    batch, length = BLOCKS[kind]
+    (own,), positions = blocks(name, 1), angles(WIDE, length)
     run = torch.compile(own, fullgraph=True)
-    x = torch.randn(BATCH, LENGTH, WIDE[0], dtype=BF16, device="cuda", requires_grad=True)
+    x = torch.randn(batch, length, WIDE[0], dtype=BF16, device="cuda", requires_grad=True)
     dy = torch.randn_like(x)
 
     def step() -> None:
@@ -141,7 +140,7 @@ def block(name: str, repeats: int) -> Row:
     step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    return {"contender": f"block, {name}", "ms": timed(step, repeats) * 1e3, "peak_gib": peak / 2**30}
+    return {"contender": f"{kind}, {name}", "ms": timed(step, repeats) * 1e3, "peak_gib": peak / 2**30}
 
 
 class Model(nn.Module):
@@ -206,73 +205,17 @@ def contender_of_steps(name: str, optimizer_name: str) -> str:
     return f"steps, {name}" if optimizer_name == "AdamW" else f"steps, {name}, {optimizer_name}"
 
 
-PLAIN = "bf16, PyTorch's attention"
-DECODING = (PLAIN, "narrowcast bf16", "current", "delayed", "block-scaled")
-
-
-@torch.inference_mode()
-def decode(name: str, batch: int, repeats: int) -> Row:
-    """One token of each of ``batch`` sequences a step, 16 layers of 2048/8192, behind 512 cached tokens."""
-    fresh()
-    with mock.patch.object(core, "MOST_HEADS", 0) if name == PLAIN else nullcontext():
-        return _decode(name, batch, repeats)
-
-
-def _decode(name: str, batch: int, repeats: int) -> Row:
-    prompt, longest = 512, 1024
-    torch.manual_seed(0)
-    recipe = RECIPES.get(name)
-    with nc.quantized_model_init(enabled=recipe is not None, recipe=recipe):
-        layers = nn.ModuleList(layer(ONE_B, number) for number in range(1, 17)).eval()
-    nc.set_recipe(layers, recipe)
-    positions = angles(ONE_B, longest + 1)
-    params = nc.InferenceParams(batch, longest, device="cuda")
-
-    def forward(x: Tensor) -> Tensor:
-        for own in layers:
-            x = own(
-                x, rotary_pos_emb=positions, inference_params=params, self_attn_mask_type="padding_causal"
-            )
-        return x
-
-    params.pre_step(OrderedDict((index, prompt) for index in range(batch)))
-    forward(torch.randn(batch, prompt, ONE_B[0], dtype=BF16, device="cuda"))
-    token = torch.randn(batch, 1, ONE_B[0], dtype=BF16, device="cuda")
-    run = torch.compile(forward, fullgraph=True, mode="reduce-overhead")
-
-    def step() -> Tensor:
-        params.pre_step(OrderedDict((index, 1) for index in range(batch)))
-        torch.compiler.cudagraph_mark_step_begin()
-        return run(token)
-
-    for _ in range(4):
-        step()
-    seconds = timed(step, min(repeats, 12), each=10)
-    weights = sum(parameter.numel() for parameter in layers.parameters())
-    row: Row = {
-        "contender": f"decode {batch}, {name}",
-        "ms": seconds * 1e3,
-        "tokens_per_second": batch / seconds,
-    }
-    return row | {"parameters": weights, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-
-
 def measure(options: argparse.Namespace) -> list[Row]:
     cases: dict[str, tuple[str, Callable[[], Row]]] = {}
-    for name in RECIPES:
-        cases[f"block, {name}"] = "block, torch bf16", lambda name=name: block(name, options.repeats)
+    for kind in BLOCKS:
+        for name in RECIPES:
+            run = partial(block, kind, name, options.repeats)
+            cases[f"{kind}, {name}"] = f"{kind}, torch bf16", run
     for optimizer in OPTIMIZERS:
         for name in RECIPES if optimizer == "AdamW" else ("torch bf16", "delayed", "current"):
             cases[contender_of_steps(name, optimizer)] = (
                 "steps, torch bf16",
                 lambda name=name, optimizer=optimizer: steps(name, optimizer, options.repeats),
-            )
-    for batch in (1, 64):
-        for name in DECODING:
-            base = f"decode {batch}, {PLAIN}"
-            cases[f"decode {batch}, {name}"] = (
-                base,
-                lambda name=name, batch=batch: decode(name, batch, options.repeats),
             )
     rows = []
     for name, (_, run) in cases.items():
@@ -287,10 +230,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
         base = times.get(cases[str(row["contender"])][0])
         if base and "ms" in row:
             row["share_of_bf16"] = float(str(row["ms"])) / base
-        decoded, _, name = str(row["contender"]).partition(", ")
-        base = times.get(f"{decoded}, narrowcast bf16")
-        if base and name in DECODING:
-            row["share_of_same"] = float(str(row["ms"])) / base
     return rows
 
 

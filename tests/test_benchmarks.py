@@ -309,3 +309,37 @@ def test_plot_knows_the_targets() -> None:
     assert plot.target("transpose", "transpose fp8") == 0.0
     assert plot.split_peer("torchao: fp8 current") == ("torchao", "fp8 current")
     assert plot.split_peer("fp8 current") == ("", "fp8 current")
+
+
+def test_streams_tell_what_waits() -> None:
+    streams = benchmark("harness.streams")
+    ran = [
+        ("nvjet_sm90_tst", 7, 0, 100, 1),
+        ("nvjet_sm90_tst", 7, 100, 150, 2),  # beside an exchange
+        ("ncclDevKernel_SendRecv", 9, 110, 90, 0),
+        ("_reduction_rank_sum_kernel", 9, 255, 20, 0),  # while nothing is computed
+        ("_adam_step_kernel", 7, 280, 200, 0),
+    ]
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "cpu_op", "args": {"External id": at, "Input Dims": [[8, 16]]}} for at in (1, 2)
+    ]
+    events += [
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "ts": start,
+            "dur": took,
+            "args": {"stream": stream, "External id": op},
+        }
+        for name, stream, start, took, op in ran
+    ]
+    lines = streams.lines_of(streams.kernels_of(events), most=1)
+    assert lines[0] == "   span 0.5 ms: computing stream 0.5, others alone 0.0, nothing 0.0"
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "computing: GEMM 0.25 ms x2 beside 0.05",
+        "computing: optimizer 0.20 ms x1 beside 0.00",
+        "others: NCCL, reduction 0.09 ms x1 alone 0.00",
+        "others: sums of gradients 0.02 ms x1 alone 0.02",
+        "0.25 ms x2 longest 0.15 nvjet_sm90_tst",
+    ]

@@ -7,6 +7,7 @@ from .ranks import rank_ms, report_of_ranks, rows_in_turns, train_in_turns
 from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, error_of, measure_steps, saved_mib, step_of
+from .streams import print_streams
 from .timing import rates, ring, seconds_of, spread, time_in_turns
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "measure_steps",
     "parser",
     "print_account",
+    "print_streams",
     "rank_ms",
     "rates",
     "report",

@@ -1,0 +1,169 @@
+"""What a step does that runs on several streams: kernels by group, and what the computing stream waits for."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# Parts of kernels' names, first match wins; Inductor names a kernel after the operators that it fuses.
+_GROUPS = (
+    ("NCCL, gather", r"nccl.*AllGather"),
+    ("NCCL, reduction", r"nccl.*(ReduceScatter|SendRecv)"),
+    ("NCCL, other", r"nccl"),
+    ("sums of gradients", r"rank_sum"),
+    ("optimizer", r"adam|multi_tensor_apply"),
+    ("attention", r"sdpa|flash|fmha|compute_dot_do_o|convert_dq|rope"),
+    ("GEMM", r"nvjet|gemm|cutlass|splitK"),
+    ("head and loss", r"softmax|nll_loss|cross_entropy"),
+    ("casts", r"float8|delayed|_scaled_mm|quantize"),
+    ("norms", r"norm"),
+    ("activations", r"activation|silu"),
+    ("copies of FSDP2", r"split_with_sizes_copy|chunk_cat"),
+    ("copies", r"copy|memcpy|cat"),
+)
+
+
+class Ran(NamedTuple):
+    """A kernel that ran: microseconds on its stream; ``shapes``: of what launched it, as the profiler writes them."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+    shapes: str = ""
+
+
+def print_streams(title: str, step: Callable[[], object], most: int = 24, shown: bool = True) -> None:
+    """Run a step under PyTorch's profiler and print where its time goes: a line for a group, then the longest kernels.
+
+    Args:
+        shown: False on ranks that only run the step alike.
+    """
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, record_shapes=True) as profiler:
+        step()
+        torch.cuda.synchronize()
+    if not shown:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    print("\n".join([f"-- {title}", *lines_of(kernels_of(events), most)]), flush=True)
+
+
+def kernels_of(events: Iterable[dict[str, Any]]) -> list[Ran]:
+    """Read what ran on the GPU out of the events of a Chrome trace, in the order of its start."""
+    shapes, found = {}, []
+    for event in events:
+        kind, args = event.get("cat") if event.get("ph") == "X" else "", event.get("args", {})
+        if kind == "cpu_op":
+            shapes[args.get("External id")] = str(args.get("Input Dims", ""))
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            found.append((event, args))
+    return sorted(
+        (
+            Ran(
+                event["name"],
+                args.get("stream", 0),
+                event["ts"],
+                event["ts"] + event["dur"],
+                shapes.get(args.get("External id"), ""),
+            )
+            for event, args in found
+        ),
+        key=lambda ran: ran.start,
+    )
+
+
+def group_of(name: str) -> str:
+    return next((group for group, words in _GROUPS if re.search(words, name, re.IGNORECASE)), "other")
+
+
+def lines_of(ran: Sequence[Ran], most: int) -> list[str]:
+    """Return the account: the computing stream's groups, what others take, and what is left.
+
+    ``alone``: while the computing stream runs nothing. ``beside``: what kernels of the computing stream take longer
+    while others run than their like do alone.
+    """
+    times: dict[int, float] = defaultdict(float)
+    for one in ran:
+        times[one.stream] += one.end - one.start
+    computing = max(times, key=lambda stream: times[stream])
+    own = [one for one in ran if one.stream == computing]
+    others = [one for one in ran if one.stream != computing]
+    span = max(one.end for one in ran) - ran[0].start
+    busy = _union(own)
+    both = _union(ran)
+    lines = [
+        f"   span {span / 1e3:.1f} ms: computing stream {busy / 1e3:.1f}, others alone {(both - busy) / 1e3:.1f}, "
+        f"nothing {(span - both) / 1e3:.1f}"
+    ]
+    lines += _groups("computing", own, _beside(own, others), "beside")
+    lines += _groups("others", others, {id(one): _outside(one, own) for one in others}, "alone")
+    named: dict[str, list[float]] = defaultdict(list)
+    for one in ran:
+        named[re.sub(r"^void |<.*|\(.*", "", one.name)[:60]].append((one.end - one.start) / 1e3)
+    ranked = sorted(named.items(), key=lambda item: -sum(item[1]))[:most]
+    lines += [
+        f"   {sum(each):8.2f} ms x{len(each):<4d} longest {max(each):.2f} {name}" for name, each in ranked
+    ]
+    return lines
+
+
+def _groups(title: str, ran: Sequence[Ran], parts: dict[int, float], column: str) -> list[str]:
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for one in ran:
+        entry = sums[group_of(one.name)]
+        entry[0] += (one.end - one.start) / 1e3
+        entry[1] += 1
+        entry[2] += parts.get(id(one), 0.0) / 1e3
+    ranked = sorted(sums.items(), key=lambda item: -item[1][0])
+    return [
+        f"   {title}: {group:18s} {ms:8.2f} ms x{count:<5.0f} {column} {part:.2f}"
+        for group, (ms, count, part) in ranked
+    ]
+
+
+def _union(ran: Sequence[Ran]) -> float:
+    total, end = 0.0, float("-inf")
+    for one in ran:
+        total += max(0.0, one.end - max(one.start, end))
+        end = max(end, one.end)
+    return total
+
+
+def _outside(one: Ran, own: Sequence[Ran]) -> float:
+    """Return how long a kernel runs while none of ``own`` does."""
+    inside = [
+        Ran("", 0, max(one.start, other.start), min(one.end, other.end))
+        for other in own
+        if other.start < one.end and other.end > one.start
+    ]
+    return one.end - one.start - _union(inside)
+
+
+def _beside(own: Sequence[Ran], others: Sequence[Ran]) -> dict[int, float]:
+    """Return, by identity, what kernels take longer beside others than their like do alone."""
+    alone: dict[tuple[str, str], list[float]] = defaultdict(list)
+    shared: list[Ran] = []
+    for one in own:
+        if any(other.start < one.end and other.end > one.start for other in others):
+            shared.append(one)
+        else:
+            alone[one.name, one.shapes].append(one.end - one.start)
+    medians = {kind: statistics.median(each) for kind, each in alone.items()}
+    return {
+        id(one): one.end - one.start - medians[one.name, one.shapes]
+        for one in shared
+        if (one.name, one.shapes) in medians
+    }
