@@ -1,13 +1,14 @@
 """Training steps of the whole Llama-3.1-8B shape under FSDP2: 32 blocks, embedding, head and loss, 8192 tokens a GPU.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_llama.py [--save]
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torchrun --nproc-per-node 2 benchmarks/bench_llama.py [--save]
 
 One sequence of 8192 tokens on each GPU, no recomputation; parameters, gradients and moments are bf16. The bf16 peer is
 plain PyTorch with its fused AdamW, sharded by ``fully_shard``; torchao converts its blocks' linear layers. The recipes
 are those of this library with weights gathered quantized, an FP8 head, and ``FusedAdam``. Blocks and head are compiled
 one by one, and all blocks run one graph. ``model TFLOP/s`` is of one GPU: 6 operations per GEMM weight and token, and
 causal attention; it is the same work for all contenders. ``retries``: so often the allocator waited for the GPU to get
-memory back, up to here. ``--profile`` prints what the kernels of a step are and what they wait for, on the first GPU.
+memory back, up to here; segments that can grow leave it more. ``--profile`` prints what the kernels of a step are and
+what they wait for, on the first GPU.
 ``--tiny`` tries the script on two ranks of a CPU.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from argparse import Namespace
@@ -164,6 +166,7 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
         "tokens/s/GPU": round(rate),
         "model TFLOP/s": round(rate * operations(sizes) / 1e12),
         "peak GiB": round(peak / 2**30, 1),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "retries": retries,
         "loss after 4": round(losses[-1], 3),
         "first step s": round(first, 1),
