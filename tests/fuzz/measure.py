@@ -28,6 +28,8 @@ TOLERANCES = {
     "nvfp4": (0.4, 0.4),
     "none": (1e-5, 1e-5),
 }
+# Elements of FP4 below this part of their block's amax may become 0, however large what they multiply is.
+LOST = {"mxfp4": 1 / 16, "nvfp4": 1 / 24}
 
 
 class Product(NamedTuple):
@@ -37,8 +39,12 @@ class Product(NamedTuple):
     squares: Tensor
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor) -> Product:
-        return cls(a @ b, a.square() @ b.square())
+    def of(cls, a: Tensor, b: Tensor, lost: float = 0.0) -> Product:
+        if not lost or not a.numel() or not b.numel():
+            return cls(a @ b, a.square() @ b.square())
+        large_a = torch.maximum(a.abs(), lost * a.abs().amax(1, keepdim=True))
+        large_b = torch.maximum(b.abs(), lost * b.abs().amax(0, keepdim=True))
+        return cls(a @ b, large_a.square() @ large_b.square())
 
     def __add__(self, other: Product) -> Product:  # type: ignore[override]
         return Product(self.value + other.value, self.squares + other.squares)
@@ -146,7 +152,8 @@ class Measure:
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
         past = self.amaxes.setdefault(layer, ([], [], []))
         fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")
-        wanted = Product.of(wide, weight.t())
+        lost = LOST.get(self.family(layer), 0.0)
+        wanted = Product.of(wide, weight.t(), lost)
         wanted = wanted._replace(value=wanted.value + bias)
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
         if layer.training and y.requires_grad:
@@ -163,7 +170,7 @@ class Measure:
 
         def seen(dy: Tensor) -> None:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
-            part = Product.of(flat.t(), wide)
+            part = Product.of(flat.t(), wide, lost)
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
             fit = fits and self.fits(layer, known, flat, "gradient")
             self.fitting[layer] = self.fitting.get(layer, True) and fit
@@ -172,7 +179,7 @@ class Measure:
             if exact is not None:
                 exact[0](dy)
             if x.requires_grad:
-                x_grads.append((Product.of(flat, weight), fit))
+                x_grads.append((Product.of(flat, weight, lost), fit))
 
         x_grads: list[tuple[Product, bool]] = []
 
