@@ -132,7 +132,7 @@ def test_equals_linear_layers(name: str, dtype: torch.dtype, single: bool) -> No
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_close_to_linear_layers(name: str, bias: bool) -> None:
-    """On a GPU the order of sums differs, and a bias may be added after the product was rounded."""
+    """On a GPU the order of sums differs, and scales and bias may be applied after the product was rounded."""
     layer = make_layer(bias=bias)
     linears = linears_of(layer)
     for seed in range(2):
@@ -151,7 +151,7 @@ def test_close_to_linear_layers(name: str, bias: bool) -> None:
             *(g for column in columns[2:] for g in column),
         ]
         for a, b in zip(ours, expected, strict=True):
-            assert_close(a, b, "fp8_flips")
+            assert_close(a, b, "fp4_flips" if name == "nvfp4" else "fp8_flips")
 
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {

@@ -27,6 +27,7 @@ TOLERANCES = {
         2.0**-7, "Hopper tensor cores keep about 14 bits while they accumulate FP8"
     ),
     "fp8_flips": Tolerance(3e-2, "an ulp of bf16 before a quantizer flips some FP8 roundings"),
+    "fp4_flips": Tolerance(7e-2, "an ulp of bf16 before a quantizer flips some FP4 roundings"),
     "fp8_layer": Tolerance(6e-2, "a linear layer in FP8 against the same layer in high precision"),
     "fp4_layer": Tolerance(2.5e-1, "a linear layer in NVFP4 against the same layer in high precision"),
     "fp8_other_scales": Tolerance(1.2e-1, "FP8 layers against the same layers in FP8 under other scales"),
