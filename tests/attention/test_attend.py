@@ -497,9 +497,9 @@ def test_switches_choose_among_pytorch_s_kernels(monkeypatch: pytest.MonkeyPatch
     allowed: list[Any] = []
     run = sdpa.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scores: Any, kernels: Any, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, scores: Any, kernels: Any, *flags: bool) -> Tensor:
         allowed.append(kernels)
-        return run(q, k, v, scores, kernels, causal)
+        return run(q, k, v, scores, kernels, *flags)
 
     monkeypatch.setattr(sdpa, "attend", attend)
     x = torch.randn(2, 5, HEADS, DIM)

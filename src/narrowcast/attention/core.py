@@ -67,6 +67,7 @@ def attend(
     switches: Switches,
     max_logit: bool = False,
     ranks: ContextParallel | None = None,
+    saves_codes: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention in a format.
 
@@ -76,6 +77,7 @@ def attend(
         switches: which kernels may be used.
         max_logit: return the largest logit of each head, too.
         ranks: which share the sequences; None for this one alone.
+        saves_codes: as :func:`.sdpa.attend` takes it.
 
     Returns:
         The output with heads and head dim in one, and the largest logits (h).
@@ -141,7 +143,7 @@ def attend(
     elif backend == "sdpa":
         every = switches == Switches() and is_cudnn_safe(facts)
         kernels = None if every else sdpa_kernels(facts, switches)
-        out = sdpa.attend(q, k, v, scores, kernels, causal=flag and not everything)
+        out = sdpa.attend(q, k, v, scores, kernels, flag and not everything, saves_codes)
     else:
         out, largest = unfused.attend(q, k, v, scores, max_logit)
     return flattened(out, qkv_format), largest.to(out.dtype) if max_logit and largest is not None else None

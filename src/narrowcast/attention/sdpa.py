@@ -8,13 +8,23 @@ kernel: its row of the mask is opened, and its output is then set to zero, which
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._tracing import while_tracing
 from .masks import MaskRule, hidden_pairs
+from .saved_codes import in_codes
 from .scores import Scores
+
+_attend_in_codes = in_codes(scaled_dot_product_attention)
+
+
+def _allow_in_graph(context: Any) -> None:
+    torch.compiler.allow_in_graph(_attend_in_codes)
 
 
 def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
@@ -25,7 +35,13 @@ def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, kernels: list[SDPBackend] | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    kernels: list[SDPBackend] | None,
+    causal: bool,
+    saves_codes: bool,
 ) -> Tensor:
     """Compute attention by one of PyTorch's kernels.
 
@@ -37,6 +53,7 @@ def attend(
         kernels: what PyTorch may choose from; None: from all.
         causal: PyTorch's flag says the rule (:func:`says_causal`). Otherwise ``scores.places`` does, or every query
             sees every key.
+        saves_codes: in traced code, keep int8 codes for the backward.
 
     Returns:
         (b, h, s_q, d_v).
@@ -57,10 +74,9 @@ def attend(
     if gqa and mask is not None and q.is_cuda:  # no kernel of PyTorch takes a mask and groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
+    run = _attend_in_codes if saves_codes and while_tracing(_allow_in_graph) else scaled_dot_product_attention
     with contextlib.nullcontext() if kernels is None else sdpa_kernel(kernels):
-        out = scaled_dot_product_attention(
-            q, k, v, mask, scores.dropout, causal, scale=scores.scale, enable_gqa=gqa
-        )
+        out = run(q, k, v, mask, scores.dropout, causal, scale=scores.scale, enable_gqa=gqa)
     if folds:
         out = out.flatten(1, 2)[:, :, None]
     return out if empty is None else out.masked_fill(empty, 0.0)

@@ -208,13 +208,14 @@ class DotProductAttention(nn.Module):
         qkv_layer: Tensor | None = None,
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        saves_codes: bool = False,
     ) -> Any:
         """Compute the attention.
 
         Args:
             query_layer, key_layer, value_layer: in the format; fp16, bf16 or fp32, all three in one dtype.
-            attention_mask: bools, True where masked out: (b, 1, 1, s) for padding types, or one for queries and one for
-                keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Other types and thd ignore it with a warning.
+            attention_mask: bools, True where masked out: (b, 1, 1, s) for padding types, or a pair of them for queries
+                and keys; broadcastable to (b, h, s_q, s_kv) for "arbitrary". Others and thd ignore it with a warning.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal: override the module's own.
             cu_seqlens_q, cu_seqlens_kv: (b + 1) int32 sums of lengths: for thd, and instead of a padding mask.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, the start of each sequence, if there is padding between;
@@ -232,6 +233,7 @@ class DotProductAttention(nn.Module):
             inference_params: a KV cache that stores the new keys and values. Queries see all cached tokens of their
                 sequence. Needs a padding type, whose diagonal is then bottom right; no gradients flow through it.
             fast_zero_fill: accepted, without effect.
+            saves_codes: in traced code, PyTorch's attention keeps int8 codes for its backward.
         Returns:
             The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero if a query
             sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.
@@ -239,13 +241,9 @@ class DotProductAttention(nn.Module):
             ValueError: shapes, masks, lengths or names do not fit, or no backend is left.
             TypeError: a dtype.
         """
-        check_not_there(
-            fp8_output=fp8_output,
-            bf16_backward=bf16_backward,
-            num_splits=None if num_splits == 1 else num_splits,
-            score_mod_bprop=score_mod_bprop,
-            score_mod_bprop_tensors=score_mod_bprop_tensors,
-        )
+        splits = None if num_splits == 1 else num_splits
+        bprop = {"score_mod_bprop": score_mod_bprop, "score_mod_bprop_tensors": score_mod_bprop_tensors}
+        check_not_there(fp8_output=fp8_output, bf16_backward=bf16_backward, num_splits=splits, **bprop)
         fmt = self.qkv_format if qkv_format is None else checked_format(qkv_format)
         q, k, v = separate(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         check_tensors(q, k, v, fmt, self.num_attention_heads, self.num_gqa_groups, self.kv_channels)
@@ -261,7 +259,7 @@ class DotProductAttention(nn.Module):
         bias = (core_attention_bias_type, core_attention_bias, alibi_slopes)
         scores = self._scores(rule, pairs, fmt, bias, score_mod, score_mod_tensors, q.device)
         lengths = Lengths(masks, cu_seqlens, padded, (max_seqlen_q, max_seqlen_kv), cached)
-        out, largest = self._core(q, k, v, fmt, scores, lengths, checkpoint_core_attention)
+        out, largest = self._core(q, k, v, fmt, scores, lengths, checkpoint_core_attention, saves_codes)
         if cached:
             out = in_format(inference_params, out, outer, tokens)
         return (out, largest) if self.return_max_logit else out
@@ -294,15 +292,24 @@ class DotProductAttention(nn.Module):
         return scores
 
     def _core(
-        self, q: Tensor, k: Tensor, v: Tensor, fmt: str, scores: Scores, lengths: Lengths, recompute: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fmt: str,
+        scores: Scores,
+        lengths: Lengths,
+        recompute: bool,
+        saves_codes: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the computation; with ``recompute`` it is done once more in the backward, which then saves nothing."""
         switches, max_logit = self._switches, self.return_max_logit
+        saves_codes = saves_codes and not recompute
         tracker = self.get_rng_state_tracker if scores.dropout else None
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
             with contextlib.nullcontext() if tracker is None else tracker().fork():
-                return attend(q, k, v, fmt, scores, lengths, switches, max_logit, self._ranks)
+                return attend(q, k, v, fmt, scores, lengths, switches, max_logit, self._ranks, saves_codes)
 
         if recompute and torch.is_grad_enabled():
             return checkpoint(run, q, k, v, get_rng_state_tracker=tracker)

@@ -16,7 +16,6 @@ from ..attention import (
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
     checked_format,
-    recomputed_from_codes,
     saving_codes,
 )
 from ..layers import parameter_device
@@ -338,10 +337,8 @@ class MultiheadAttention(OfParts):
         if can_check():
             with saving_codes(parts[0]):
                 return attend(*parts)
-        core, trains = self.core_attention, torch.is_grad_enabled() and any(x.requires_grad for x in parts)
-        if not trains or core._ranks is not None or (core.training and core.attention_dropout):
-            return attend(*parts)
-        return recomputed_from_codes(attend, *parts)
+        saves = type(self.core_attention) is DotProductAttention and self.core_attention._ranks is None
+        return attend(*parts, saves_codes=True) if saves else attend(*parts)
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any

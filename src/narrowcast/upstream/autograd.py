@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -147,6 +148,23 @@ def _hooks_in_force() -> list[Any]:
 def innermost_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
     """Return the pair of hooks, pack and unpack, that gets saved tensors now; None if there is none."""
     return _top_hooks(True) if _are_hooks_enabled() else None  # type: ignore[no-any-return]
+
+
+_set_hooks_tracing: Any = private(
+    "torch._C._autograd._saved_tensors_hooks_set_tracing",
+    follows=_HOOKS,
+    without="run a model with saved_activations without torch.compile on this release",
+)
+
+
+@contextlib.contextmanager
+def traced_hooks() -> Iterator[None]:
+    """Call hooks for saved tensors while Dynamo or AOTAutograd traces, which they otherwise ignore."""
+    before = _set_hooks_tracing(False)
+    try:
+        yield
+    finally:
+        _set_hooks_tracing(before)
 
 
 def _checkpoints_of(hooks: list[Any]) -> list[Running]:
