@@ -1,8 +1,8 @@
 """Saved activations in FP8: bytes that a block of the 8B shape holds for its backward, its time, its gradients.
 
 ``kept_mib`` is memory allocated after a forward, less its output and what was there before, ``peak_mib`` the most that
-forward and backward allocate beyond that. ``worst_gradient`` is the largest relative error of a gradient beside the
-same block without the option.
+forward and backward allocate beyond that. The input counts where the block keeps it, as the last block's output in a
+model. ``worst_gradient`` is the largest relative error of a gradient beside the same block without the option.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def kept_and_peak(run: Callable[..., Tensor], x: Tensor, rope: Tensor, device: s
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = run(x, rotary_pos_emb=rope)
+    out = run(x.clone(), rotary_pos_emb=rope)
     kept = torch.cuda.memory_allocated() - before - out.untyped_storage().nbytes()
     out.sum().backward()
     return kept / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
