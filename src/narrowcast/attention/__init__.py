@@ -1,4 +1,4 @@
-"""Attention: formats, masks, the choice of a backend from static facts, rotary embeddings, KV caches.
+"""Attention: formats, masks, the choice of a backend from static facts, rotary embeddings, KV caches, saved codes.
 
 What modules add to it, parameters and options, is in ``nn``.
 """
