@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
 import narrowcast as nc
+from narrowcast import reference
 from narrowcast.distributed import gradient_exchange, quantize_master_weights, shard
 from narrowcast.distributed.shard import _check_stored, _Chosen, _Rewrap, _tile
 from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
@@ -243,12 +244,22 @@ def operations(mesh: Any) -> tuple[Any, Any]:
     return losses[0], losses[1]
 
 
-def reduced(mesh: Any, microbatches: int, reduce_dtype: Any = torch.float32) -> dict[str, Any]:
-    """Gradients of other rows on every rank, reduced by FSDP2 and by ``shard``; bytes sent past it and by it."""
+def reduced(
+    mesh: Any,
+    microbatches: int,
+    reduce_dtype: Any = torch.float32,
+    kept: Any = torch.float32,
+    hook: Any = None,
+) -> dict[str, Any]:
+    """Gradients of other rows on every rank, reduced by FSDP2 and by ``shard``; bytes sent past it and by it.
+
+    ``kept``: dtype of the parameters; ``hook``: of FSDP2, which reads the sums.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)}
     gradients, sent, scattered, real = [], 0, [0, 0], gradient_exchange.reduce_scatter_single
+    summed: set[torch.dtype] = set()
 
     def scatter(out: torch.Tensor, *args: Any, **options: Any) -> Any:
         scattered[own] += out.nbytes  # what the other rank gets
@@ -257,14 +268,18 @@ def reduced(mesh: Any, microbatches: int, reduce_dtype: Any = torch.float32) -> 
     for own in (False, True):
         torch.manual_seed(0)
         layers = [torch.nn.Linear(512, 768), torch.nn.Linear(768, 9), torch.nn.Linear(9, 32)]
-        model: Any = torch.nn.Sequential(*layers)
+        model: Any = torch.nn.Sequential(*layers).to(kept)
         if own:
             shard(model, blocks=layers[1:2], **options)
         else:
             fully_shard(layers[1], **options)
             fully_shard(model, **options)
+        if hook is not None:
+            for part in (layers[1], model):
+                part.set_all_reduce_hook(hook)
         rows = torch.Generator().manual_seed(dist.get_rank())
         with (
+            mock.patch.object(reference.reduction, "rank_sum", wraps=reference.reduction.rank_sum) as sums,
             mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchanged,
             mock.patch.object(gradient_exchange, "reduce_scatter_single", scatter),
             warnings.catch_warnings(record=True) as caught,
@@ -276,10 +291,11 @@ def reduced(mesh: Any, microbatches: int, reduce_dtype: Any = torch.float32) -> 
                     model.set_requires_gradient_sync(not left)
                     model(torch.randn(16, 512, generator=rows)).float().square().mean().backward()
         gradients.append([local(parameter.grad).clone() for parameter in model.parameters()])
+        summed |= {call.args[4].dtype for call in sums.call_args_list}
         sent += sum(one.tensor.nbytes for call in exchanged.call_args_list for one in call.args[0][::2])
     said = sum("accumulated gradients travel" in str(one.message) for one in caught)
     equal = all(map(torch.equal, *gradients))
-    return {"equal": equal, "sent": sent, "scattered": scattered[True], "said": said}
+    return {"equal": equal, "sent": sent, "scattered": scattered[True], "said": said, "summed": summed}
 
 
 class Experts(torch.nn.Module):
@@ -373,6 +389,10 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     for count in (1, 2):
         for dtype in (torch.float32, None):
             checks[f"reduced {count} {dtype}"] = lambda count=count, dtype=dtype: reduced(mesh, count, dtype)
+        checks[f"reduced in halves {count}"] = lambda count=count: reduced(mesh, count, kept=torch.bfloat16)
+    checks["reduced with a hook"] = lambda: reduced(
+        mesh, 1, kept=torch.bfloat16, hook=lambda sums: sums.mul_(1 + 2**-12)
+    )
     return checks
 
 
@@ -476,6 +496,13 @@ def test_gradients_travel_in_16_bits(dtype: Any, two: list[dict[str, Any]]) -> N
         assert result["equal"] and result["sent"] == 0
         assert result["scattered"] == (4 if in_fp32 else 2) * elements
         assert result["said"] == (in_fp32 and dtype is None)
+
+
+def test_sums_of_gradients_are_written_in_the_parameters_dtype(two: list[dict[str, Any]]) -> None:
+    """FSDP2 casts them to it, unless a hook of the user reads them before."""
+    for name, dtype in (("halves 1", torch.bfloat16), ("halves 2", None), ("with a hook", torch.float32)):
+        for result in of_all(two, f"reduced {name.replace('halves', 'in halves')}"):
+            assert result["equal"] and result["summed"] == ({dtype} if dtype else set())
 
 
 def test_operations(two: list[dict[str, Any]]) -> None:

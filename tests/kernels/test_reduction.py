@@ -98,9 +98,10 @@ def test_every_shape_and_kind(device: torch.device) -> None:
 def test_rank_sum(ranks: int, rank: int, n: int, dtype: torch.dtype, device: torch.device) -> None:
     alone = n < 500_000  # else a program has several turns
     rows = make("normal", (ranks, n), dtype)
-    expected, others = torch.empty(n), rows[[i for i in range(ranks) if i != rank]]
-    reference.rank_sum(rows[rank], others, rank, ranks, expected)
-    found = torch.empty(n, device=device)
-    kernels.reduction.rank_sum(rows[rank].to(device), others.to(device), rank, ranks, found, alone)
-    assert torch.equal(found.cpu(), expected)
-    torch.testing.assert_close(expected, rows.float().mean(0))
+    others = rows[[i for i in range(ranks) if i != rank]]
+    for kept in (torch.float32, dtype):
+        expected, found = torch.empty(n, dtype=kept), torch.empty(n, dtype=kept, device=device)
+        reference.rank_sum(rows[rank], others, rank, ranks, expected)
+        kernels.reduction.rank_sum(rows[rank].to(device), others.to(device), rank, ranks, found, alone)
+        assert torch.equal(found.cpu(), expected)
+        torch.testing.assert_close(expected, rows.float().mean(0).to(kept))

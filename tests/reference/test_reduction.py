@@ -86,6 +86,9 @@ def test_rank_sum_goes_through_the_ranks_in_order_and_divides_once() -> None:
         others = torch.cat([rows[:rank], rows[rank + 1 :]])
         reduction.rank_sum(rows[rank], others, rank, 4, out)
         assert out.tolist() == [0.0625 / 4, 2.25]
+    out = torch.empty(2, dtype=torch.bfloat16)
+    reduction.rank_sum(rows[0], rows[1:], 0, 4, out)
+    assert out.tolist() == [0.0625 / 4, 2.25]
     large = torch.tensor([[2.0**24], [1.0], [-(2.0**24)]]).bfloat16()
     for rank, others in ((0, large[1:]), (1, large[[0, 2]])):
         out = torch.empty(1)

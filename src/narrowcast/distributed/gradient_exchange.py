@@ -1,8 +1,9 @@
 """``GradientExchange``: FSDP2's reduction of gradients in fp32, for which 16 bits per element travel.
 
 FSDP2 casts what 16-bit computation leaves as gradients to fp32, copies it into one buffer, and reduces and scatters
-that. Here each rank is sent the others' gradients of its shard as they were computed, large ones from where they lie,
-and sums them in fp32. The cast adds nothing, so it is the same sum; of more than two ranks perhaps in another order.
+that; then it casts the sums to the parameters' dtype. Here each rank is sent the others' gradients of its shard as they
+were computed, large ones from where they lie, sums them in fp32 and writes them in the parameters' dtype. The first
+cast adds nothing, so it is the same sum; of more than two ranks perhaps in another order.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ class GradientExchange:
     """
 
     def __init__(self, dtype_stated: bool = True) -> None:
-        self._dtype_stated = dtype_stated
+        self._dtype_stated, self._sums = dtype_stated, torch.float32
         self._accumulates = self._leaves = False
         # in the backward of this forward, and of the one before
         self._reductions = self._reductions_before = 0
         self._contents = Contents()  # contents of the next buffer
 
-    def begin(self, reduces: bool) -> None:
-        """A forward begins; ``reduces``: its backward does. Ranks do alike, whichever have gradients by then."""
+    def begin(self, reduces: bool, sums: torch.dtype = torch.float32) -> None:
+        """A forward begins. Ranks do alike, whichever have gradients by then.
+
+        Args:
+            reduces: whether its backward does.
+            sums: the dtype that FSDP2 casts sums to before anything reads them; fp32 if something does.
+        """
+        self._sums = sums
         self._accumulates, self._leaves = self._leaves, not reduces
         self._reductions_before, self._reductions = self._reductions, 0
 
@@ -45,7 +52,8 @@ class GradientExchange:
         """Return a stand-in for the reduced modules' gradients; once filled, memory for their sums."""
         if dtype == torch.float32 and not self._contents.tensors:
             return StandIn(self._contents, size, dtype, device)
-        self._contents = Contents()
+        if self._contents.tensors:
+            dtype, self._contents = self._sums, Contents()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -56,25 +64,33 @@ class GradientExchange:
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         gradients, ranks = input_tensor.contents.tensors, group.size()
         divisor = {dist.ReduceOp.SUM: 1, dist.ReduceOp.AVG: ranks}.get(op)
-        travels = len({one.dtype for one in gradients}) == 1 and gradients[0].dtype != output_tensor.dtype
+        travels = len({one.dtype for one in gradients}) == 1 and gradients[0].dtype != input_tensor.dtype
         if self._accumulates or divisor is None or not travels:
-            buffer = torch.empty(input_tensor.shape, dtype=output_tensor.dtype, device=output_tensor.device)
-            self._say_what_travels(output_tensor)
+            buffer = torch.empty(input_tensor.shape, dtype=input_tensor.dtype, device=output_tensor.device)
+            self._say_what_travels(buffer.dtype)
             gradients = [one.to(buffer.dtype) for one in gradients]
             cat_chunks(gradients, 0, ranks, out=buffer.view(ranks, -1))
-            return reduce_scatter_single(output_tensor, buffer, group=group, op=op, async_op=async_op)
+            sums = output_tensor
+            if sums.dtype != buffer.dtype:
+                sums = torch.empty_like(output_tensor, dtype=buffer.dtype)
+            work = reduce_scatter_single(sums, buffer, group=group, op=op, async_op=async_op)
+            if sums is not output_tensor:
+                if work is not None:
+                    work.wait()
+                output_tensor.copy_(sums)
+            return work
         self._reductions += 1
         alone = self._reductions == self._reductions_before  # the last of a backward: no GEMM runs beside it
         for own, others, part in _exchanged(gradients, output_tensor, group):
             numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part, alone)
         return None
 
-    def _say_what_travels(self, output: Tensor) -> None:
+    def _say_what_travels(self, dtype: torch.dtype) -> None:
         """Warn once where the release chose to send fp32: since PyTorch 2.15 without a ``reduce_dtype``."""
         if not self._dtype_stated:
             self._dtype_stated = True
             warnings.warn(
-                f"accumulated gradients travel in {output.dtype}: mp_policy has no reduce_dtype, and PyTorch "
+                f"accumulated gradients travel in {dtype}: mp_policy has no reduce_dtype, and PyTorch "
                 f"{torch.__version__} then reduces in the dtype of the parameters; pass reduce_dtype=torch.bfloat16 to "
                 "send half the bytes, or reduce_dtype=torch.float32 to keep this",
                 stacklevel=2,

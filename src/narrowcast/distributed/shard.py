@@ -28,6 +28,8 @@ from ..tensors import QuantizedTensor, local
 from ..upstream.compiler import traces_own_hooks
 from ..upstream.fsdp import (
     gathers_in_backward,
+    gradient_dtypes,
+    has_reduction_hook,
     is_distributed,
     keeps_after_backward,
     parameter_groups,
@@ -125,7 +127,7 @@ def shard(
     halves = dtype in (torch.bfloat16, torch.float16)
     # without a reduce_dtype FSDP2 reduces fp32 parameters' gradients in fp32 since PyTorch 2.15
     if over.size() > 1 and halves and policy.reduce_dtype in (torch.float32, None):  # type: ignore[union-attr]
-        _exchange_gradients([*blocks, model], policy.reduce_dtype is not None)  # type: ignore[union-attr]
+        _exchange_gradients([*blocks, model], policy.reduce_dtype is not None, mesh.ndim == 1)  # type: ignore[union-attr]
     model.__dict__["_shard_receipt"] = ShardReceipt(tuple(chosen.rows), over.size())
     return model
 
@@ -384,19 +386,31 @@ def _gather_in_place(modules: list[Any], gathers: list[WeightGather]) -> None:
     model.register_forward_pre_hook(begin, prepend=True)
 
 
-def _exchange_gradients(modules: list[Any], dtype_stated: bool) -> None:
-    """Make FSDP2 reduce gradients by an exchange; the model comes last."""
+def _exchange_gradients(modules: list[Any], dtype_stated: bool, reduces_once: bool) -> None:
+    """Make FSDP2 reduce gradients by an exchange; the model comes last.
+
+    Args:
+        reduces_once: nothing reduces the sums of these ranks over others.
+    """
     from .gradient_exchange import GradientExchange
 
     exchange, model = GradientExchange(dtype_stated), modules[-1]
     for module in modules:
         module.set_custom_reduce_scatter(exchange)
+    groups = parameter_groups(model)
 
     def begin(model: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and starts_a_step():
-            exchange.begin(synchronizes(model))
+            exchange.begin(synchronizes(model), _dtype_of_sums(groups) if reduces_once else torch.float32)
 
     model.register_forward_pre_hook(begin)
+
+
+def _dtype_of_sums(groups: list[Any]) -> torch.dtype:
+    """Return the 16-bit dtype of all gradients that FSDP2 keeps; fp32 if it keeps others, or a hook reads the sums."""
+    found = {dtype for group in groups for dtype in gradient_dtypes(group)}
+    halves = len(found) == 1 and found <= {torch.bfloat16, torch.float16}
+    return found.pop() if halves and not any(map(has_reduction_hook, groups)) else torch.float32
 
 
 def _watch_gathers(model: nn.Module) -> None:

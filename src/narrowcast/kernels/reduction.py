@@ -123,7 +123,8 @@ def _reduction_rank_sum_kernel(
         for _ in range(rank, others):
             total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0), EMULATE)
             other_ptr += n
-        tl.store(out_ptr + at, tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32)), mask=at < n)
+        total = tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32))
+        tl.store(out_ptr + at, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=at < n)
 
 
 _rank_sum = Launcher(_reduction_rank_sum_kernel, num_warps=32)

@@ -87,13 +87,13 @@ def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, 
         own: what this rank has, bf16 or fp16, shape (n,).
         others: what the others have, in their order, (ranks - 1, n).
         rank: which of them this is.
-        out: fp32, shape (n,).
+        out: fp32, bf16 or fp16, shape (n,).
         alone: whether nothing else runs meanwhile; on a GPU, False leaves most of it to others.
 
     Numerics:
-        In fp32, from zero, in the order of the ranks; then one division.
+        In fp32, from zero, in the order of the ranks; then one division, and :func:`round_to_dtype`.
     """
-    total = torch.zeros_like(out)
+    total = torch.zeros_like(out, dtype=torch.float32)
     for row in (*others[:rank], own, *others[rank:]):
         total += row
-    torch.div(total, divisor, out=out)
+    out.copy_(round_to_dtype(total / divisor, out.dtype))

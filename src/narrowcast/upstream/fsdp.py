@@ -70,7 +70,13 @@ _ATTRIBUTES = {
         follows=_GROUP,
         without="use torch.distributed.fsdp.fully_shard in place of narrowcast.distributed.shard",
     )
-    for name in ("fsdp_params", "reduce_grads", "post_forward_mesh_info", "reshard_after_backward")
+    for name in (
+        "fsdp_params",
+        "reduce_grads",
+        "post_forward_mesh_info",
+        "reshard_after_backward",
+        "_all_reduce_hook",
+    )
 }
 _SHARDED_PARAMETER = entry(
     "FSDPParam.sharded_param",
@@ -131,12 +137,26 @@ def keeps_after_backward(group: Any) -> bool:
     return not _read(group, "reshard_after_backward")
 
 
+def has_reduction_hook(group: Any) -> bool:
+    """Return whether ``set_all_reduce_hook`` was called, whose hook reads the sums of gradients."""
+    return _read(group, "_all_reduce_hook") is not None
+
+
 def sharded_parts(group: Any) -> list[Any]:
     """Return this rank's shards of a group's parameters."""
     try:
         return [local_part(one.sharded_param) for one in _read(group, "fsdp_params")]
     except AttributeError as error:
         raise _SHARDED_PARAMETER.error(str(error)) from None
+
+
+def gradient_dtypes(group: Any) -> set[torch.dtype | None]:
+    """Return the dtypes of the gradients that FSDP2 keeps of a group's shards."""
+    try:
+        shards = [one.sharded_param for one in _read(group, "fsdp_params")]
+    except AttributeError as error:
+        raise _SHARDED_PARAMETER.error(str(error)) from None
+    return {one.grad_dtype for one in shards if one.requires_grad}
 
 
 _POLICY = entry(
