@@ -71,9 +71,13 @@ def decoding(
 def measured(name: str, sequences: int, chosen: argparse.Namespace) -> Row:
     fresh()
     with mock.patch.object(core, "MOST_HEADS", 0) if name == PLAIN else nullcontext():
-        step, parameters = decoding(name, sequences)
-        for _ in range(4):
-            step()
+        return _measured(name, sequences, chosen)
+
+
+def _measured(name: str, sequences: int, chosen: argparse.Namespace) -> Row:
+    step, parameters = decoding(name, sequences)
+    for _ in range(4):
+        step()
     torch.cuda.synchronize()
     seconds = timed(step, min(chosen.repeats, 12), each=10)
     began = time.perf_counter()

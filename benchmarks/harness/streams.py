@@ -110,6 +110,7 @@ def lines_of(ran: Sequence[Ran], most: int) -> list[str]:
     ]
     lines += _groups("computing", own, _beside(own, others), "beside")
     lines += _groups("others", others, {id(one): _outside(one, own) for one in others}, "alone")
+    lines += _waits(own, others, ran[0].start, most // 2)
     named: dict[str, list[float]] = defaultdict(list)
     for one in ran:
         named[re.sub(r"^void |<.*|\(.*", "", one.name)[:60]].append((one.end - one.start) / 1e3)
@@ -117,6 +118,26 @@ def lines_of(ran: Sequence[Ran], most: int) -> list[str]:
     lines += [
         f"   {sum(each):8.2f} ms x{len(each):<4d} longest {max(each):.2f} {name}" for name, each in ranked
     ]
+    return lines
+
+
+def _waits(own: Sequence[Ran], others: Sequence[Ran], began: float, most: int) -> list[str]:
+    """Return the longest waits of the computing stream: when, what ran meanwhile, and what came after."""
+    waits, end = [], began
+    for one in own:
+        if one.start > end:
+            waits.append((one.start - end, end, one))
+        end = max(end, one.end)
+    lines = []
+    for took, start, then in sorted(waits, key=lambda wait: -wait[0])[:most]:
+        meanwhile: dict[str, float] = defaultdict(float)
+        for other in others:
+            shared = min(other.end, start + took) - max(other.start, start)
+            if shared > 0:
+                meanwhile[group_of(other.name)] += shared / 1e3
+        ran = ", ".join(f"{group} {ms:.2f}" for group, ms in meanwhile.items()) or "nothing"
+        at = f"{took / 1e3:.2f} ms at {(start - began) / 1e3:.1f}"
+        lines.append(f"   waits {at} before {group_of(then.name)}: {ran}")
     return lines
 
 

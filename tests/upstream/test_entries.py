@@ -63,6 +63,7 @@ TESTED_BY = {
     "FSDPParamGroup.reduce_grads": _OF_A_GROUP,
     "FSDPParamGroup.post_forward_mesh_info": _OF_A_GROUP,
     "FSDPParamGroup.reshard_after_backward": _OF_A_GROUP,
+    "FSDPParamGroup._all_reduce_hook": _OF_A_GROUP,
     "frames of torch.distributed.fsdp.fully_shard": (
         "test_fsdp.py",
         "test_sharding_is_seen_wherever_fsdp_keeps_its_files",

@@ -100,6 +100,10 @@ def test_groups_of_parameters(mesh: Any) -> None:
     assert fsdp.reduces_gradients(group) and fsdp.gathers_in_backward(group)
     assert not fsdp.keeps_after_backward(group)
     assert {id(part) for part in fsdp.sharded_parts(group)} == {id(local(p)) for p in model.parameters()}
+    assert fsdp.gradient_dtypes(group) == {p.dtype for p in model.parameters()}
+    assert not fsdp.has_reduction_hook(group)
+    model.set_all_reduce_hook(print)
+    assert fsdp.has_reduction_hook(group)
     model.set_requires_gradient_sync(False)
     model.set_reshard_after_backward(False)
     model.set_reshard_after_forward(False)
@@ -123,6 +127,8 @@ def test_without_the_state_of_a_module(mesh: Any, monkeypatch: pytest.MonkeyPatc
         (fsdp.gathers_in_backward, "post_forward_mesh_info"),
         (fsdp.keeps_after_backward, "reshard_after_backward"),
         (fsdp.sharded_parts, "fsdp_params"),
+        (fsdp.gradient_dtypes, "fsdp_params"),
+        (fsdp.has_reduction_hook, "_all_reduce_hook"),
     ],
 )
 def test_without_an_attribute_of_a_group(read: Any, name: str) -> None:
@@ -131,8 +137,9 @@ def test_without_an_attribute_of_a_group(read: Any, name: str) -> None:
 
 
 def test_without_the_sharded_parameter() -> None:
-    with pytest.raises(UpstreamError, match="FSDPParam.sharded_param"):
-        fsdp.sharded_parts(types.SimpleNamespace(fsdp_params=[types.SimpleNamespace()]))
+    for read in (fsdp.sharded_parts, fsdp.gradient_dtypes):
+        with pytest.raises(UpstreamError, match="FSDPParam.sharded_param"):
+            read(types.SimpleNamespace(fsdp_params=[types.SimpleNamespace()]))
 
 
 def test_the_dtype_of_a_forward(mesh: Any) -> None:
@@ -302,4 +309,4 @@ def test_without_a_name_with_a_path() -> None:
 
 def test_every_entry_is_here() -> None:
     words = ("fsdp", "FSDP", "DTensor", "_chunk_cat", "parallel's styles")
-    assert len([name for name in ENTRIES if any(word in name for word in words)]) == 17
+    assert len([name for name in ENTRIES if any(word in name for word in words)]) == 18

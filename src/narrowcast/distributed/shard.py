@@ -409,8 +409,10 @@ def _exchange_gradients(modules: list[Any], dtype_stated: bool, reduces_once: bo
 def _dtype_of_sums(groups: list[Any]) -> torch.dtype:
     """Return the 16-bit dtype of all gradients that FSDP2 keeps; fp32 if it keeps others, or a hook reads the sums."""
     found = {dtype for group in groups for dtype in gradient_dtypes(group)}
-    halves = len(found) == 1 and found <= {torch.bfloat16, torch.float16}
-    return found.pop() if halves and not any(map(has_reduction_hook, groups)) else torch.float32
+    dtype = found.pop() if len(found) == 1 else None
+    if dtype not in (torch.bfloat16, torch.float16) or any(map(has_reduction_hook, groups)):
+        return torch.float32
+    return dtype
 
 
 def _watch_gathers(model: nn.Module) -> None:
