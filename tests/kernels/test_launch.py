@@ -9,7 +9,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from .conftest import HAS_TRITON
 
 if HAS_TRITON:
     from narrowcast.kernels import activation, float8, float8_block, launch, norm, sources
+    from narrowcast.upstream.triton import Start
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn)
 WIDE = (2**31 - 16, 2**31 - 1, 2**31, 2**31 + 16, 2**40 + 1, 2**63, -(2**31), -(2**40))
@@ -325,3 +327,76 @@ def test_an_aligned_view_of_a_trace_is_told_by_its_offset() -> None:
         assert launch.is_aligned(x, 16) and launch.is_aligned(x[8:], 8)
         assert not launch.is_aligned(x[2:], 4)
     assert kernels.AVAILABLE
+
+
+class _DescribedKernel:
+    """Stands for a launcher whose variant takes a pointer, two descriptors and a number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.backends.nvidia import driver
+
+        self.handed: list[tuple[Any, ...]] = []
+        self.made: list[int] = []
+        self.slow = 0
+        signature = dict(enumerate(["*fp32", "tensordesc<a>", "tensordesc<b>", "i32", "constexpr"]))
+        monkeypatch.setattr(driver, "make_tensordesc_arg", self.map_of)
+        inner = driver.wrap_handle_tensordesc(lambda *given: self.handed.append(given), signature, [{}, {}])
+        between = ("kernel", *[None] * (driver._BASE_ARGS_FORMAT_LEN - 5))
+        self.start = Start(inner, between, False, None)
+        self.variants: Any = self
+
+    def map_of(self, descriptor: Any, meta: Any) -> list[Any]:
+        self.made.append(descriptor.base.data_ptr())
+        return [("map", descriptor.base.data_ptr()), *descriptor.shape, *descriptor.strides]
+
+    def get(self, key: Any) -> Any:
+        return self.start
+
+    def __call__(self, *given: Any) -> None:
+        self.slow += 1
+
+
+def test_a_described_launch_replaces_addresses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not hasattr(driver, "_BASE_ARGS_FORMAT_LEN"):
+        pytest.skip("this Triton starts kernels with descriptors in another way")
+    kernel = _DescribedKernel(monkeypatch)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 11)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+
+    def tensors() -> list[torch.Tensor]:
+        return [torch.zeros(4), torch.zeros(64, 32), torch.zeros(16, 32)]
+
+    first = tensors()
+    out, left, right = first
+    descriptors = [TensorDescriptor(x, [*x.shape], [*x.stride()], [16, 32]) for x in (left, right)]
+    made: Any = launch.DescribedLaunch(kernel, (2, 1, 1), (out, *descriptors, 7), (True,), first)  # type: ignore[arg-type]
+    assert kernel.slow == 1 and not kernel.handed
+    again = tensors()
+    for given in (first, again, again):
+        assert made(given)
+        p, a, b = (x.data_ptr() for x in given)
+        flat = (p, ("map", a), 64, 32, 32, 1, ("map", b), 16, 32, 32, 1, 7, True)
+        assert kernel.handed[-1] == (2, 1, 1, 11, *kernel.start.between, *flat)
+    addresses = [x.data_ptr() for x in (*first[1:], *again[1:])]
+    assert [kernel.made.count(address) for address in addresses[2:]] == [1, 1]  # maps are kept
+    count = len(kernel.handed)
+    shifted = [torch.zeros(9)[1:5], *again[1:]]
+    assert not made(shifted) and len(kernel.handed) == count  # not aligned: up to the launcher
+    monkeypatch.setattr(launch, "HOOKS", SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=(print,))))
+    assert not made(again)
+
+
+def test_a_described_launch_leaves_other_launchers_alone() -> None:
+    x = torch.zeros(4)
+
+    class Interpreted:
+        variants: ClassVar[dict[Any, Any]] = {}
+
+        def __call__(self, *given: Any) -> None:
+            x.add_(1)
+
+    made = launch.DescribedLaunch(Interpreted(), (1, 1, 1), (x, 3), (), [x])  # type: ignore[arg-type]
+    assert x[0] == 1 and not made([x]) and x[0] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,34 @@ def test_kernels_start_statically_by_default_only() -> None:
     with config.patch({name: False}):
         compiler.start_kernels_statically()
         assert getattr(config, name) is False  # what a user says wins
+
+
+def test_workers_that_compile_kernels_are_told_to_start_them_statically(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor import async_compile, config
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+    sent: list[Any] = []
+    monkeypatch.setattr(SubprocPool, "submit", lambda self, job, *args: sent.append((job, *args)))
+    compiler.start_kernels_statically()
+    compiler.start_kernels_statically()  # once is enough
+    pool = object.__new__(SubprocPool)
+    workers = {"use_process_pool": lambda self: True, "process_pool": staticmethod(lambda: pool)}
+    for name, value in workers.items():
+        monkeypatch.setattr(async_compile.AsyncCompile, name, value)
+    monkeypatch.setattr(async_compile.AsyncCompile, "get_worker_pool", lambda self: pool, raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    async_compile.AsyncCompile().triton("kernel", "@triton.jit\ndef kernel(): pass  # of no graph")
+    job, *_, options = sent[0]
+    assert job is _worker_compile_triton and options["static_launch_user_defined_triton_kernels"] is True
+    with config.patch(static_launch_user_defined_triton_kernels=False):
+        pool.submit(job, {"use_static_triton_launcher": True}, {"other": 1})
+    assert sent[1][1:] == (
+        {"use_static_triton_launcher": True, "static_launch_user_defined_triton_kernels": False},
+        {"other": 1},
+    )
 
 
 def test_a_tensor_keeps_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

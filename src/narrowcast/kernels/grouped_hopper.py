@@ -10,6 +10,8 @@ leave through shared memory, which the copy engine empties while the next tile i
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import FLOAT8_BLOCK
 from ..upstream.gluon import reinterpret
-from .launch import GluonLauncher
+from .launch import DescribedLaunch, GluonLauncher
 
 TILE_K = 128
 BAND = 16
@@ -533,6 +535,49 @@ def multiply(
         programs: multiprocessors of the GPU.
         thin: (rows, r) and (N, r), contiguous, in the dtype of ``out``; their product is added to the one group's.
     """
+    _grouped(
+        *_launch_of(
+            out,
+            left,
+            left_scale,
+            right,
+            right_scale,
+            splits,
+            bias,
+            alignment,
+            programs,
+            fast_accumulation,
+            thin,
+        )
+    )
+
+
+def described(
+    tensors: list[Tensor], programs: int, fast_accumulation: bool, thin: tuple[Tensor, Tensor]
+) -> DescribedLaunch:
+    """Run :func:`multiply` of one group without a bias, and return what repeats it for other addresses.
+
+    Args:
+        tensors: ``out``, ``left``, ``left_scale``, ``right``, ``right_scale``, ``splits``, then those of ``thin``.
+    """
+    launch = _launch_of(*tensors[:6], None, 1, programs, fast_accumulation, thin)
+    return DescribedLaunch(_grouped, *launch, tensors)
+
+
+def _launch_of(
+    out: Tensor,
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    splits: Tensor,
+    bias: Tensor | None,
+    alignment: int,
+    programs: int,
+    fast_accumulation: bool,
+    thin: tuple[Tensor, Tensor] | None,
+) -> tuple[tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]:
+    """Return grid, arguments and constants of :func:`multiply`."""
     contraction, block_scaled = right.dim() == 2, left_scale.dim() > 1
     if contraction:
         (M, rows), N = left.shape, right.shape[0]
@@ -564,7 +609,7 @@ def multiply(
         scales = TensorDescriptor(right_scale, [entries], [1], [tile_n], SCALES)
     thin_left, thin_right = (out, out) if thin is None else thin
     rank = 0 if thin is None else thin_left.shape[1]
-    _grouped(
+    return (
         (programs, 1, 1),
         (
             out, results, lefts, left_scale, rights, right_scale, scales, left_scale if bias is None else bias, splits,

@@ -13,6 +13,8 @@ the tensors is settled, per shape and options.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import importlib
 import warnings
@@ -43,6 +45,7 @@ from ..upstream.triton import (
     keep_intermediate_code,
     launch_in_graph,
     node_of,
+    past_descriptors,
     start_of,
     written_by,
 )
@@ -252,6 +255,75 @@ class Launch:
             start = self.launcher.variants.get((key[0], self.constants, kinds))
             if start is not None:
                 self.started[key] = start
+
+
+class DescribedLaunch:
+    """A launch of a kernel with tensor descriptors that lacks addresses alone, for equal shapes on one device.
+
+    Making it launches the kernel once.
+
+    Args:
+        launcher, grid, arguments, constants: as a launcher takes them.
+        tensors: those in ``arguments``, also in descriptors.
+    """
+
+    __slots__ = ("flat", "grid", "maps", "pointers", "start")
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        tensors: list[Tensor],
+    ) -> None:
+        launcher(grid, arguments, constants)
+        kinds, values = specialization(arguments)
+        start = launcher.variants.get((tensors[0].get_device(), constants, kinds))
+        described = None if start is None else past_descriptors(start, (*values, *constants))
+        self.grid, self.start = grid, None
+        if described is None or not all(is_aligned(x, 16) for x in tensors):
+            return
+        self.start, self.flat = described.start, described.flat
+        numbers = {id(x): number for number, x in enumerate(tensors)}
+        # where addresses and maps are, of which tensor; descriptors, and maps by address
+        self.pointers, self.maps = [], []
+        for place, argument in zip(described.places, arguments):
+            if isinstance(argument, Tensor):
+                self.pointers.append((place, numbers[id(argument)]))
+            elif place in described.maps:
+                number, alike = numbers[id(argument.base)], copy.copy(argument)
+                alike.base = None  # the tensor may be freed
+                self.maps.append((place, number, alike, described.maps[place], {}))
+
+    def __call__(self, tensors: list[Tensor]) -> bool:
+        """Launch on the current stream of the current device; return False, and do nothing, if the launcher must."""
+        start, addresses = self.start, [*map(_address_of, tensors)]
+        if (
+            start is None
+            or reduce(or_, addresses) % 16
+            or tensors[0].get_device() != current_device()
+            or HOOKS.launch_enter_hook.calls
+            or count_modes()
+        ):
+            return False
+        flat = self.flat.copy()
+        for place, number in self.pointers:
+            flat[place] = addresses[number]
+        for place, number, descriptor, make, made in self.maps:
+            address = addresses[number]
+            known = made.get(address)
+            if known is None:
+                if len(made) >= MOST_MAPS:
+                    made.clear()
+                known = made[address] = make(dataclasses.replace(descriptor, base=tensors[number]))
+            flat[place] = known
+        start.run(*self.grid, current_stream(tensors[0].get_device()), *start.between, *flat)
+        return True
+
+
+MOST_MAPS = 256
+"""Of a descriptor of a launch, kept at once."""
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

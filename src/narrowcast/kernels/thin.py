@@ -8,6 +8,7 @@ columns of the wide matrix are divided among the programs, and what each has sum
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -15,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
+from ..upstream.cuda import current_stream
 from .codecs import round_to_dtype, to_float32
 from .grouped_gemm import limits
-from .launch import INTERPRETING, Launcher, NotCompiledError, check_device, for_hopper
+from .launch import INTERPRETING, DescribedLaunch, Launcher, NotCompiledError, check_device, for_hopper
 
 ADD_ROWS = 64
 ADD_COLUMNS = 64
@@ -228,24 +230,55 @@ def gemm(
         thin_left: (M, r), thin_right: (N, r), of any strides; bf16 or fp16.
         dtype: of the result.
     """
-    hopper, (rows, columns) = for_hopper("grouped_hopper", left.device), (left.shape[0], right.shape[0])
-    fits = thin_left.dtype == thin_right.dtype == dtype and thin_left.shape[1] <= LARGEST_RANK
-    if hopper is None or not fits or dtype not in (torch.bfloat16, torch.float16):
+    device, rank = left.device, thin_left.shape[1]
+    key = (
+        device, left.dtype, left.shape, left.stride(), right.dtype, right.shape, right.stride(), thin_left.dtype,
+        thin_right.dtype, rank, dtype, fast_accumulation,
+    )  # fmt: skip
+    launch, hopper = _LAUNCHES.get(key), for_hopper("grouped_hopper", device)
+    if launch is None:
+        fits = thin_left.dtype == thin_right.dtype == dtype and rank <= LARGEST_RANK
+        if hopper is None or not fits or dtype not in (torch.bfloat16, torch.float16) or left.shape[1] % 16:
+            return None
+    rows, columns = left.shape[0], right.shape[0]
+    out = torch.empty((rows, columns), dtype=dtype, device=device)
+    thin = thin_left.contiguous(), thin_right.contiguous()
+    size = _size_of_all(rows, device)
+    if launch is not None and launch([out, left, left_scale, right, right_scale, size, *thin]):
+        return out
+    if not hopper.takes(left, right[None], right_scale, columns, 1, None):
         return None
-    if left.shape[1] % 16 or not hopper.takes(left, right[None], right_scale, columns, 1, None):
-        return None
-    out = torch.empty((rows, columns), dtype=dtype, device=left.device)
-    all_rows = torch.full((1,), rows, dtype=torch.int32, device=left.device)
-    scales = left_scale.view(1), right_scale.view(1)
-    programs, _ = limits(left.device)
+    tensors = [out, left, left_scale.view(1), right[None], right_scale.view(1), size, *thin]
+    programs, _ = limits(device)
     try:
-        hopper.multiply(
-            out, left, scales[0], right[None], scales[1], all_rows, None, 1, programs, fast_accumulation,
-            (thin_left.contiguous(), thin_right.contiguous()),
-        )  # fmt: skip
+        if launch is None:
+            if len(_LAUNCHES) >= MOST_LAUNCHES:
+                _LAUNCHES.clear()
+            _LAUNCHES[key] = hopper.described(tensors, programs, fast_accumulation, thin)
+        else:
+            hopper.multiply(*tensors[:6], None, 1, programs, fast_accumulation, thin)
     except NotCompiledError:
         return None
     return out
+
+
+_LAUNCHES: dict[Any, DescribedLaunch] = {}
+"""Of :func:`gemm`, by what settles all but addresses."""
+MOST_LAUNCHES = 1024
+_SIZES: dict[Any, Tensor] = {}
+
+
+def _size_of_all(rows: int, device: torch.device) -> Tensor:
+    """Return the size of a group of all rows, int32 (1,), written once and kept unless a graph is captured."""
+    key = rows, device, current_stream(device.index)
+    size = _SIZES.get(key)
+    if size is None:
+        size = torch.full((1,), rows, dtype=torch.int32, device=device)
+        if not torch.cuda.is_current_stream_capturing():
+            if len(_SIZES) >= MOST_LAUNCHES:
+                _SIZES.clear()
+            _SIZES[key] = size
+    return size
 
 
 def _padded(rank: int) -> int:

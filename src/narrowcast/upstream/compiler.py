@@ -109,6 +109,17 @@ def may_choose_gemms() -> bool:
     return any(tunes)
 
 
+_STATIC = "static_launch_user_defined_triton_kernels"
+_TOLD = "use_static_triton_launcher"
+"""An option that Inductor itself sends to its workers, with others in one dict."""
+_POOL = entry(
+    "torch._inductor.compile_worker.subproc_pool.SubprocPool",
+    follows="torch/_inductor/async_compile.py, AsyncCompile.triton: extra_config",
+    without="kernels that a worker has compiled take the host longer to launch",
+    falls_back=True,
+)
+
+
 def start_kernels_statically() -> None:
     """Make graphs launch users' kernels as cheaply as Inductor's own.
 
@@ -118,9 +129,27 @@ def start_kernels_statically() -> None:
     """
     config: Any = sys.modules.get("torch._inductor.config")
     options = getattr(config, "_config", {})
-    option = options.get("static_launch_user_defined_triton_kernels")
+    option = options.get(_STATIC)
     if option is not None and hasattr(option, "default"):
         option.default = True
+        _tell_workers(config)
+
+
+def _tell_workers(config: Any) -> None:
+    """Send the option with each kernel that a worker compiles, which has the default of its own process."""
+    pool = _POOL.take_or(None)
+    submit = getattr(pool, "submit", None)
+    if submit is None or hasattr(submit, "__wrapped__"):
+        return
+
+    @functools.wraps(submit)
+    def with_option(self: Any, job: Any, *args: Any) -> Any:
+        told = {_STATIC: getattr(config, _STATIC)}
+        return submit(
+            self, job, *({**arg, **told} if type(arg) is dict and _TOLD in arg else arg for arg in args)
+        )
+
+    pool.submit = with_option
 
 
 _KEEP_ADDRESS = entry(

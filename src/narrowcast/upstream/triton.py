@@ -11,7 +11,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +143,73 @@ def _handed_on(run: Any, arguments: tuple[Any, ...]) -> list[Any]:
     if len(calls) != 1 or len(calls[0]) < 7:
         raise _NotAStandIn
     return calls[0]
+
+
+entry(
+    "triton.backends.nvidia.driver.wrap_handle_tensordesc",
+    follows="triton/backends/nvidia/driver.py: `launcher` and `tensordesc_meta` in the closure of its `inner`, and "
+    "make_tensordesc_arg, in 3.6",
+    without="kernels with tensor descriptors are launched through Triton's Python, which takes the host longer",
+    falls_back=True,
+    tried=TRITON,
+)
+
+
+class Described(NamedTuple):
+    """A way to start a kernel with tensor descriptors, each of which is a map and numbers there.
+
+    Args:
+        start: takes ``flat``.
+        flat: the arguments.
+        places: of each argument, where it is or begins.
+        maps: by the place of a map, what makes it of a descriptor.
+    """
+
+    start: Start
+    flat: list[Any]
+    places: list[int]
+    maps: dict[int, Callable[[Any], Any]]
+
+
+def past_descriptors(start: Start, arguments: tuple[Any, ...]) -> Described | None:
+    """Return how to enter the function in C with these arguments, or None unless Triton is seen to do just that.
+
+    Args:
+        arguments: all of the kernel, with descriptors.
+    """
+    inner: Any = start.run
+    if getattr(inner, "__qualname__", "") != "wrap_handle_tensordesc.<locals>.inner" or start.packed:
+        return None
+    cells = dict(zip(inner.__code__.co_freevars, inner.__closure__))
+    make = inner.__globals__.get("make_tensordesc_arg")
+    if make is None or not {"launcher", "tensordesc_meta"} <= cells.keys():
+        return None
+    flat: list[Any] = []
+    places: list[int] = []
+    maps: dict[int, Callable[[Any], Any]] = {}
+    metas = iter(cells["tensordesc_meta"].cell_contents or ())
+    for argument in arguments:
+        places.append(len(flat))
+        meta = next(metas, None) if hasattr(argument, "block_shape") else None
+        if meta is not None:
+            maps[len(flat)] = functools.partial(_map_of, make, meta)
+        flat += [argument] if meta is None else make(argument, meta)
+    handed: list[Any] = []
+    recorder = CellType(lambda *given: handed.extend(given))
+    closure = tuple(recorder if name == "launcher" else cell for name, cell in cells.items())
+    before = (0, 0, 0, 0, *start.between)
+    FunctionType(inner.__code__, inner.__globals__, inner.__name__, None, closure)(*before, *arguments)
+    expected = [*before, *flat]
+    same = len(handed) == len(expected) and all(
+        type(ours) is type(theirs) and (at - len(before) in maps or ours is theirs or ours == theirs)
+        for at, (ours, theirs) in enumerate(zip(expected, handed))
+    )
+    entered = start._replace(run=cells["launcher"].cell_contents)
+    return Described(entered, flat, places, maps) if same else None
+
+
+def _map_of(make: Callable[..., Any], meta: Any, descriptor: Any) -> Any:
+    return make(descriptor, meta)[0]
 
 
 def _of_graphs(name: str) -> Entry:
