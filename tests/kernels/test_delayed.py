@@ -56,6 +56,39 @@ def test_equals_the_reference(length: int, device: torch.device) -> None:
             assert_bitwise(a, b, f"{length} {n} {algo} {reduced}")
 
 
+def test_many_states_are_renewed_in_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    widths = [(3, 16), (2, 16), (24, 3), (2, 1), (3, 70)] * 4
+    rules = [[(448.0, 57344.0)[at % 2] for at in range(20)], [at % 3 for at in range(20)]]
+    algos = [("max", "most_recent")[at % 3 == 1] for at in range(20)]
+    scales = [torch.rand(n, generator=generator) + 0.1 for n, _ in widths]
+    histories = [torch.rand(length, n, generator=generator) for n, length in widths]
+    amaxes = [torch.rand(n, generator=generator) for n, _ in widths]
+    amaxes[0][1], amaxes[5][0], amaxes[9][:] = 0.0, math.inf, 0.0
+    given = [[x.to(device).clone() for x in states] for states in (scales, histories, amaxes)]
+    kernels.delayed._TABLES.clear()
+    for _ in range(2):  # with a table, and with that table
+        expected = []
+        for scale, history, amax, *rule in zip(scales, histories, amaxes, *rules, algos, strict=True):
+            collected = torch.cat([amax[None], history[1:]])
+            options = dict(zip(("fp8_max", "margin", "algo"), rule, strict=True))
+            expected.append(reference.update(scale, collected, **options))
+        assert kernels.delayed.renew_many(*given, *rules, algos)
+        for at, (scale, history) in enumerate(expected):
+            assert_bitwise(given[0][at], scale, f"scale {at}")
+            assert_bitwise(given[1][at], history, f"history {at}")
+            assert not given[2][at].any()
+        scales, histories = [one[0] for one in expected], [one[1] for one in expected]
+        amaxes = [torch.rand(n, generator=generator) for n, _ in widths]
+        for own, new in zip(given[2], amaxes, strict=True):
+            own.copy_(new)
+    assert len(kernels.delayed._TABLES) == 1
+    monkeypatch.setattr(kernels.delayed, "MOST_TABLES", 1)
+    others = [[x.clone() for x in states] for states in given]
+    assert not kernels.delayed.renew_many(*others, *rules, algos)  # joined instead
+    assert torch.equal(others[2][3], given[2][3])
+
+
 def test_refuses_an_unknown_rule(device: torch.device) -> None:
     with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'"):
         kernels.delayed.update(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..formats import E4M3
 from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
@@ -18,7 +19,7 @@ from .numerics import computed_by, numerics_for
 from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show
 from .replay import replay_of
 
-# Up to so many states are renewed in place, two per launch; more are joined, which takes ten launches in all.
+# Up to so many states are renewed two per launch. For more, kernels read a table of addresses; else they are joined.
 _FEW = 16
 
 
@@ -33,8 +34,15 @@ def _renew(
     if ASIDE:
         put_back([*scales, *amaxes])
     delayed = numerics_for(scales[0]).delayed
-    if len(scales) <= _FEW and _in_place(scales, histories, amaxes):
+    in_place = _in_place(scales, histories, amaxes)
+    if in_place and len(scales) <= _FEW:
         delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)), copies=False)
+        return
+    if (
+        in_place
+        and delayed is not reference.delayed
+        and delayed.renew_many(scales, histories, amaxes, *rules)
+    ):
         return
     groups: dict[Any, list[int]] = {}
     for at, rule in enumerate(zip(*rules)):

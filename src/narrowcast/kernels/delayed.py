@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLT_MAX, cdiv
+from ..upstream.cuda import current_stream
 from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 
 COLUMNS = 8  # 32 bytes of a history's row
@@ -170,7 +172,28 @@ def _delayed_renew_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _delayed_renew_many_kernel(
+    addresses_ptr,
+    lengths_ptr,
+    sizes_ptr,
+    largest_ptr,
+    MAXIMUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    state = tl.program_id(1)
+    scale_ptr = tl.load(addresses_ptr + state * 3).to(tl.pointer_type(tl.float32))
+    history_ptr = tl.load(addresses_ptr + state * 3 + 1).to(tl.pointer_type(tl.float32))
+    amax_ptr = tl.load(addresses_ptr + state * 3 + 2).to(tl.pointer_type(tl.float32))
+    _renew_columns(
+        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, tl.load(largest_ptr + state),
+        tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, False, MAXIMUM, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
 _update = Launcher(_delayed_update_kernel, num_warps=8)
+_renew_many = Launcher(_delayed_renew_many_kernel, num_warps=8)
 _renew = Launcher(
     _delayed_renew_kernel, num_warps=8, undeclared=tuple(name for name in _STATE if "copy" not in name)
 )
@@ -216,6 +239,64 @@ def renew(
     All tensors are contiguous.
     """
     return _run(scales, copies, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
+
+
+_TABLES: dict[Any, list[tuple[tuple[Tensor, ...], tuple[int, int, int], tuple[Any, ...]]]] = {}
+"""Arguments of the launches that renew many states, which depend on the key alone. A captured graph may read them, so
+none is ever freed."""
+MOST_TABLES = 64
+
+
+def renew_many(
+    scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
+) -> bool:
+    """Compute :func:`renew` of many states without copies, in a launch for each algorithm; return whether it did.
+
+    It does not for addresses that are new while a graph is captured, or after ``MOST_TABLES`` others.
+    """
+    check_device(scales[0])
+    device = scales[0].device
+    stream = current_stream(device.index) if device.type == "cuda" else 0
+    addresses = [x.data_ptr() for states in zip(scales, histories, amaxes) for x in states]
+    key = (device, stream, *addresses, *(history.shape for history in histories), *map(tuple, rules))
+    launches = _TABLES.get(key)
+    if launches is None:
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured or len(_TABLES) >= MOST_TABLES:
+            return False
+        launches = _TABLES[key] = _tables(addresses, histories, device, *rules)
+    for arguments, grid, constants in launches:
+        _renew_many(grid, arguments, constants)
+    return True
+
+
+def _tables(
+    addresses: list[int],
+    histories: Sequence[Tensor],
+    device: torch.device,
+    fp8_maxes: Sequence[float],
+    margins: Sequence[int],
+    algos: Sequence[str],
+) -> list[Any]:
+    """Return the launches of :func:`renew_many`: arguments, grid and constants."""
+    launches = []
+    for algo in dict.fromkeys(algos):
+        of_algo = [at for at, one in enumerate(algos) if one == algo]
+        lengths, sizes = zip(*(histories[at].shape for at in of_algo))
+        columns = (
+            ([addresses[3 * at : 3 * at + 3] for at in of_algo], torch.int64),
+            (lengths, torch.int32),
+            (sizes, torch.int32),
+            ([math.ldexp(fp8_maxes[at], -margins[at]) for at in of_algo], torch.float32),
+        )
+        pinned = {"pin_memory": device.type == "cuda"}
+        arguments = tuple(
+            torch.tensor(values, dtype=dtype, **pinned).to(device, non_blocking=True)
+            for values, dtype in columns
+        )
+        grid = cdiv(max(sizes), COLUMNS), len(of_algo), 1
+        launches.append((arguments, grid, (_takes_maximum(algo), _rows_at_once(max(lengths)), COLUMNS)))
+    return launches
 
 
 def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import traced_local, while_tracing
+from .._tracing import can_read_tables, traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..functional.recomputation import ASIDE, RUNNING, UNKNOWN_FORWARD, put_back, run_now
@@ -267,6 +267,9 @@ class DelayedLayer(RecipeOwner):
 
     def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
         scale, history, amax = _buffer_names(prefix, direction)
+        if can_read_tables():
+            buffers: Any = own_buffers(self)
+            return DelayedSlots(delayed, mode, buffers[scale], buffers[history], buffers[amax])
         return DelayedSlots(delayed, mode, getattr(self, scale), getattr(self, history), getattr(self, amax))
 
     # -- what a forward reads ----------------------------------------------------------------------------------------

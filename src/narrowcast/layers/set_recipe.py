@@ -16,7 +16,7 @@ from ..functional.recomputation import RUNNING
 from ..recipe import DelayedScaling, Recipe, recipes_from_json
 from ..state import THREAD, Agreement, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
-from ..upstream.modules import calling_frame, forward_hooks, forward_pre_hooks
+from ..upstream.modules import calling_frame, forward_hooks, forward_pre_hooks, modules_of
 from .delayed import DelayedLayer
 from .patterns import matching_names
 from .policies import choose, policy_named
@@ -162,7 +162,7 @@ def renew_layers(model: nn.Module) -> None:
             renew(layers)
     elif not is_in_backward() and model.training:
         layers = []
-        for layer in model.modules():
+        for layer in modules_of(model):
             if isinstance(layer, DelayedLayer):
                 layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
                 layers.append(layer)
