@@ -19,6 +19,7 @@ from narrowcast.autograd import (
     LinearWgrad,
     grouped_linear,
 )
+from narrowcast.autograd.groups import GatedActivation, GroupedRows, Places
 from narrowcast.recipe import linear_plan
 
 DTYPE = torch.bfloat16
@@ -116,3 +117,28 @@ def test_stored_weights_are_decoded_for_a_backward_in_high_precision(single: boo
     each = weights[0].unbind(0) if single else weights
     expected = torch.cat([part @ w for part, w in zip(dy.split(SIZES), each)])
     assert x.grad is not None and torch.equal(x.grad, expected)
+
+
+def test_what_a_stage_on_groups_follows_from() -> None:
+    splits, scales = torch.tensor(SIZES), torch.ones(sum(SIZES))
+    groups = [Groups(3, 48, 32, True, True, True), Groups(3, 48, 64, True, True, True)]
+    groups += [Groups(2, 48, 32, True, True, True), Groups(3, 48, 32, True, True, False)]
+    rows = [GroupedRows(one, splits, DTYPE, DTYPE, scales) for one in groups]
+    rows += [GroupedRows(groups[0], splits, torch.float32, DTYPE, scales)]
+    rows += [GroupedRows(groups[0], splits, DTYPE, torch.float32, scales)]
+    hidden = torch.ones(4, 4)
+    of_activations = [GatedActivation("swiglu", []), GatedActivation("swiglu", [1.0], hidden)]
+    rows += [GroupedRows(groups[0], splits, DTYPE, DTYPE, scales, one) for one in of_activations]
+    depends = [one.depends() for one in rows]
+    assert len({key for key, _ in depends}) == len(rows)
+    assert GroupedRows(groups[0], splits, DTYPE, DTYPE).depends()[0] == depends[0][0]
+    for (_, tensors), others in zip(depends, [[]] * 6 + [[None], [hidden]], strict=True):
+        assert all(a is b for a, b in zip(tensors, [splits, scales, *others], strict=True))
+
+
+def test_where_weights_of_groups_are() -> None:
+    whole = torch.zeros(3, 4, 5)
+    assert Places([whole]).depends() == ((1, False), [])
+    assert Places([*whole]).depends() == ((3, True), [])
+    assert Places([whole[0], whole[2]]).depends() == ((2, False), [])
+    assert Places([*whole[:2]]).depends() == ((2, True), [])

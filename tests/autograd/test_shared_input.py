@@ -17,6 +17,7 @@ from recipes import DEVICE, QUANTIZED
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.autograd import shared_input
 from narrowcast.autograd.shared_input import memory_of_thread
 
 CURRENT = QUANTIZED["current"]
@@ -143,3 +144,14 @@ def test_only_inputs_of_thin_gemms_are_saved(weights: Any) -> None:
     assert sum(saved.values()) <= 2 * rows * (read + thin + operands) + scales
     out.float().sum().backward()
     assert x.grad is not None
+
+
+def test_a_view_of_all_of_an_input_is_that_input() -> None:
+    x = inputs().requires_grad_() * 1
+    for view in (x.view_as(x), x[:], x.view(x.shape)):
+        assert shared_input._whole(view) is x
+    for other in (x, x.transpose(1, 2), x[:1], x[:, 1:], x.view(-1, 64), x.view(torch.int16)):
+        assert shared_input._whole(other) is other
+    leaf = inputs()
+    view = leaf.view_as(leaf)
+    assert shared_input._whole(view) is view

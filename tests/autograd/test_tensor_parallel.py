@@ -214,3 +214,17 @@ def test_matrices_of_ranks_are_joined_along_the_columns(dtype: torch.dtype, colu
     parts: list[Tensor] = [torch.randint(0, 99, (3, columns)).to(dtype) for _ in range(2)]
     joined = module._beside(torch.cat(parts), 2)
     assert torch.equal(joined, torch.cat(parts, 1)) and joined.is_contiguous() and joined.dtype == dtype
+
+
+def test_how_many_processes_add_a_part_and_what_keys_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "group_size", lambda group: 3)
+    of_mode = {mode: TensorParallel(mode).processes_of_sum for mode in (None, "column", "row")}
+    assert of_mode == {None: 1, "column": 1, "row": 3}
+    assert len({TensorParallel("row"), TensorParallel("row"), TensorParallel("column")}) == 2
+
+
+@pytest.mark.parametrize("columns", [4, 8, 9, 72])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_gathered_matrices_are_joined_along_the_columns(dtype: torch.dtype, columns: int) -> None:
+    parts = [torch.arange(5 * columns).add(7 * rank).view(5, columns).to(dtype) for rank in range(3)]
+    assert torch.equal(module._beside(torch.cat(parts), 3), torch.cat(parts, 1))
