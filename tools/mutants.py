@@ -52,8 +52,14 @@ OPERATORS = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
-# Where else a room is tested: quantizers as operands of GEMMs, base classes as the modules that they are the base of.
+# Where else a room is tested: references beside kernels, quantizers as operands of GEMMs, base classes as the modules
+# that they are the base of.
 ELSEWHERE = {
+    "reference": (
+        "kernels/test_batch_invariant.py",
+        "kernels/test_grouped_quantize.py",
+        "kernels/test_sources.py",
+    ),
     "quantizers": ("functional/test_gemm*.py", "functional/test_grouped_gemm.py"),
     "tensors": ("quantizers/test_hybrid.py", "quantizers/test_described.py", "distributed/test_shard.py"),
     "autograd": (

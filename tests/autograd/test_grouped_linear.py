@@ -19,9 +19,21 @@ from narrowcast.autograd import (
     LinearWgrad,
     grouped_linear,
 )
+from narrowcast.autograd import groups as groups_module
 from narrowcast.autograd.groups import GatedActivation, GroupedRows, Places
 from narrowcast.recipe import linear_plan
 
+
+def _mixed(role: nc.QuantizerRole) -> nc.Quantizer:
+    if role.tensor_type == "grad_output":
+        return nc.MXFP8Quantizer(nc.DType.kFloat8E5M2)
+    return nc.HybridQuantizer(
+        rowwise_quantizer=nc.MXFP8Quantizer(nc.DType.kFloat8E4M3),
+        columnwise_quantizer=nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3),
+    )
+
+
+RECIPES = {**QUANTIZED, "mixed": nc.recipe.CustomRecipe(qfactory=_mixed, emulate=True)}
 DTYPE = torch.bfloat16
 SIZES = [32, 0, 64]
 
@@ -35,10 +47,10 @@ def operands() -> tuple[Tensor, list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["host", "device"])
-@pytest.mark.parametrize("name", ["current", "mxfp8", "block"])
+@pytest.mark.parametrize("name", ["current", "mxfp8", "block", "mixed"])
 def test_groups_are_linear_layers(name: str, known: bool) -> None:
     x, weights, biases = operands()
-    plan = linear_plan(QUANTIZED[name], "", True, True, module_type="linear")
+    plan = linear_plan(RECIPES[name], "", True, True, module_type="linear")
     args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
     groups = Groups(3, 48, 32, True, True, known)
     y = grouped_linear(x, torch.tensor(SIZES), weights, biases, args, groups)
@@ -142,3 +154,43 @@ def test_where_weights_of_groups_are() -> None:
     assert Places([*whole]).depends() == ((3, True), [])
     assert Places([whole[0], whole[2]]).depends() == ((2, False), [])
     assert Places([*whole[:2]]).depends() == ((2, True), [])
+
+
+def test_the_forward_alone_is_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def count(name: str) -> None:
+        run = getattr(groups_module, name)
+        monkeypatch.setattr(
+            groups_module, name, lambda kind, *rest: calls.append((name, kind)) or run(kind, *rest)
+        )
+
+    count("grouped_gemm")
+    count("grouped_gemm_batch_invariant")
+    x, weights, biases = operands()
+    nc.set_deterministic("batch-invariant")
+    try:
+        plan = linear_plan(QUANTIZED["block"], "", True, True, module_type="linear")
+    finally:
+        nc.set_deterministic(None)
+    args = LinearFwdArgs(plan, DTYPE, DelayedScales(), None, LinearWgrad(), True)
+    y = grouped_linear(x, torch.tensor(SIZES), weights, biases, args, Groups(3, 48, 32, True, True, True))
+    y.float().sum().backward()
+    assert calls == [("grouped_gemm_batch_invariant", "fprop"), ("grouped_gemm", "dgrad")]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_stored_weights_are_decoded_for_a_forward_in_high_precision(single: bool) -> None:
+    with nc.quantized_model_init(recipe=QUANTIZED["current"]):
+        layer = nc.ops.GroupedLinear(
+            3, 32, 48, device="cpu", dtype=DTYPE, bias=False, single_grouped_weight=single
+        )
+    x, splits = operands()[0], torch.tensor(SIZES)
+    y = nc.ops.Sequential(layer)(x, splits)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    weights = [w.detach().dequantize() for w in layer._parts_of("weight")]
+    each = weights[0].unbind(0) if single else weights
+    assert torch.equal(y, torch.cat([part @ w.t() for part, w in zip(x.split(SIZES), each)]))
+    expected = torch.cat([part @ w for part, w in zip(dy.split(SIZES), each)])
+    assert x.grad is not None and torch.equal(x.grad, expected)

@@ -155,3 +155,16 @@ def test_a_view_of_all_of_an_input_is_that_input() -> None:
     leaf = inputs()
     view = leaf.view_as(leaf)
     assert shared_input._whole(view) is view
+
+
+def test_a_view_of_all_of_an_input_is_quantized_with_it(monkeypatch: Any) -> None:
+    layers = [
+        nn.Sequential(nn.Linear(64, 32)).to(DEVICE, torch.bfloat16).requires_grad_(False) for _ in range(2)
+    ]
+    for layer in layers:
+        nc.convert(layer, CURRENT, weights="stored")
+    x = inputs().requires_grad_() * 1.0
+    calls = counted(monkeypatch, CURRENT)
+    layers[0](x)
+    layers[1](x.view_as(x))
+    assert calls[0] == 1

@@ -422,5 +422,16 @@ def test_one_sum_of_a_whole_contraction(recipe: str) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("mode")
+def test_a_norm_before_a_layer_leaves_its_contraction_split_alike() -> None:
+    torch.manual_seed(0)
+    made = nc.LayerNormLinear(1024, 70, normalization="RMSNorm", recipe=RECIPES["block"], device=DEVICE)
+    norm = nc.RMSNorm(1024, device=DEVICE)
+    alone = nc.Linear(1024, 70, recipe=RECIPES["block"], device=DEVICE)
+    alone.load_state_dict({"weight": made.weight, "bias": made.bias}, strict=False)
+    x = torch.randn(ROWS, 1024, device=DEVICE)
+    assert torch.equal(made(x), alone(norm(x)))
+
+
 def test_a_contraction_is_split_into_whole_blocks() -> None:
     assert [splits_of(size) for size in (0, 64, 128, 256, 384, 1024, 1792, 14336)] == [1, 1, 1, 2, 1, 8, 2, 8]

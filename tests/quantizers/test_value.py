@@ -463,6 +463,33 @@ def test_an_element_of_another_format_is_refused(quantizer: nc.Quantizer) -> Non
         quantizer.replace(dtype=nc.DType.kFloat32)
 
 
+def test_options_that_no_format_has_are_refused() -> None:
+    with pytest.raises(TypeError, match="with_2d_quantization"):
+        nc.MXFP8Quantizer(E4M3, with_2d_quantization="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rule is 'largest'"):
+        Float8RowsQuantizer(E4M3, rule="largest")
+
+
+def test_which_rows_change_the_codes_of_a_row() -> None:
+    by_row = {"row_scaled_nvfp4": True, "with_rht": False}
+    of_nvfp4 = [
+        nc.NVFP4Quantizer(),
+        nc.NVFP4Quantizer(with_2d_quantization=True),
+        nc.NVFP4Quantizer(**by_row),
+    ]
+    assert [one._spans_rows() for one in of_nvfp4] == [True, True, False]
+    current, mxfp8 = nc.Float8CurrentScalingQuantizer(E4M3), nc.MXFP8Quantizer(E4M3)
+    for rows, columns, spans in ((current, mxfp8, True), (mxfp8, current, False)):
+        assert nc.HybridQuantizer(rowwise_quantizer=rows, columnwise_quantizer=columns)._spans_rows() is spans
+
+
+def test_a_subclass_is_no_value_in_graphs_before_it_is_registered() -> None:
+    class Mine(nc.MXFP8Quantizer):
+        pass
+
+    assert nc.MXFP8Quantizer._te_compile_value_opaque and not Mine._te_compile_value_opaque
+
+
 def test_a_class_keyword_that_nobody_takes_is_refused() -> None:
     with pytest.raises(TypeError, match="keyword"):
 
@@ -479,7 +506,7 @@ def test_the_value_of_a_sealed_quantizer_is_computed_once(name: str, monkeypatch
     assert quantizer == other and hash(quantizer) == hash(other) and other._value_text() == text
     monkeypatch.setattr(quantizer_module, "check_value", None)  # whoever computes a value calls it
     assert quantizer == other and hash(quantizer) == hash(other)
-    assert (quantizer._value_text(), other._value_text()) == (text, text)
+    assert quantizer._value_text() is text and other._value_text() == text
     monkeypatch.undo()
     copied = copy.deepcopy(quantizer)  # unsealed, and without what the first one knows
     copied.rowwise_usage = not copied.rowwise_usage
