@@ -1,7 +1,9 @@
 """Decoding with a KV cache: 16 ``TransformerLayer``s of the 1B shape, one token of each sequence a step.
 
-Our layers in bf16 are compared with the same whose weights were made FP8 once; a step is compiled and replayed as a
-CUDA graph. In bf16 it runs twice: with attention by ``scaled_dot_product_attention``, with which ``share_of_bf16``
+Our layers in bf16 are compared with the same whose weights were made FP8 once. A step is compiled and replayed as a
+CUDA graph: with ``--how captured`` one that this script captures, so that a step is the cache's bookkeeping and a
+replay; with ``--how compiled`` that of ``mode="reduce-overhead"``, which checks all layers before. In bf16 it runs
+twice: with attention by ``scaled_dot_product_attention``, with which ``share_of_bf16``
 compares, and with the kernel for one query that the recipes take, too (``share_of_same``). ``ms`` includes the host's
 time, ``host_ms`` is what it takes to issue a step, ``kernels_ms`` what the kernels of a step take together.
 ``--profile`` prints those kernels. ``--only`` chooses contenders by how their names begin: "decode 1, delayed".
@@ -14,11 +16,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
 from bench_transformer import BF16, ONE_B, RECIPES, angles, fresh, layer, timed
-from harness import Row, parser, print_account, report_on_gpu
+from harness import Row, captured, parser, print_account, report_on_gpu
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -31,14 +34,8 @@ SEQUENCES = (1, 64)
 LAYERS, PROMPT, LONGEST = 16, 512, 1024
 
 
-def decoding(
-    name: str, sequences: int, device: str = "cuda", options: dict[str, str] | None = None
-) -> tuple[Callable[[], Tensor], int]:
-    """Return a contender's step behind a prompt, and the number of its parameters.
-
-    Args:
-        options: of ``torch.compile``.
-    """
+def decoding(name: str, sequences: int, how: str, device: str = "cuda") -> tuple[Callable[[], object], int]:
+    """Return a contender's step behind a prompt, and the number of its parameters."""
     torch.manual_seed(0)
     recipe = RECIPES.get(name)
     with nc.quantized_model_init(enabled=recipe is not None, recipe=recipe):
@@ -57,12 +54,17 @@ def decoding(
     params.pre_step(OrderedDict((index, PROMPT) for index in range(sequences)))
     forward(torch.randn(sequences, PROMPT, ONE_B[0], dtype=BF16, device=device))
     token = torch.randn(sequences, 1, ONE_B[0], dtype=BF16, device=device)
-    run = torch.compile(forward, fullgraph=True, **(options or {"mode": "reduce-overhead"}))
+    mode = "reduce-overhead" if how == "compiled" else "default"
+    compiled = torch.compile(forward, fullgraph=True, mode=mode)
+    run: Callable[[], object] = partial(compiled, token)
+    if how == "captured":
+        params.pre_step(OrderedDict((index, 1) for index in range(sequences)))
+        run = captured(run)
 
-    def step() -> Tensor:
+    def step() -> object:
         params.pre_step(OrderedDict((index, 1) for index in range(sequences)))
         torch.compiler.cudagraph_mark_step_begin()
-        return run(token)
+        return run()
 
     return step, sum(parameter.numel() for parameter in layers.parameters())
 
@@ -75,7 +77,7 @@ def measured(name: str, sequences: int, chosen: argparse.Namespace) -> Row:
 
 
 def _measured(name: str, sequences: int, chosen: argparse.Namespace) -> Row:
-    step, parameters = decoding(name, sequences)
+    step, parameters = decoding(name, sequences, chosen.how)
     for _ in range(4):
         step()
     torch.cuda.synchronize()
@@ -85,7 +87,12 @@ def _measured(name: str, sequences: int, chosen: argparse.Namespace) -> Row:
         step()
     host = (time.perf_counter() - began) / 10
     torch.cuda.synchronize()
-    row: Row = {"contender": f"decode {sequences}, {name}", "ms": seconds * 1e3, "host_ms": host * 1e3}
+    row: Row = {
+        "contender": f"decode {sequences}, {name}",
+        "how": chosen.how,
+        "ms": seconds * 1e3,
+        "host_ms": host * 1e3,
+    }
     row["kernels_ms"] = sum(kernel.ms for kernel in profiled(step))
     if chosen.profile:
         print_account(str(row["contender"]), step, seconds * 1e3, chosen.most)
@@ -111,6 +118,7 @@ def measure(chosen: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--how", choices=("captured", "compiled"), default="captured")
     options.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options.add_argument("--most", type=int, default=16, help="kernels to print")
     report_on_gpu("decode", measure, options.parse_args())

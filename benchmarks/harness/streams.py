@@ -33,13 +33,13 @@ _GROUPS = (
 
 
 class Ran(NamedTuple):
-    """A kernel that ran: microseconds on its stream; ``shapes``: of what launched it, as the profiler writes them."""
+    """A kernel that ran: microseconds on its stream; ``grid``: of its programs, as the profiler writes it."""
 
     name: str
     stream: int
     start: float
     end: float
-    shapes: str = ""
+    grid: str = ""
 
 
 def print_streams(title: str, step: Callable[[], object], most: int = 24, shown: bool = True) -> None:
@@ -48,8 +48,9 @@ def print_streams(title: str, step: Callable[[], object], most: int = 24, shown:
     Args:
         shown: False on ranks that only run the step alike.
     """
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with profile(activities=activities, record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CUDA]
+    ) as profiler:  # noting operators, too, would hold the host up
         step()
         torch.cuda.synchronize()
     if not shown:
@@ -63,23 +64,17 @@ def print_streams(title: str, step: Callable[[], object], most: int = 24, shown:
 
 def kernels_of(events: Iterable[dict[str, Any]]) -> list[Ran]:
     """Read what ran on the GPU out of the events of a Chrome trace, in the order of its start."""
-    shapes, found = {}, []
-    for event in events:
-        kind, args = event.get("cat") if event.get("ph") == "X" else "", event.get("args", {})
-        if kind == "cpu_op":
-            shapes[args.get("External id")] = str(args.get("Input Dims", ""))
-        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            found.append((event, args))
     return sorted(
         (
             Ran(
                 event["name"],
-                args.get("stream", 0),
+                event["args"].get("stream", 0),
                 event["ts"],
                 event["ts"] + event["dur"],
-                shapes.get(args.get("External id"), ""),
+                str(event["args"].get("grid", "")),
             )
-            for event, args in found
+            for event in events
+            if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
         ),
         key=lambda ran: ran.start,
     )
@@ -181,10 +176,10 @@ def _beside(own: Sequence[Ran], others: Sequence[Ran]) -> dict[int, float]:
         if any(other.start < one.end and other.end > one.start for other in others):
             shared.append(one)
         else:
-            alone[one.name, one.shapes].append(one.end - one.start)
+            alone[one.name, one.grid].append(one.end - one.start)
     medians = {kind: statistics.median(each) for kind, each in alone.items()}
     return {
-        id(one): one.end - one.start - medians[one.name, one.shapes]
+        id(one): one.end - one.start - medians[one.name, one.grid]
         for one in shared
-        if (one.name, one.shapes) in medians
+        if (one.name, one.grid) in medians
     }
