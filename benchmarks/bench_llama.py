@@ -152,7 +152,7 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
     losses = [step().item()]
     first = time.monotonic() - began
     losses += [step().item() for _ in range(3)]
-    ms = torch.tensor(statistics.median(rank_ms(step, chosen.repeats) for _ in range(3)), device=sizes.device)
+    ms = torch.tensor(statistics.median(rank_ms(step, chosen.repeats) for _ in range(2)), device=sizes.device)
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
     rate = sizes.length * 1e3 / ms.item()
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else math.nan
@@ -181,7 +181,8 @@ def measure(chosen: Namespace) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.set_defaults(repeats=3)
+    # in a row: the first of them finds nothing queued, as no step of a training does
+    options.set_defaults(repeats=8)
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--contenders", default=";".join(NAMES), help="in order, between semicolons")
     options.add_argument("--chunk", type=int, default=128256, help="classes of the FP8 head at a time")
