@@ -2,6 +2,7 @@
 
 from ..layers import quantize_weight, scatter_workspace
 from .dot_product_attention import DotProductAttention
+from .fused_calls import norm_linear, norm_mlp
 from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -26,6 +27,8 @@ __all__ = [
     "RMSNorm",
     "Routing",
     "TransformerLayer",
+    "norm_linear",
+    "norm_mlp",
     "quantize_weight",
     "scatter_workspace",
 ]

@@ -31,7 +31,7 @@ from .parameters_split import ParametersSplit, parts_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PROGRAM = Program([autograd.Norm(1, 2), autograd.Linear(3, 4)], 5)
+NORM_LINEAR = Program([autograd.Norm(1, 2), autograd.Linear(3, 4)], 5)
 
 
 class LayerNormLinear(NormLinearLayer):
@@ -183,7 +183,7 @@ class LayerNormLinear(NormLinearLayer):
         plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight, hands_over=hands_over)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
         how = NormArgs(self.norm, self.return_layernorm_output, passes)
-        call = ProgramArgs(_PROGRAM, (how, linear))
+        call = ProgramArgs(NORM_LINEAR, (how, linear))
         if fp8_grad and inp.requires_grad:
             inp = quantize_input_gradient(inp, plan.grad_input, linear.scales)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias

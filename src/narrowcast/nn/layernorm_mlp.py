@@ -25,7 +25,7 @@ from .norm_linear import NormLinearLayer, check_gathered_output
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PROGRAM = Program(
+NORM_MLP = Program(
     [autograd.Norm(1, 2, 7), autograd.Linear(3, 4), autograd.Activation(), autograd.Linear(5, 6)], 8
 )
 
@@ -231,7 +231,7 @@ class LayerNormMLP(NormLinearLayer):
             self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first, scales[1]),
         )
         norm = (self.layer_norm_weight, self.layer_norm_bias)
-        call = ProgramArgs(_PROGRAM, args, forward_plans)
+        call = ProgramArgs(NORM_MLP, args, forward_plans)
         operands = (call, inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual)
         if plans[0].eager_only or plans[1].eager_only:
             result = in_eager(ProgramFunction.apply, *operands)

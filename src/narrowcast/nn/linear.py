@@ -207,6 +207,12 @@ class Linear(LinearLayer, nn.Linear):
         except RuntimeError:  # which says less than what the checks raise
             return None
 
+    def only_multiplies(self, dtype: torch.dtype) -> bool:
+        """Return whether a forward is one product of an input in ``dtype`` with the whole weight of this process."""
+        apart = self._parts or self._placed or self._parallel is not None or self.return_bias
+        more = apart or self.save_original_input or self._on_dtensors
+        return not more and type(self.weight) is nn.Parameter and self.weight.dtype == dtype
+
     def _with_adapter(self, inp: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor | None:
         """Return the output with that of an adapter, added in the GEMMs of per-tensor FP8; None if these do not run.
 

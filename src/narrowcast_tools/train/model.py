@@ -82,10 +82,14 @@ class Attention(nn.Module):
             layer_number=number,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, generation: Generation | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, norm: nn.Module, cos: Tensor, sin: Tensor, generation: Generation | None = None
+    ) -> Tensor:
         first = None if generation is None else generation.first
-        heads = self.qkv(x, is_first_microbatch=first).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads = nc.nn.norm_linear(norm, self.qkv, x, first)
+        heads = heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.splits, dim=1)  # (batch, heads, seq, head_dim)
+        v = v.contiguous()  # else the attention keeps all that it is a part of
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if generation is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
@@ -104,9 +108,9 @@ class FeedForward(nn.Module):
         self.gate_up = nc.Linear(config.dim, 2 * config.hidden, bias=False, name=f"{name}.gate_up", **place)
         self.down = nc.Linear(config.hidden, config.dim, bias=False, name=f"{name}.down", **place)
 
-    def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
-        gate, up = self.gate_up(x, is_first_microbatch=first).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, is_first_microbatch=first)
+    def forward(self, x: Tensor, norm: nn.Module, residual: Tensor, first: bool | None = None) -> Tensor:
+        out, x = nc.nn.norm_mlp(norm, self.gate_up, self.down, x, first, residual=residual)
+        return x + out
 
 
 class Block(nn.Module):
@@ -122,8 +126,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, generation: Generation | None = None) -> Tensor:
         first = None if generation is None else generation.first
-        x = x + self.attention(self.attention_norm(x), cos, sin, generation)
-        return x + self.feed_forward(self.feed_forward_norm(x), first)
+        attended = self.attention(x, self.attention_norm, cos, sin, generation)
+        return self.feed_forward(attended, self.feed_forward_norm, x, first)
 
 
 class Decoder(nn.Module):

@@ -56,6 +56,33 @@ def test_rotation_keeps_length_and_depends_on_distance() -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
 
 
+def test_blocks_run_in_one_pass_what_they_name_apart() -> None:
+    """Names of parameters are those of separate layers, also where a recipe joins these."""
+    model = Decoder(SHAPE, 12, dtype=torch.bfloat16)
+    block = {name.removeprefix("blocks.1.") for name, _ in model.named_parameters() if "blocks.1." in name}
+    layers = "attention.qkv", "attention.proj", "feed_forward.gate_up", "feed_forward.down"
+    assert block == {f"{name}.weight" for name in ("attention_norm", "feed_forward_norm", *layers)}
+    nc.set_recipe(model, {"blocks": "current"})
+    tokens = torch.randint(256, (2, 11))
+    joined = next_token_loss(model, tokens, tokens)
+    for layer in model.blocks.modules():
+        layer.register_forward_hook(lambda *_: None)  # which calls layers one by one
+    apart = next_token_loss(model, tokens, tokens)
+    assert abs(joined - apart) < 2e-3 * apart
+    assert (_programs(joined), _programs(apart)) == (4, 0)
+
+
+def _programs(loss: torch.Tensor) -> int:
+    """Return how many layers of a graph compute more than one thing."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return sum(node.name().startswith("ProgramFunction") for node in seen)
+
+
 def test_grouped_heads_equal_repeated_heads() -> None:
     """Two query heads per key-value head give what full attention gives with each key-value head repeated."""
     grouped, full = decoder(), decoder(replace(SHAPE, kv_heads=SHAPE.heads))
