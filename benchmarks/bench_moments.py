@@ -1,4 +1,4 @@
-"""Train the demo's model with moments in several formats, over seeds, and compare the held-out losses.
+"""Train the demo's model with moments and weights in several formats, over seeds, and compare the held-out losses.
 
 A seed decides initial weights and batches, so runs of one seed differ by the optimizer alone. How far seeds differ says
 what a difference means.
@@ -32,14 +32,21 @@ CONFIG = TrainConfig(
     warmup=15,
     model=ModelConfig(dim=64, layers=2, heads=2, kv_heads=1, hidden=160),
 )
-E4M3, CODES, BF16 = torch.float8_e4m3fn, torch.uint8, torch.bfloat16
+INT8, CODES, BF16 = torch.int8, torch.uint8, torch.bfloat16
 MOMENTS: dict[str, dict[str, Any]] = {
     "torch fp32": {},
     "fp32": {"exp_avg_dtype": torch.float32},
     "bf16": {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
     "E4M3, a scale per tensor": {"exp_avg_dtype": CODES, "exp_avg_sq_dtype": CODES},
-    "E4M3, expanded groups": {"exp_avg_dtype": E4M3, "exp_avg_sq_dtype": E4M3},
+    "int8, logarithms of groups": {"exp_avg_dtype": INT8, "exp_avg_sq_dtype": INT8},
 }
+WEIGHTS = {
+    "bf16 weights, torch bf16": "adamw-bf16",
+    "bf16 weights, bf16, fp32 masters": "fused-bf16",
+    "bf16 weights, int8, fp32 masters": "fused-int8",
+    "bf16 weights, int8, rounded at random": "fused-stochastic",
+}
+"""`--optimizer` of runs whose weights are bf16."""
 
 
 def measure(options: argparse.Namespace, base: TrainConfig = CONFIG) -> list[Row]:
@@ -47,10 +54,11 @@ def measure(options: argparse.Namespace, base: TrainConfig = CONFIG) -> list[Row
     corpus, progress = load_corpus(None, seq_len=base.seq_len), make_progress(Console(stderr=True))
     rows: list[Row] = []
     for seed in SEEDS:
-        for name, moments in MOMENTS.items():
+        for name in (*MOMENTS, *WEIGHTS):
             if options.only not in name:
                 continue
-            run = Run(replace(base, seed=seed), corpus, progress, folder=None)
+            moments, optimizer = MOMENTS.get(name), WEIGHTS.get(name, base.optimizer)
+            run = Run(replace(base, seed=seed, optimizer=optimizer), corpus, progress, folder=None)
             trainer: Any = run.trainer
             if moments:
                 trainer.optimizer = FusedAdam(trainer.optimizer.param_groups, **moments)

@@ -34,7 +34,7 @@ CASES = {
     "block": ("block", True),
     "plain": ("current", False),
     "stored": ("mxfp8", True),
-    "expanded": ("current", True),
+    "codes": ("current", True),
 }
 SHAPES = {"block": (512, 512, 1), "stored": (128, 128, 1)}
 BEFORE, AFTER = 3, 3
@@ -50,8 +50,8 @@ def make(case: str, mesh: Any) -> tuple[Any, Any, int]:
     if case == "stored":
         optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
         return model, optimizer, shape[0]
-    if case == "expanded":
-        codes = torch.float8_e4m3fn
+    if case == "codes":
+        codes = torch.int8
         moments = {"exp_avg_dtype": codes, "exp_avg_sq_dtype": codes}
         return model, nc.optimizers.FusedAdam(model.parameters(), lr=1e-3, **moments), shape[0]
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), shape[0]
@@ -127,7 +127,7 @@ def checks_of(folder: str, ranks: int) -> dict[str, Any]:
     checks = {case: lambda case=case: save(case, place, mesh) for case in CASES}
     checks["asynchronous"] = lambda: save("delayed", place, mesh, True)
     checks["again"] = lambda: load("delayed", place, mesh, "delayed-async")
-    checks["expanded again"] = lambda: load("expanded", place, mesh)
+    checks["codes again"] = lambda: load("codes", place, mesh)
     return checks
 
 
@@ -175,8 +175,8 @@ def test_saved_by_two_loaded_by_one(case: str, base: Path, two: list[dict[str, A
 
 
 def tolerance(case: str) -> float:
-    """Groups of expanded moments begin anew in every shard, so other shards round again."""
-    return 2e-3 if case == "expanded" else 1e-6
+    """Groups of moments in codes begin anew in every shard, so other shards round again."""
+    return 2e-3 if case == "codes" else 1e-6
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
@@ -195,8 +195,8 @@ def test_hybrid_sharding_of_stored_weights(four: list[dict[str, Any]]) -> None:
         assert "NVFP4Tensor" in result["seen"]
 
 
-def test_expanded_moments_come_back_to_the_bit(two: list[dict[str, Any]]) -> None:
-    for saved, loaded in zip(of_all(two, "expanded"), of_all(two, "expanded again")):
+def test_moments_in_codes_come_back_to_the_bit(two: list[dict[str, Any]]) -> None:
+    for saved, loaded in zip(of_all(two, "codes"), of_all(two, "codes again")):
         assert loaded == saved["losses"]
 
 

@@ -197,7 +197,7 @@ LOW_BIT = {
     "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
     "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
     "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
-    "expanded": {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e4m3fn},
+    "codes": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8},
     "mixed": {"exp_avg_dtype": torch.uint8, "master_weights": True, "master_weight_dtype": torch.float16},
 }
 
@@ -256,14 +256,14 @@ def test_state_dicts_are_fp32_and_restore_the_dtypes(name: str) -> None:
     assert {t.dtype for s in elsewhere.state.values() for t in s.values()} == {torch.float32}
 
 
-def expanded_state(optimizer: Any, params: list[Any]) -> list[torch.Tensor]:
+def state_in_codes(optimizer: Any, params: list[Any]) -> list[torch.Tensor]:
     return [x for p in params for x in (*optimizer.state[p].values(), optimizer._ranges[p])]
 
 
 @pytest.mark.parametrize("way", ["bf16", "remainders", "quantized"])
-def test_expanded_moments_go_on_to_the_bit_after_loading(way: str) -> None:
+def test_moments_in_codes_go_on_to_the_bit_after_loading(way: str) -> None:
     """Though a state dict holds decoded values."""
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, **LOW_BIT["expanded"]}
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, **LOW_BIT["codes"]}
     options |= (
         {} if way == "bf16" else {"master_weights": True, "store_param_remainders": way == "remainders"}
     )
@@ -281,7 +281,7 @@ def test_expanded_moments_go_on_to_the_bit_after_loading(way: str) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     restored.load_state_dict(saved)
     for index in range(5, 8):
-        ours, theirs = expanded_state(optimizer, params), expanded_state(restored, twins)
+        ours, theirs = state_in_codes(optimizer, params), state_in_codes(restored, twins)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         for both in ((params, optimizer), (twins, restored)):
             give_gradients(both[0], index)
@@ -292,25 +292,25 @@ def test_expanded_moments_go_on_to_the_bit_after_loading(way: str) -> None:
     assert first.dtype == torch.float32 and not torch.equal(first, saved["state"][0]["exp_avg"])
 
 
-def test_expanded_moments_are_little_more_than_a_byte_each() -> None:
+def test_moments_in_codes_are_little_more_than_a_byte_each() -> None:
     p = nn.Parameter(torch.randn(300, 1000).bfloat16())
-    options = {"master_weights": True, "store_param_remainders": True, **LOW_BIT["expanded"]}
+    options = {"master_weights": True, "store_param_remainders": True, **LOW_BIT["codes"]}
     optimizer = FusedAdam([p], **options)
     give_gradients([p], 0)
     optimizer.step()
-    kept = expanded_state(optimizer, [p])
+    kept = state_in_codes(optimizer, [p])
     assert sum(x.untyped_storage().nbytes() for x in kept) / p.numel() == pytest.approx(
         2 + 2 + 16 / 128, rel=1e-3
     )
 
 
-def test_expanded_moments_follow_those_in_fp32() -> None:
+def test_moments_in_codes_follow_those_in_fp32() -> None:
     """Weights after 100 steps, of gradients whose sizes differ by a factor of eight: within 4% of the way."""
     generator = torch.Generator().manual_seed(2)
     sizes = torch.randint(-3, 1, (40, 129), generator=generator).float().exp2()
     start = torch.randn(sizes.shape, generator=generator)
     moved = {}
-    for name, options in {"fp32": {}, **{key: LOW_BIT[key] for key in ("expanded", "fp8")}}.items():
+    for name, options in {"fp32": {}, **{key: LOW_BIT[key] for key in ("codes", "fp8")}}.items():
         p = nn.Parameter(start.clone())
         optimizer = FusedAdam([p], lr=1e-3, betas=(0.9, 0.95), **options)
         for index in range(100):
@@ -319,17 +319,17 @@ def test_expanded_moments_follow_those_in_fp32() -> None:
             optimizer.step()
         moved[name] = p.detach() - start
     off = {key: ((moved[key] - moved["fp32"]).norm() / moved["fp32"].norm()).item() for key in moved}
-    assert off["expanded"] < 0.04 and off["expanded"] < 0.6 * off["fp8"], off
+    assert off["codes"] < 0.04 and off["codes"] < 0.6 * off["fp8"], off
 
 
-def test_expanded_moments_are_of_torchs_adamw_and_load_there() -> None:
+def test_moments_in_codes_are_of_torchs_adamw_and_load_there() -> None:
     params = parameters(torch.float32, "cpu")
     theirs = torch.optim.AdamW(params, lr=1e-2)
     for index in range(3):
         give_gradients(params, index)
         theirs.step()
     twins = [nn.Parameter(p.detach().clone()) for p in params]
-    ours = FusedAdam(twins, lr=1.0, weight_decay=0.01, **LOW_BIT["expanded"])
+    ours = FusedAdam(twins, lr=1.0, weight_decay=0.01, **LOW_BIT["codes"])
     ours.load_state_dict(theirs.state_dict())
     for p, q in zip(params, twins):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -345,7 +345,7 @@ def test_expanded_moments_are_of_torchs_adamw_and_load_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, adam_w", [("fp32", False), ("fp8", True), ("expanded", True), ("remainders", True)]
+    "name, adam_w", [("fp32", False), ("fp8", True), ("codes", True), ("remainders", True)]
 )
 def test_capturable_compiles(name: str, adam_w: bool) -> None:
     options = {**LOW_BIT, "fp32": {}, "remainders": {"store_param_remainders": True}}[name]
@@ -630,7 +630,7 @@ def test_without_bias_correction() -> None:
     "options, error, message",
     [
         ({"amsgrad": True}, RuntimeError, "amsgrad"),
-        ({"exp_avg_dtype": torch.int8}, ValueError, "exp_avg_dtype is torch.int8"),
+        ({"exp_avg_dtype": torch.float8_e4m3fn}, ValueError, "exp_avg_dtype is torch.float8_e4m3fn"),
         ({"master_weight_dtype": torch.bfloat16}, ValueError, "master_weight_dtype is torch.bfloat16"),
         ({"store_param_remainders": True}, RuntimeError, "needs master_weights=True"),
         ({"lr": -1.0}, ValueError, "lr is -1.0"),
@@ -677,10 +677,10 @@ def test_sharded_parameters(tmp_path: Path) -> None:
             "exp_avg_sq": (DTensor, torch.float32),
             "step": (torch.Tensor, torch.float32),
         }
-        expanded = FusedAdam(layer.parameters(), lr=0.1, **LOW_BIT["expanded"])
-        set_optimizer_state_dict(layer, expanded, saved)
-        value = expanded.get_unscaled_state(layer.weight, "exp_avg")
-        assert isinstance(value, DTensor) and expanded.state[layer.weight]["exp_avg"].dtype == torch.uint8
+        coded = FusedAdam(layer.parameters(), lr=0.1, **LOW_BIT["codes"])
+        set_optimizer_state_dict(layer, coded, saved)
+        value = coded.get_unscaled_state(layer.weight, "exp_avg")
+        assert isinstance(value, DTensor) and coded.state[layer.weight]["exp_avg"].dtype == torch.uint8
         assert_close(
             value.to_local(), optimizer.get_unscaled_state(layer.weight, "exp_avg").to_local(), "fp8_layer"
         )

@@ -24,7 +24,7 @@ STATES: dict[str, dict[str, Any]] = {
     "masters": {"master_weights": True},
     "remainders": {"master_weights": True, "store_param_remainders": True},
     "scaled": {"exp_avg_dtype": torch.uint8},
-    "expanded": {"exp_avg_dtype": torch.float8_e4m3fn},
+    "codes": {"exp_avg_dtype": torch.int8},
 }
 
 

@@ -30,8 +30,9 @@ def _adam(
     found_inf: Tensor | None,
     lr: float,
     count: int,
-    *options: Any,
+    *numbers: Any,
 ) -> None:
+    *options, stochastic = numbers
     numerics_for(weights[0]).adam.step(
         weights,
         grads,
@@ -43,6 +44,7 @@ def _adam(
         count=count if stored_count is None else stored_count,
         inv_scale=inv_scale,
         found_inf=found_inf,
+        stochastic=stochastic,
         **dict(zip(_OPTIONS, options, strict=True)),
     )
 
@@ -50,7 +52,7 @@ def _adam(
 _adam_ = define(
     "adam_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] beside, "
     "Tensor(e!)[] ranges, Tensor? stored_lr, Tensor? stored_count, Tensor? inv_scale, Tensor? found_inf, "
-    f"{_NUMBERS}) -> ()",
+    f"{_NUMBERS}, bool stochastic) -> ()",
     _adam,
     lambda *_: None,
     inlined=always,
@@ -74,6 +76,7 @@ def adam_(
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
+    stochastic: bool = False,
 ) -> None:
     """Step weights and moments in place, and write what stands beside the weights, as ``reference.adam.step``.
 
@@ -93,6 +96,7 @@ def adam_(
         *_numbers(lr, count, betas, eps, weight_decay),
         decoupled,
         bias_correction,
+        stochastic,
     )
 
 

@@ -1,6 +1,6 @@
 """A step of Adam: one pass over weights, gradients and moments, whatever each is stored in.
 
-It is bound by memory: 14 bytes of an element where all is bf16, 28 in fp32, 10.25 with moments in expanded codes. What
+It is bound by memory, 14 bytes of an element where all is bf16, 28 in fp32; with moments in codes by arithmetic. What
 depends on the rate and the step count alone, one program computes beforehand, so that neither has to be known on the
 host.
 """
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, cdiv
-from .adam_step import halves, joined, stepped
+from .adam_step import halves, joined, rounded_at_random, stepped
 from .codecs import product, round_to_dtype, to_float32
-from .expansion import decode_expanded, encode_expanded
 from .launch import INTERPRETING, Launcher, check_device, check_input, is_aligned, is_traced
+from .log_codes import decode_logarithms, encode_logarithms
 from .sources import Source
 
 BLOCK = 1024
 AT_ONCE = 8
-NOTHING, COPY, REST = 0, 1, 2
+NOTHING, COPY, REST, RANDOM = 0, 1, 2, 3
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPE_OF = operator.attrgetter("dtype")
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
@@ -73,10 +73,11 @@ def _adam_factors_kernel(
     tl.store(here + 5, zero + tl.cast(beta2, tl.float32))
     tl.store(here + 6, zero + tl.cast(missing2, tl.float32))
     tl.store(here + 7, zero + tl.cast(decay, tl.float32))
+    if STORED_COUNT:
+        count = tl.load(count).to(tl.int32)
+    count = tl.full((), 0, tl.int32) + count  # else 1 would be a constant
+    tl.store(here + 8, (tl.full((1,), 0, tl.int32) + count).to(tl.float32, bitcast=True))
     if CORRECTED:
-        if STORED_COUNT:
-            count = tl.load(count).to(tl.int32)
-        count = tl.full((), 0, tl.int32) + count  # else 1 would be a constant
         root = tl.sqrt_rn(_correction(missing2, count, EMULATE))
         rate = tl.div_rn(rate * root, _correction(missing1, count, EMULATE))
         floor = floor * root
@@ -92,22 +93,41 @@ def _pick(i, x0, x1, x2, x3, x4, x5, x6, x7):
 
 
 @triton.jit
-def _load_moment(ptr, range_ptr, at, inside, group, groups, EXPANDED: tl.constexpr, EMULATE: tl.constexpr):
-    if EXPANDED:
+def _load_moment(
+    ptr,
+    range_ptr,
+    at,
+    inside,
+    group,
+    groups,
+    SIGNED: tl.constexpr,
+    CODED: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    if CODED:
         there = range_ptr + group * 2
         top = tl.load(there, mask=group < groups, other=0.0)
         bottom = tl.load(there + 1, mask=group < groups, other=0.0)
-        return decode_expanded(tl.load(ptr + at, mask=inside, other=0), top, bottom, EMULATE)
+        return decode_logarithms(tl.load(ptr + at, mask=inside, other=0), top, bottom, SIGNED, EMULATE)
     else:
         return to_float32(tl.load(ptr + at, mask=inside, other=0.0), EMULATE)
 
 
 @triton.jit
 def _store_moment(
-    ptr, range_ptr, x, at, inside, group, groups, EXPANDED: tl.constexpr, EMULATE: tl.constexpr
+    ptr,
+    range_ptr,
+    x,
+    at,
+    inside,
+    group,
+    groups,
+    SIGNED: tl.constexpr,
+    CODED: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):
-    if EXPANDED:
-        codes, top, bottom = encode_expanded(tl.where(inside, x, 0.0), EMULATE)
+    if CODED:
+        codes, top, bottom = encode_logarithms(x, SIGNED, EMULATE)
         tl.store(ptr + at, codes, mask=inside)
         there = range_ptr + group * 2
         tl.store(there, top, mask=group < groups)
@@ -134,6 +154,9 @@ def _adam_step_kernel(
 ):
     """Step eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth.
 
+    ``BESIDE``: what stands beside the weights: nothing, a copy, the rest of fp32 values; or nothing, and bf16 weights
+    are rounded at random.
+
     ``FIRST`` and ``SECOND``: the moment is in codes of groups, whose ranges are at ``r0`` and so forth.
     """
     if STOPPABLE:
@@ -156,34 +179,39 @@ def _adam_step_kernel(
     # fmt: on
     if WIDE:
         program = program.to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
     group = program * (BLOCK // GROUP)
     groups = (n + GROUP - 1) // GROUP
     second_range_ptr = first_range_ptr
-    if FIRST or SECOND:  # a group is a row
-        at = tl.reshape(at, (BLOCK // GROUP, GROUP))
-        group += tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
+    if FIRST or SECOND:  # a group is a row; not by a reshape, past which the compiler sees no contiguous elements
+        row = tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
+        at = program * BLOCK + (row * GROUP + tl.expand_dims(tl.arange(0, GROUP), 0))
+        group += row
+    else:
+        at = program * BLOCK + tl.arange(0, BLOCK)
     if FIRST and SECOND:
         second_range_ptr += groups * 2
     inside = at < n
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     g = to_float32(tl.load(grad_ptr + at, mask=inside, other=0.0), EMULATE)
-    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, groups, FIRST, EMULATE)
-    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, groups, SECOND, EMULATE)
+    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, groups, True, FIRST, EMULATE)
+    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, groups, False, SECOND, EMULATE)
     if BESIDE == 2:
         w = joined(weight, tl.load(beside_ptr + at, mask=inside, other=0))
     else:
         w = to_float32(weight, EMULATE)
     if SCALED:
-        g = product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE)
+        g = tl.where(inside, product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE), 0.0)
     w, m, v = stepped(w, g, m, v, factors_ptr, DECAY, EMULATE)
 
-    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, groups, FIRST, EMULATE)
-    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, groups, SECOND, EMULATE)
+    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, groups, True, FIRST, EMULATE)
+    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, groups, False, SECOND, EMULATE)
     if BESIDE == 2:
         high, rest = halves(w)
         tl.store(weight_ptr + at, high, mask=inside)
         tl.store(beside_ptr + at, rest, mask=inside)
+    elif BESIDE == 3 and weight_ptr.dtype.element_ty == tl.bfloat16:
+        count = tl.load(factors_ptr + 8).to(tl.int32, bitcast=True)
+        tl.store(weight_ptr + at, rounded_at_random(w, at, count), mask=inside)
     else:
         tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty, EMULATE), mask=inside)
     if BESIDE == 1:
@@ -211,6 +239,7 @@ def step(
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
+    stochastic: bool = False,
 ) -> None:
     """``reference.adam.step``, equal to the byte, a launch for eight parameters of the same dtypes.
 
@@ -238,7 +267,7 @@ def step(
     for places in alike.values():
         for at in range(0, len(places), AT_ONCE):
             eight = [[column[i] for i in places[at : at + AT_ONCE]] for column in columns]
-            _launch(eight, shared, flags, bool(beside), bool(ranges))
+            _launch(eight, shared, flags, bool(beside), bool(ranges), stochastic)
     for column, dense_column in zip(given, columns):
         for x, dense in zip(column, dense_column):
             if x is not dense and column is not given[1]:
@@ -254,10 +283,10 @@ def factors(
     bias_correction: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return what all parameters of a step share, fp32 (8,): the factors of ``reference.adam.factors``, then the betas,
-    each with what it lacks to 1, and the decay.
+    """Return what all parameters of a step share, fp32 (9,): the factors of ``reference.adam.factors``, then the betas,
+    each with what it lacks to 1, the decay, and the bits of the count.
     """
-    made = torch.empty(8, dtype=torch.float32, device=device)
+    made = torch.empty(9, dtype=torch.float32, device=device)
     stored = isinstance(lr, Tensor), isinstance(count, Tensor)
     numbers = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, weight_decay)
     _factors((1, 1, 1), (made, lr, count, *numbers), (*stored, bias_correction, INTERPRETING))
@@ -331,8 +360,9 @@ def _launch(
     flags: tuple[Any, ...],
     beside: bool,
     ranges: bool,
+    stochastic: bool = False,
 ) -> None:
-    """Step up to eight parameters of the same dtypes; moments in uint8 are expanded codes."""
+    """Step up to eight parameters of the same dtypes; moments in uint8 are codes of groups."""
     sizes = [weight.numel() for weight in columns[0]]
     if not any(sizes):
         return
@@ -343,16 +373,17 @@ def _launch(
         sizes += sizes[:1] * missing
         ends += ends[-1:] * missing
     kind = kind_of(columns[4][0] if beside else None)
-    expanded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
+    kind = RANDOM if stochastic and kind == NOTHING else kind
+    coded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
     _check_dtypes(
         column[0]
-        for column, fits in zip(columns, (False, False, *expanded, kind != COPY))
+        for column, fits in zip(columns, (False, False, *coded, kind != COPY))
         if not fits
     )
     _step(
         (ends[-1], 1, 1),
         (*itertools.chain(*columns), *sizes, *ends[:-1], *shared),
-        (kind, *flags, *expanded, FLOAT8_BLOCK, max(sizes) >= _FEW, BLOCK, INTERPRETING),
+        (kind, *flags, *coded, FLOAT8_BLOCK, max(sizes) >= _FEW, BLOCK, INTERPRETING),
     )
 
 

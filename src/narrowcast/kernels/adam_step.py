@@ -40,6 +40,22 @@ def halves(w):
 
 
 @triton.jit
+def rounded_at_random(w, at, count):
+    """Return bf16 of ``reference.adam.round_at_random``.
+
+    Args:
+        at: of each element, its place in the parameter.
+        count: int32, of the step.
+    """
+    bits = w.to(tl.uint32, bitcast=True)
+    x = bits ^ at.to(tl.uint32) ^ (count.to(tl.uint32) * 0x9E3779B1)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    bits = tl.where(w == w, bits + (x >> 16), 0x7FC00000)
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def step_elements(
     operands,
     at,

@@ -14,7 +14,7 @@ from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_, adam_quantize_
 from ..layers import WeightCodes, WrittenWeight
-from ..reference import expansion
+from ..reference import log_codes
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, dequantized, local, spread_like
 from ..upstream.fsdp import is_distributed
@@ -22,8 +22,8 @@ from .arguments import MOMENTS, STEP, check_loaded, check_numbers, checked_param
 from .stored import decode, encode
 
 _MASTER = "master_param"
-_EXPANDED = torch.float8_e4m3fn
-_MOMENT_DTYPES = (*HIGH_PRECISION, torch.uint8, _EXPANDED)
+_CODES = torch.int8
+_MOMENT_DTYPES = (*HIGH_PRECISION, torch.uint8, _CODES)
 
 
 class _Tensors(NamedTuple):
@@ -41,7 +41,7 @@ class _Tensors(NamedTuple):
 class FusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with master weights for quantized and bf16 parameters, and small moments.
 
-    One kernel reads and writes weights, moments and master weights as stored, fp32, bf16, fp16 or expanded E4M3, and
+    One kernel reads and writes weights, moments and master weights as stored, fp32, bf16, fp16 or codes of groups, and
     computes in fp32 by PyTorch's formula (``reference.adam.step``). The bits are the same on a CPU and in compiled
     code. State with a scale per tensor is decoded before the step and encoded after it. Use ``capturable`` in compiled
     code.
@@ -64,9 +64,8 @@ class FusedAdam(torch.optim.Optimizer):
             ``torch.compile``.
         master_weights: keep a copy of every parameter that is not fp32, of ``master_weight_dtype``, and step the copy.
         master_weight_dtype: float32, or float16 with a scale per tensor.
-        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float8_e4m3fn: E4M3 codes of groups of 128 elements, each
-            with its dynamic range expanded to that of E4M3 (``reference.expansion``), float16 with a scale, or uint8:
-            E4M3 codes with a scale.
+        exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, int8: signs and logarithms of groups of 128 elements
+            (``reference.log_codes``), float16 with a scale, or uint8: E4M3 codes with a scale.
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
         store_param_remainders: for bf16 parameters keep only the missing 16 bits of the master weight.
         set_grad_none: whether ``zero_grad()`` drops gradients; None means that it does.
@@ -74,10 +73,12 @@ class FusedAdam(torch.optim.Optimizer):
             multiply, quantized weights in both directions, in the pass that has the weights in registers; training
             forwards and backwards quantize no weight. They keep two bytes of an element in FP8. Not under FSDP2, which
             gathers codes of its own, nor in compiled steps.
+        stochastic_rounding: round bf16 parameters up or down at random (``reference.adam.round_at_random``), so that
+            steps too small for bf16 are taken in the mean; without master weights.
     Raises:
         ValueError: a dtype is not listed, a rate, eps or decay is negative, or betas are outside [0, 1).
-        RuntimeError: ``amsgrad``, or remainders without fp32 master weights; when state is made, remainders of a
-            parameter that is not bf16, or a quantized parameter without master weights.
+        RuntimeError: ``amsgrad``, remainders without fp32 master weights, stochastic rounding with them; when state is
+            made, remainders of a parameter that is not bf16, or a quantized one without master weights.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
         weight_codes: nn.Module | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         flags(
             amsgrad=amsgrad,
@@ -110,6 +112,7 @@ class FusedAdam(torch.optim.Optimizer):
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
             set_grad_none=set_grad_none,
+            stochastic_rounding=stochastic_rounding,
         )
         if amsgrad:
             raise RuntimeError("FusedAdam has no amsgrad; use torch.optim.AdamW(amsgrad=True)")
@@ -126,7 +129,12 @@ class FusedAdam(torch.optim.Optimizer):
                 "store_param_remainders keeps the rest of fp32 master weights: it needs master_weights=True and "
                 f"master_weight_dtype=torch.float32, got {master_weights} and {master_weight_dtype}"
             )
+        if stochastic_rounding and master_weights:
+            raise RuntimeError(
+                "stochastic_rounding is for bf16 parameters without master weights; leave one out"
+            )
         self.adam_w_mode, self.capturable = bool(adam_w_mode), capturable
+        self.stochastic_rounding = stochastic_rounding
         self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
         self.use_decoupled_grad = use_decoupled_grad
         self.set_grad_none = set_grad_none is not False
@@ -140,9 +148,9 @@ class FusedAdam(torch.optim.Optimizer):
         )
         # The scale of each parameter's stored state by name; not state, since state dicts hold values.
         self._scales: dict[Tensor, dict[str, Tensor]] = {}
-        # The ranges of each parameter's expanded moments, (moments, groups, 2); not state for the same reason.
+        # The ranges of each parameter's moments in codes, (moments, groups, 2); not state for the same reason.
         self._ranges: dict[Tensor, Tensor] = {}
-        self._expanded = [name for name in MOMENTS if self.dtypes[name] == _EXPANDED]
+        self._coded = [name for name in MOMENTS if self.dtypes[name] == _CODES]
         if weight_codes is not None:
             module("weight_codes", weight_codes)
         self._codes = None if weight_codes is None else WeightCodes(weight_codes)
@@ -192,11 +200,11 @@ class FusedAdam(torch.optim.Optimizer):
                 f"store_param_remainders needs parameters in torch.bfloat16, got {param.dtype}; put the others into an "
                 "optimizer of their own"
             )
-        if self._expanded:
-            shape = len(self._expanded), expansion.groups_of(own.numel()), 2
+        if self._coded:
+            shape = len(self._coded), log_codes.groups_of(own.numel()), 2
             self._ranges[param] = torch.zeros(shape, device=param.device)
         for name in MOMENTS:
-            if name in self._expanded:
+            if name in self._coded:
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.uint8)
             else:
                 self.set_scaled_state(param, name, torch.zeros_like(param, dtype=torch.float32))
@@ -215,15 +223,13 @@ class FusedAdam(torch.optim.Optimizer):
             KeyError: it has no such state.
         """
         stored = self.state[param][state_name]
-        if skip_unscale:
-            return stored
-        if state_name == STEP:
+        if skip_unscale or state_name == STEP:
             return stored
         if stored.dtype == torch.int16:
             return join(param.detach(), stored)
-        if state_name in self._expanded:
-            ranges = self._ranges[param][self._expanded.index(state_name)]
-            return spread_like(expansion.decode(local(stored), ranges), stored)
+        if state_name in self._coded:
+            ranges = self._ranges[param][self._coded.index(state_name)]
+            return spread_like(log_codes.decode(local(stored), ranges), stored)
         scale = self._scales.get(param, {}).get(state_name)
         return decode(stored, scale, state_name == "exp_avg_sq")
 
@@ -239,11 +245,11 @@ class FusedAdam(torch.optim.Optimizer):
             param.copy_(high)
             state[state_name].copy_(low)
             return
-        if state_name in self._expanded:
+        if state_name in self._coded:
             values = local(_placed_as(unscaled_state, param)).float()
-            codes, ranges = expansion.encode(values)
+            codes, ranges = log_codes.encode(values)
             local(state[state_name]).copy_(codes)
-            self._ranges[param][self._expanded.index(state_name)].copy_(ranges)
+            self._ranges[param][self._coded.index(state_name)].copy_(ranges)
             return
         dtype = self.dtypes[state_name]
         stored, scale = encode(unscaled_state, dtype, state_name == "exp_avg_sq")
@@ -329,7 +335,9 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _is_plain(self, p: Tensor) -> bool:
         """Return whether a step reads and writes a parameter and its state as they are stored."""
-        return _is_direct(p) and not self._expanded and not self._scales.get(p)
+        if self.stochastic_rounding and p.dtype == torch.bfloat16:
+            return False
+        return _is_direct(p) and not self._coded and not self._scales.get(p)
 
     def _found_by_scaler(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor still to apply to gradients, and whether one of them is not finite."""
@@ -394,7 +402,7 @@ class FusedAdam(torch.optim.Optimizer):
             scaled = self._scales.get(p, ()) if self._scales else ()
             tensors = self._tensors(p, grad, scaled, direct)
             if scaled:  # one by one: there are fp32 copies of what has scales
-                _run(group, [tensors], self.adam_w_mode, inv_scale, found_inf)
+                self._run(group, [tensors], inv_scale, found_inf)
                 values = {_MASTER: tensors.weight, "exp_avg": tensors.first, "exp_avg_sq": tensors.second}
                 for name in scaled:
                     self.set_scaled_state(p, name, values[name])
@@ -405,9 +413,34 @@ class FusedAdam(torch.optim.Optimizer):
             if not direct:
                 rounded.append((p, tensors.weight))
         for those in alike.values():
-            _run(group, those, self.adam_w_mode, inv_scale, found_inf)
+            self._run(group, those, inv_scale, found_inf)
         for p, weight in rounded:
             p.copy_(weight)
+
+    def _run(
+        self,
+        group: dict[str, Any],
+        parameters: list[_Tensors],
+        inv_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """A step of parameters of one device, all or none of which have something beside them."""
+        if any(is_distributed(tensors.weight) for tensors in parameters):
+            parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
+        weights, grads, first, second, beside, ranges, _ = ([*column] for column in zip(*parameters))
+        adam_(
+            weights,
+            grads,
+            first,
+            second,
+            beside if beside[0] is not None else [],
+            ranges if ranges[0] is not None else [],
+            inv_scale=inv_scale,
+            found_inf=found_inf,
+            decoupled=self.adam_w_mode,
+            stochastic=self.stochastic_rounding,
+            **_numbers_of(group, parameters[0].count),
+        )
 
     def _tensors(self, p: Tensor, grad: Tensor, scaled: Container[str], direct: bool) -> _Tensors:
         """Return the tensors that a step reads and writes of a parameter: as stored, or fp32 values of scaled ones."""
@@ -422,7 +455,7 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             weight = self.get_unscaled_state(p, _MASTER)
             beside = p.detach() if direct else None
-        ranges = self._ranges.get(p) if self._expanded else None
+        ranges = self._ranges.get(p) if self._coded else None
         return _Tensors(weight, _placed_as(grad, p), first, second, beside, ranges, state[STEP])
 
     def state_dict(self) -> dict[str, Any]:
@@ -498,31 +531,6 @@ class FusedAdam(torch.optim.Optimizer):
             yield from group["params"]
 
 
-def _run(
-    group: dict[str, Any],
-    parameters: list[_Tensors],
-    decoupled: bool,
-    inv_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """A step of parameters of one device, all or none of which have something beside them."""
-    if any(is_distributed(tensors.weight) for tensors in parameters):
-        parameters = [_Tensors(*[local(x) for x in tensors]) for tensors in parameters]
-    weights, grads, first, second, beside, ranges, _ = ([*column] for column in zip(*parameters))
-    adam_(
-        weights,
-        grads,
-        first,
-        second,
-        beside if beside[0] is not None else [],
-        ranges if ranges[0] is not None else [],
-        inv_scale=inv_scale,
-        found_inf=found_inf,
-        decoupled=decoupled,
-        **_numbers_of(group, parameters[0].count),
-    )
-
-
 def _numbers_of(group: dict[str, Any], count: Tensor) -> dict[str, Any]:
     """Return the numbers of a step of a group."""
     numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "bias_correction")}
@@ -532,7 +540,7 @@ def _numbers_of(group: dict[str, Any], count: Tensor) -> dict[str, Any]:
 def _run_and_quantize(
     group: dict[str, Any], those: list[tuple[_Tensors, WrittenWeight]], decoupled: bool
 ) -> None:
-    """As :func:`_run`, and write the codes of the parameters, which have quantizers of one value."""
+    """As :meth:`FusedAdam._run`, and write the codes of the parameters, which have quantizers of one value."""
     codes, columns = [weight for _, weight in those], zip(*(tensors[:5] for tensors, _ in those))
     weights, grads, first, second, beside = (
         [part for x, weight in zip(column, codes) if x is not None for part in weight.matrices(x)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import expansion
+from . import log_codes
 from .reduction import round_to_dtype
 
 _CANONICAL_NAN = float("nan")
@@ -30,12 +30,13 @@ def step(
     weight_decay: float,
     decoupled: bool,
     bias_correction: bool,
+    stochastic: bool = False,
 ) -> None:
     """Step weights and moments in place, one of each list per parameter.
 
     Args:
         weights, grads, first, second: of one shape per parameter and any strides; each fp32, bf16 or fp16. Moments may
-            be uint8, the codes of ``expansion.encode``.
+            be uint8, the codes of ``log_codes.encode``.
         beside: empty, or per parameter what is written besides: the int16 rest of a bf16 weight, with which it is an
             fp32 value (``join``), or a copy of the weight in fp32, bf16 or fp16.
         ranges: empty, or per parameter the ranges of its moments in codes, fp32 (moments in codes, groups, 2).
@@ -44,6 +45,7 @@ def step(
         inv_scale: of one element; gradients are multiplied by it.
         found_inf: of one element; if it is not 0, nothing changes.
         decoupled: weights decay apart from the gradient (AdamW).
+        stochastic: bf16 weights with nothing beside them are rounded by ``round_at_random``.
 
     Numerics:
         g, w, m and v are fp32, every operation rounds to nearest. With d1 = 1 - beta1 and d2 = 1 - beta2 rounded from
@@ -68,6 +70,7 @@ def step(
             betas=betas,
             weight_decay=weight_decay,
             decoupled=decoupled,
+            stochastic=int(count) if stochastic else None,
         )
 
 
@@ -83,8 +86,13 @@ def step_with(
     betas: tuple[float, float],
     weight_decay: float,
     decoupled: bool,
+    stochastic: int | None = None,
 ) -> Tensor:
-    """Step one parameter with given ``factors``; return it, a copy of the weight if there is one."""
+    """Step one parameter with given ``factors``; return it, a copy of the weight if there is one.
+
+    Args:
+        stochastic: the count of the step, where a bf16 weight is rounded at random.
+    """
     (beta1, beta2), (rate, floor, shrink) = betas, shares
     rest = beside if beside is not None and beside.dtype == torch.int16 else None
     w = weight.float() if rest is None else join(weight, rest)
@@ -93,7 +101,7 @@ def step_with(
         g = g + w * weight_decay
     ranges_of_both = _ranges_of((m, v), ranges)
     old_m, old_v = (
-        x.float() if own is None else expansion.decode(x, own) for x, own in zip((m, v), ranges_of_both)
+        x.float() if own is None else log_codes.decode(x, own) for x, own in zip((m, v), ranges_of_both)
     )
     new_m = old_m * beta1 + g * (1 - beta1)
     new_v = old_v * beta2 + g * g * (1 - beta2)
@@ -105,12 +113,14 @@ def step_with(
         if own is None:
             kept.copy_(round_to_dtype(values, kept.dtype))
         else:
-            for stored, made in zip((kept, own), expansion.encode(values)):
+            for stored, made in zip((kept, own), log_codes.encode(values)):
                 stored.copy_(made)
     if rest is not None:
         for kept, half in zip((weight, rest), split(w)):
             kept.copy_(half)
         return weight
+    if stochastic is not None and beside is None and weight.dtype == torch.bfloat16:
+        return weight.copy_(round_at_random(w, stochastic))
     for kept in (weight,) if beside is None else (weight, beside):
         kept.copy_(round_to_dtype(w, kept.dtype))
     return weight if beside is None else beside
@@ -186,6 +196,27 @@ def correction(missing: float, count: int) -> Tensor:
 def _sqrt(x: Tensor) -> Tensor:
     """Return rounded to nearest, which PyTorch's of fp32 is not everywhere."""
     return x.double().sqrt().float()
+
+
+def round_at_random(values: Tensor, count: int) -> Tensor:
+    """Round fp32 values to bf16, up or down, so that the mean over steps is the value.
+
+    Args:
+        values: of any shape.
+        count: of the step.
+
+    Numerics:
+        A value's 16 lower bits are added to 16 bits of noise, of which only the carry is kept: the magnitude is rounded
+        up as often as it is above the bf16 number below it. Noise is the upper half of Murmur3's mix of 32 bits: the
+        value's, its place among the values, and the count times 0x9E3779B1, all joined by exclusive or.
+    """
+    bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    x = bits ^ torch.arange(values.numel(), device=values.device).view(values.shape)
+    x = (x ^ (count * 0x9E3779B1)) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    bits = torch.where(values.isnan(), 0x7FC00000, bits + (x >> 16))
+    return (((bits >> 16) ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:

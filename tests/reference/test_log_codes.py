@@ -1,4 +1,4 @@
-"""E4M3 codes with an expanded range: what comes back, and that nothing moves when it is encoded again."""
+"""Codes of logarithms: what comes back, and that nothing moves when it is encoded again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from narrowcast.reference import expansion
-from narrowcast.reference.expansion import decode, encode
+from narrowcast.reference import log_codes
+from narrowcast.reference.log_codes import decode, encode
 
 from .checks import assert_bitwise
 
@@ -32,29 +32,43 @@ def gradients(kind: str) -> torch.Tensor:
 def test_what_is_encoded_again_has_the_same_codes(kind: str) -> None:
     x = gradients(kind)
     codes, ranges = encode(x)
-    assert codes.shape == x.shape and ranges.shape == (expansion.groups_of(x.numel()), 2)
+    assert codes.shape == x.shape and ranges.shape == (log_codes.groups_of(x.numel()), 2)
     values = decode(codes, ranges)
     for again, first in zip(encode(values), (codes, ranges)):
         assert_bitwise(again, first, kind)
     assert torch.equal(values == 0, x == 0) and torch.equal(values.signbit(), x.signbit())
-    assert values.abs().max() == x.abs().max()
+    assert abs(values.abs().max() / x.abs().max() - 1) < 2e-3
 
 
 @pytest.mark.parametrize("kind, mean, largest", [("normal", 0.013, 0.3), ("mean squares", 0.003, 0.06)])
-def test_an_expanded_range_has_smaller_errors(kind: str, mean: float, largest: float) -> None:
-    """E4M3 alone errs by .022 in the mean, by a third at its smallest code: here it is less by the factor k."""
+def test_errors(kind: str, mean: float, largest: float) -> None:
+    """E4M3 with a scale errs by .022 in the mean, by a third at its smallest code."""
     x = gradients(kind)
     errors = (decode(*encode(x)) / x - 1).abs()
     assert errors.mean() < mean and errors.max() < largest
 
 
 def test_values_that_are_not_finite_and_zeros() -> None:
-    x = torch.tensor([0.0, -0.0, math.inf, math.nan, 2.0, -3.0])
+    x = torch.ones(3, 128)
+    x[0, 5], x[1, 7] = math.nan, -math.inf
     codes, ranges = encode(x)
-    assert codes.tolist()[:4] == [0, 0x80, 0x7F, 0x7F] and ranges.tolist() == [[3.0, 2.0]]
-    assert decode(codes, ranges)[4:].tolist() == [2.0, -3.0]
+    assert (codes[:2] == 255).all() and ranges[:2].isnan().all() and decode(codes, ranges)[:2].isnan().all()
+    assert torch.equal(decode(codes, ranges)[2], x[2])
+    codes, ranges = encode(torch.tensor([0.0, -0.0, 2.0, -4.0]))
+    assert codes.tolist() == [0, 128, 1, 254]
+    values = decode(codes, ranges)
+    assert values.tolist() == [0.0, 0.0, 2.0, -4.0] and values.signbit().tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
     codes, ranges = encode(torch.zeros(2, 65))
-    assert not codes.any() and not ranges.any() and not decode(codes, ranges).any()
+    assert (
+        not codes.any()
+        and not decode(codes, ranges).any()
+        and not decode(codes, torch.zeros_like(ranges)).any()
+    )
     codes, ranges = encode(torch.zeros(0, 3))
     assert codes.shape == (0, 3) and ranges.shape == (0, 2) and decode(codes, ranges).shape == (0, 3)
 
@@ -62,19 +76,20 @@ def test_values_that_are_not_finite_and_zeros() -> None:
 def test_logarithms_and_powers() -> None:
     generator = torch.Generator().manual_seed(1)
     x = (1 + torch.rand(9999, generator=generator)) * torch.randint(-126, 127, (9999,)).float().exp2()
-    assert (expansion.log2(x).double() - x.double().log2()).abs().max() < 2.0**-17
+    assert (log_codes.log2(x).double() - x.double().log2()).abs().max() < 1e-4
+    special = log_codes.log2(torch.tensor([0.0, 1e-40, math.inf, math.nan]))
+    assert (special[:2] >= -127).all() and (special[:2] <= -126).all() and (special[2:] >= 128).all()
     whole = torch.arange(-126, 128).float()
-    assert torch.equal(expansion.log2(whole.exp2()), whole) and torch.equal(
-        expansion.exp2(whole), whole.exp2()
-    )
+    assert torch.equal(log_codes.exp2(whole), whole.exp2())
     y = 250 * torch.rand(9999, generator=generator) - 125
-    assert (expansion.exp2(y).double() / y.double().exp2() - 1).abs().max() < 4e-7
+    assert (log_codes.exp2(y).double() / y.double().exp2() - 1).abs().max() < 1.1e-4
 
 
 def test_magnitudes_below_the_smallest_normal_one_count_as_it() -> None:
-    codes, ranges = encode(torch.tensor([[2.0**-126, 2.0**-130, -(2.0**-140), 0.0]]))
-    assert ranges[0, 0] == 2.0**-126
-    values = decode(codes, ranges)
-    assert values.tolist() == [[2.0**-126, 2.0**-126, -(2.0**-126), 0.0]]
-    codes, ranges = encode(torch.tensor([[2.0**-130, 0.0]]))
-    assert ranges[0, 0] == 2.0**-126 and decode(codes, ranges).tolist() == [[2.0**-126, 0.0]]
+    for x in (torch.tensor([[2.0**-126, 2.0**-130, -(2.0**-140), 0.0]]), torch.tensor([[2.0**-130, 0.0]])):
+        codes, ranges = encode(x)
+        values = decode(codes, ranges)
+        assert torch.equal(values == 0, x == 0)
+        assert ((values.abs() <= 2.0**-125.9) & (values.abs() >= 2.0**-126.1))[x != 0].all()
+        for again, first in zip(encode(values), (codes, ranges)):
+            assert_bitwise(again, first, "subnormal")
