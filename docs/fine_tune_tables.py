@@ -28,23 +28,25 @@ class Setup(NamedTuple):
     options: dict[str, bool]
 
 
-CODES = {"saved_fp8": True}
+INSIDE = {"step_in_backward": True}
+CODES = {**INSIDE, "saved_fp8": True}
 CHUNKS = {**CODES, "chunked_loss": True}
 SETUPS = (
     Setup("bf16, AdamW in fp32", "bf16", "adamw", {}),
     Setup("bf16, AdamW in bf16", "bf16", "adamw-bf16", {}),
     Setup("current, AdamW in bf16", "current", "adamw-bf16", {}),
-    Setup("current, fp32 masters, moments in bf16", "current", "fused-bf16", {}),
-    Setup("current, fp32 masters, moments in E4M3", "current", "fused-e4m3", {}),
-    Setup("the same, saved activations in FP8", "current", "fused-e4m3", CODES),
-    Setup("the same, loss in chunks", "current", "fused-e4m3", CHUNKS),
-    Setup("the same, recomputing layers", "current", "fused-e4m3", {**CHUNKS, "recompute": True}),
+    Setup("current, fp32 masters, moments in 8 bits", "current", "fused-int8", {}),
+    Setup("current, rounded at random, moments in 8 bits", "current", "fused-stochastic", {}),
+    Setup("the same, steps in the backward", "current", "fused-stochastic", INSIDE),
+    Setup("the same, saved activations in FP8", "current", "fused-stochastic", CODES),
+    Setup("the same, loss in chunks: `--preset 8b`", "current", "fused-stochastic", CHUNKS),
+    Setup("the same, recomputing layers", "current", "fused-stochastic", {**CHUNKS, "recompute": True}),
 )
 
 
 def layout_of(setup: Setup, length: int = LENGTH) -> Layout:
-    """One sequence at a time, two in a step: gradients are there while the second runs."""
-    return Layout(1, 2 * length, length, state=OPTIMIZERS[setup.optimizer], **setup.options)
+    """One sequence a step."""
+    return Layout(1, length, length, state=OPTIMIZERS[setup.optimizer], **setup.options)
 
 
 def peak(setup: Setup, layers: int, length: int = LENGTH) -> float:
@@ -56,19 +58,18 @@ def peak(setup: Setup, layers: int, length: int = LENGTH) -> float:
 def parts() -> str:
     """What a step of the 8B model holds, by part, and which cards hold it."""
     rows = [
-        "| | weights, gradients, state | activations | logits, or a layer | sum, GiB | fits |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
+        "| | weights, state | gradients | activations | logits, or a layer | peak, GiB | fits |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for setup in SETUPS:
         memory = {
             name: size / GIB for name, size in held(MODELS["8b"], layout_of(setup), setup.recipe).items()
         }
-        fixed = memory["parameter shards"] + memory["gradient shards"] + memory["optimizer state"]
+        fixed, grads = memory["parameter shards"] + memory["optimizer state"], memory["gradient shards"]
         ends, total = memory["logits, or a layer's gradients"], sum(memory.values())
         fits = next((card for card, size in MEMORY.items() if total <= RESERVE * size), "-")
-        rows.append(
-            f"| {setup.name} | {fixed:.1f} | {memory['activations']:.1f} | {ends:.1f} | {total:.1f} | {fits} |"
-        )
+        cells = fixed, grads, memory["activations"], ends, total
+        rows.append(f"| {setup.name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + f" | {fits} |")
     return "\n".join(rows)
 
 
@@ -78,13 +79,14 @@ def largest() -> str:
         "| | " + " | ".join(MEMORY) + " |",
         "| --- " + "| --- " * len(MEMORY) + "|",
     ]
-    for setup in (SETUPS[1], SETUPS[4], SETUPS[6], SETUPS[7]):
+    for setup in (SETUPS[1], SETUPS[3], SETUPS[7], SETUPS[8]):
         cells = []
         for size in MEMORY.values():
             fitting = [2**k for k in range(9, 19) if peak(setup, 32, 2**k) <= RESERVE * size]
             layers = max((n for n in range(1, 33) if peak(setup, n) <= RESERVE * size), default=0)
             cells.append(f"8B, {fitting[-1]:,} tokens" if fitting else f"{layers or 'none'} of 32 layers")
-        rows.append(f"| {setup.name} | " + " | ".join(cells) + " |")
+        name = {7: "`--preset 8b`", 8: "the same, recomputing layers"}.get(SETUPS.index(setup), setup.name)
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

@@ -2,6 +2,7 @@
 
 from .fused_adam import FusedAdam
 from .fused_sgd import FusedSGD
+from .in_backward import BackwardSteps, step_in_backward
 from .multi_tensor import (
     MultiTensorApply,
     multi_tensor_adam,
@@ -17,6 +18,7 @@ from .multi_tensor import (
 )
 
 __all__ = [
+    "BackwardSteps",
     "FusedAdam",
     "FusedSGD",
     "MultiTensorApply",
@@ -30,4 +32,5 @@ __all__ = [
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
+    "step_in_backward",
 ]

@@ -83,6 +83,8 @@ def train(
     accumulate: o.Accumulate = None,
     optimizer: o.Optimizer = None,
     chunked_loss: o.ChunkedLoss = None,
+    saved_activations: o.SavedActivations = None,
+    step_in_backward: o.StepInBackward = None,
     steps: o.Steps = None,
     batch_size: o.BatchSize = None,
     seq_len: o.SeqLen = None,
@@ -233,13 +235,18 @@ def plan(
         bool | None, typer.Option(help="Gather weights quantized.", show_default="with FP8")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="adamw (fp32), adamw-bf16, fused-bf16 or fused-e4m3 (FusedAdam).")
+        str,
+        typer.Option(help="adamw (fp32), adamw-bf16; FusedAdam: fused-bf16, fused-int8 or fused-stochastic."),
     ] = "adamw",
     saved_activations: Annotated[
-        str | None, typer.Option(help="fp8: norms, activations and attention keep codes.")
+        str | None, typer.Option(help="fp8: norms and activations keep codes.")
     ] = None,
     chunked_loss: Annotated[
         bool, typer.Option("--chunked-loss", help="Loss without whole logits: linear_cross_entropy.")
+    ] = False,
+    step_in_backward: Annotated[
+        bool,
+        typer.Option("--step-in-backward", help="Step a layer's weights as soon as it has its gradients."),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes and seconds.")] = False,
 ) -> None:

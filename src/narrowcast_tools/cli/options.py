@@ -11,7 +11,7 @@ SHAPES = (
     "8b-slice: 4 layers of 4096/14336, 8b: 32 layers of 4096/14336"
 )
 RECIPES = "bf16, delayed, current, mxfp8, block, nvfp4, mxfp6, mxfp4"
-OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-e4m3"
+OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-int8, fused-stochastic"
 MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
 DEMO_STEPS, QUICK_STEPS, SEED = 240, 60, 0
 TEMPERATURE, TOP_K = 0.8, 50
@@ -132,8 +132,8 @@ Accumulate = Annotated[int | None, _of_preset("Microbatches per step: less memor
 Optimizer = Annotated[
     str | None,
     _of_preset(
-        f"{OPTIMIZERS}. adamw keeps everything in float32; the others have bfloat16 weights, the fused ones with fp32 "
-        "masters.",
+        f"{OPTIMIZERS}. adamw keeps everything in float32; the others have bfloat16 weights, fused-bf16 and fused-int8 "
+        "with fp32 masters, fused-stochastic rounded at random.",
         SPEED,
     ),
 ]
@@ -143,6 +143,18 @@ ChunkedLoss = Annotated[
         "Compute the loss in chunks of the vocabulary, without storing the scores.",
         SPEED,
         "--chunked-loss/--no-chunked-loss",
+    ),
+]
+SavedActivations = Annotated[
+    str | None,
+    _of_preset("fp8: inputs of norms and activations are kept in codes, under a recipe.", SPEED),
+]
+StepInBackward = Annotated[
+    bool | None,
+    _of_preset(
+        "Step each block's parameters when the backward has their gradients, and drop these; with --clip inf.",
+        SPEED,
+        "--step-in-backward/--no-step-in-backward",
     ),
 ]
 Init = Annotated[

@@ -21,8 +21,9 @@ class Layout:
     are sharded. ``reduced`` are the bytes of a gradient that FSDP sends: 2 where it is computed in bf16 and summed in
     fp32 on arrival, as :func:`narrowcast.distributed.shard` does; 4 where PyTorch's FSDP2 reduces in fp32.
     ``overlap_experts``: the exchange of experts runs beside computation and sends a token once to a host and to at most
-    four of them, as DeepSeek-V3 does. ``saved_fp8``: the recipe has ``saved_activations="fp8"``, in eager code.
-    ``chunked_loss``: the loss is ``linear_cross_entropy``.
+    four of them, as DeepSeek-V3 does. ``saved_fp8``: the recipe has ``saved_activations="fp8"``; the tensors of the
+    attention stay in bf16, as `narrowcast train` has them. ``chunked_loss``: the loss is ``linear_cross_entropy``.
+    ``step_in_backward``: the optimizer steps a layer's weights as soon as it has their gradients.
     """
 
     gpus: int
@@ -39,6 +40,7 @@ class Layout:
     overlap_experts: bool = False
     saved_fp8: bool = False
     chunked_loss: bool = False
+    step_in_backward: bool = False
     state: tuple[float, float, float] = (4.0, 4.0, 8.0)
     reduced: float = 2.0
 
@@ -128,6 +130,10 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
         ),
         (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
         (layout.saved_fp8 and recipe == "bf16", "saved activations in FP8 need an FP8 recipe"),
+        (
+            layout.step_in_backward and (layout.gpus > 1 or layout.micro_batches > 1),
+            "steps in the backward are those of one GPU and one microbatch",
+        ),
     )
     for broken, rule in rules:
         if broken:
@@ -199,6 +205,8 @@ def held(model: Model, layout: Layout, recipe: str) -> dict[str, float]:
     gathered = layout.gathered
     memory = {f"{name} shards": shards * size for name, size in zip(("parameter", "gradient"), layout.state)}
     memory["optimizer state"] = shards * layout.state[2]
+    if layout.step_in_backward:  # the head's, while all activations are there
+        memory["gradient shards"] = ends / 2 * layout.state[1]
     # Without a pipeline two layers are gathered at a time and one has gradients; with one, all stay for the whole step,
     # and their gradients, in the state's precision, until they are scattered. One rank gathers nothing.
     whole = layers + experts + ends
@@ -220,7 +228,7 @@ def held(model: Model, layout: Layout, recipe: str) -> dict[str, float]:
     if layout.chunked_loss:  # one chunk in bf16, and the gradient of the head's input in fp32
         logits = min(logits, 2.0 * max(LOGITS, 1024 * rows) + 4.0 * rows * model.dim)
     memory["logits, or a layer's gradients"] = max(logits, working)
-    if layout.micro_batches == 1:  # gradients come as activations go
+    if layout.micro_batches == 1 and not layout.step_in_backward:  # gradients come as activations go
         memory["not at the same time"] = -min(
             memory["gradient shards"] + memory["full gradients"], memory["activations"]
         )
@@ -232,9 +240,9 @@ def _saved(model: Model, rates: Rates, in_codes: bool) -> float:
     d, f, k = model.dim, model.active_hidden, model.kv_heads * model.head_dim
     h, q = model.heads * model.head_dim, model.heads * model.key_dim
     copies = model.active_experts + model.shared_experts if model.experts else 1
-    # Inputs of both norms, queries, keys, values, output, gate and up; inputs of the projections and of the
+    # Queries, keys, values and output; inputs of both norms, gate and up; inputs of the projections and of the
     # feed-forward layer's two.
-    own = (CODED if in_codes else 2.0) * (2 * d + q + 2 * k + h + 2 * f)
+    own = 2.0 * (q + 2 * k + h) + (CODED if in_codes else 2.0) * (2 * d + 2 * f)
     linear = d + d * copies + f
     return own + linear * rates.code + (0.0 if rates.code == 2 else h * rates.code)
 

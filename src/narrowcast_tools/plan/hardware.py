@@ -46,10 +46,11 @@ OPTIMIZERS = {
     "adamw": (4.0, 4.0, 8.0),
     "adamw-bf16": (2.0, 2.0, 4.0),
     "fused-bf16": (2.0, 2.0, 2.0 + 4.0),
-    "fused-e4m3": (2.0, 2.0, 2.0 + 2 * (1.0 + 8.0 / 128)),
+    "fused-int8": (2.0, 2.0, 2.0 + 2 * (1.0 + 8.0 / 128)),
+    "fused-stochastic": (2.0, 2.0, 2 * (1.0 + 8.0 / 128)),
 }
 """Bytes of a weight, its gradient and its optimizer state: AdamW with everything in fp32 or in bf16; ``FusedAdam`` with
-bf16 weights, the remainders of fp32 master weights, and moments in bf16 or expanded E4M3.
+bf16 weights, moments in bf16 or codes of 8 bits, and the remainders of fp32 master weights or stochastic rounding.
 """
 CODED = 1.0 + 4.0 / 128  # bytes of an element of a saved activation in codes
 # operations per second of attention in bf16, forward and backward, causal ones counted

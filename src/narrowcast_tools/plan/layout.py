@@ -37,12 +37,14 @@ def plan(
     optimizer: str = "adamw",
     saved_activations: str | None = None,
     chunked_loss: bool = False,
+    step_in_backward: bool = False,
 ) -> Estimate:
     """Return the estimate of a layout that fits; zeros and None are searched, other values are kept.
 
     Of the layouts within 3% of the fastest, it is the one with the fewest ranks of tensor and pipeline parallelism.
     ``batch`` is the tokens of a step; None takes `default_batch`. ``optimizer`` is a name of `OPTIMIZERS`.
-    ``saved_activations`` is the recipe's; ``chunked_loss`` is `nc.linear_cross_entropy`.
+    ``saved_activations`` is the recipe's; ``chunked_loss`` is `nc.linear_cross_entropy`, ``step_in_backward``
+    `nc.optimizers.step_in_backward`.
 
     Raises:
         ValueError: an unknown name; numbers that do not divide; or nothing fits, with the bytes that are missing.
@@ -54,11 +56,12 @@ def plan(
     if gpus < 1:
         raise ValueError(f"--gpus is {gpus}; it must be at least 1")
     if batch is None:
-        batch = default_batch(gpus, length)
+        batch = length if step_in_backward else default_batch(gpus, length)
     if length < 1 or batch < length:
         raise ValueError(f"--batch is {batch} tokens and --length {length}; a step needs a sequence at least")
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"
-    base = Layout(gpus, batch, length, fp8_gather=gathers, chunked_loss=chunked_loss, **held)
+    held |= {"chunked_loss": chunked_loss, "step_in_backward": step_in_backward}
+    base = Layout(gpus, batch, length, fp8_gather=gathers, **held)
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
     refused = ""

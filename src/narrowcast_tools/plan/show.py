@@ -22,6 +22,7 @@ def title(result: Estimate, gpu: str) -> str:
         + (", recomputing" if layout.recompute else "")
         + (", saved activations in FP8" if layout.saved_fp8 else "")
         + (", loss in chunks" if layout.chunked_loss else "")
+        + (", steps in the backward" if layout.step_in_backward else "")
     )
 
 

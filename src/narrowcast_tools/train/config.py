@@ -111,6 +111,8 @@ class TrainConfig:
         optimizer: a name of `narrowcast_tools.plan`'s: "adamw" keeps everything in float32, the others have bfloat16
             weights and gradients.
         chunked_loss: compute the loss in chunks of the vocabulary; the full scores are never stored.
+        saved_activations: "fp8" keeps inputs of norms and activations in codes, where a recipe is in force; or empty.
+        step_in_backward: step a block's parameters as soon as the backward has their gradients, and drop these.
 
     Raises:
         SettingsError: unknown recipe or a value out of range.
@@ -142,6 +144,8 @@ class TrainConfig:
     init: str = RANDOM
     optimizer: str = "adamw"
     chunked_loss: bool = False
+    saved_activations: str = ""
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("recipe", "head_recipe"):
@@ -162,6 +166,22 @@ class TrainConfig:
         for name in ("warmup", "weight_decay", "seed", "save_every"):
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
         _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")
+        saved = self.saved_activations
+        _require(saved in ("", "fp8"), "--saved-activations", saved, "use fp8, or leave it out")
+        if self.step_in_backward:
+            self._require_steps_in_backward()
+
+    def _require_steps_in_backward(self) -> None:
+        """Check that nothing needs all gradients at once."""
+        whole = self.compile and not self.by_block
+        for broken, option, value, fix in (
+            (self.accumulate > 1, "--accumulate", self.accumulate, "gradients are not summed; give 1"),
+            (self.clip < float("inf"), "--clip", self.clip, "their norm is not known; give --clip inf"),
+            (self.graphs, "--graphs", "on", "gradients would have to stay; give --no-graphs"),
+            (whole, "--compile", "on", "one graph returns all gradients at its end; add --by-block"),
+        ):
+            rest = "with --step-in-backward, which drops each gradient once it has stepped with it, "
+            _require(not broken, option, value, rest + fix + ", or --no-step-in-backward")
 
     @property
     def part_size(self) -> int:

@@ -41,7 +41,9 @@ def expected_peak(config: TrainConfig) -> float | None:
         config.seq_len,
         micro_batch=config.part_size,
         recompute=config.recompute,
+        saved_fp8=config.saved_activations == "fp8" and config.recipe != "bf16",
         chunked_loss=config.chunked_loss,
+        step_in_backward=config.step_in_backward,
         state=find_optimizer(config.optimizer),
     )
     return sum(held(Model("", *sizes, head_dim, head_dim), layout, config.recipe).values())

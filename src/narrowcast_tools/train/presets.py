@@ -1,5 +1,6 @@
 """Settings by name: the shapes of known models, with a batch and a learning rate that suit them."""
 
+import math
 from dataclasses import replace
 
 from rich.table import Table
@@ -40,15 +41,16 @@ PRESETS = {
     # Fine-tuning of all weights on one GPU of 80 GB or more.
     "8b": replace(
         _1B,
-        batch_size=2,
-        accumulate=2,
+        batch_size=1,
         seq_len=8192,
         lr=1e-5,
         warmup=20,
+        clip=math.inf,
         save_every=0,
-        recompute=True,
-        optimizer="fused-e4m3",
+        optimizer="fused-stochastic",
         chunked_loss=True,
+        saved_activations="fp8",
+        step_in_backward=True,
         model=ModelConfig(
             dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocabulary=128256, rope_theta=500_000.0
         ),

@@ -69,13 +69,16 @@ def recipe_name(word: str) -> str:
     return name
 
 
-def build_recipe(name: str, *, device: str, emulate: bool) -> nc.recipe.Recipe | None:
+def build_recipe(
+    name: str, *, device: str, emulate: bool, saved_activations: str | None = None
+) -> nc.recipe.Recipe | None:
     """Build the library's recipe, or None for bfloat16.
 
     Args:
         name: canonical recipe name.
         device: `cpu` or `cuda`. On the CPU every recipe runs on the reference numerics without being asked.
         emulate: run a recipe that the accelerator lacks by dequantizing exactly to bfloat16.
+        saved_activations: of the recipe.
 
     Raises:
         SettingsError: the accelerator has no kernels for the recipe and `emulate` is off.
@@ -86,13 +89,21 @@ def build_recipe(name: str, *, device: str, emulate: bool) -> nc.recipe.Recipe |
     # Left out rather than False: the library's own default listens to its environment variable. Native kernels are used
     # where they are: --emulate is for the recipes without.
     emulated = emulate and not choice.availability()[0]
-    recipe = choice.recipe(emulate=True) if emulated else choice.recipe()
+    options = {"saved_activations": saved_activations} if saved_activations else {}
+    recipe = choice.recipe(emulate=True, **options) if emulated else choice.recipe(**options)
     _require_kernels(recipe, choice, f"recipe {name!r}", device, "add --emulate")
     return recipe
 
 
 def recipe_table(
-    name: str, *, table: str, keep_bf16: str, device: str, emulate: bool, head: str = "bf16"
+    name: str,
+    *,
+    table: str,
+    keep_bf16: str,
+    device: str,
+    emulate: bool,
+    head: str = "bf16",
+    saved_activations: str | None = None,
 ) -> dict[str, nc.recipe.Recipe | None]:
     """Build the recipes of a model's layers by pattern, as `narrowcast.set_recipe` takes them.
 
@@ -106,12 +117,13 @@ def recipe_table(
         device: `cpu` or `cuda`.
         emulate: as `build_recipe` takes it, for the recipes of `name` and `head`; those of `table` say it themselves.
         head: canonical name of the recipe of the output head.
+        saved_activations: of the recipe of `name`.
 
     Raises:
         SettingsError: `table` is not a table, or the accelerator has no kernels for a recipe.
     """
     recipes: dict[str, nc.recipe.Recipe | None] = {
-        "": build_recipe(name, device=device, emulate=emulate),
+        "": build_recipe(name, device=device, emulate=emulate, saved_activations=saved_activations),
         HEAD: build_recipe(head, device=device, emulate=emulate),
     }
     try:

@@ -72,7 +72,9 @@ def run_in(
         covered = receipt(run.trainer.model).flops_covered
         progress.note(f"receipt: {covered:.1%} of the operations of GEMMs under {config.recipe}")
         peak = expected_peak(config)
-        if peak is not None and config.recompute:  # without, eager code holds more than the planner counts
+        if peak is not None and (
+            config.recompute or config.step_in_backward
+        ):  # without, eager code holds more than the planner counts
             progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
         for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):

@@ -1,5 +1,6 @@
 """One model with its optimizer and recipe: a training step and an evaluation."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
-from narrowcast.optimizers import FusedAdam
+from narrowcast.optimizers import BackwardSteps, FusedAdam, step_in_backward
 
 from .config import RANDOM, TrainConfig
 from .data import Corpus, held_out_batches, train_batch
@@ -47,6 +48,7 @@ class Trainer:
             keep_bf16=config.keep_bf16,
             device=config.device,
             emulate=config.emulate,
+            saved_activations=config.saved_activations or None,
         )
         if config.chunked_loss and isinstance(recipes.get(HEAD), nc.recipe.DelayedScaling):
             raise SettingsError(
@@ -61,6 +63,7 @@ class Trainer:
         self.orders = ranks.shard(self.model)
         self._delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())
         self.optimizer = _make_optimizer(self.model, config)
+        self._steps: BackwardSteps | None = None
         if config.graphs:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -92,11 +95,16 @@ class Trainer:
         parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
         if self._delayed and index == 0:  # a run that goes on has its scales from the checkpoint
             nc.calibrate_delayed_scaling(self.model, lambda: self._backward(parts[0], sums_gradients=True))
+        if (
+            self.config.step_in_backward and self._steps is None
+        ):  # after the calibration, whose gradients do not count
+            self._steps = step_in_backward(self.optimizer, self.model.blocks)
         losses = [
             self._backward(part, sums_gradients=number == len(parts)) for number, part in enumerate(parts, 1)
         ]
-        clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
-        clip(self.model.parameters(), config.clip)
+        if config.clip < math.inf:
+            clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
+            clip(self.model.parameters(), config.clip)
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
         self.optimizer.zero_grad(set_to_none=not config.graphs)
@@ -130,7 +138,10 @@ class Trainer:
             return self.loss(self.model, tokens, targets)
 
     def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        tokens, targets = (self.ranks.part(whole).to(self.config.device) for whole in batch)
+        parts = [self.ranks.part(whole) for whole in batch]
+        if self.config.device == "cuda":  # a copy out of other memory waits until the GPU has nothing to do
+            parts = [part.pin_memory() for part in parts]
+        tokens, targets = (part.to(self.config.device, non_blocking=True) for part in parts)
         return tokens, targets
 
 
@@ -172,8 +183,10 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
     if config.optimizer.startswith("fused"):
-        moments = torch.float8_e4m3fn if config.optimizer == "fused-e4m3" else torch.bfloat16
+        moments = torch.bfloat16 if config.optimizer == "fused-bf16" else torch.int8
         options |= {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+        if config.optimizer == "fused-stochastic":
+            return FusedAdam(groups, stochastic_rounding=True, **options)
         return FusedAdam(groups, master_weights=True, store_param_remainders=True, **options)
     if config.device == "cuda" and config.optimizer == "adamw":
         return FusedAdam(groups, weight_codes=None if config.graphs else model, **options)

@@ -172,27 +172,36 @@ def test_the_page_shows_what_the_model_says() -> None:
 
 def test_the_page_of_one_gpu_has_what_the_planner_says() -> None:
     assert FINE_TUNE.page() == FINE_TUNE.PAGE.read_text(), "run python docs/fine_tune_tables.py"
-    assert "8B, 16,384 tokens" in FINE_TUNE.largest()
+    assert "8B, 8,192 tokens" in FINE_TUNE.largest()
 
 
 def test_options_of_memory() -> None:
     """Bytes of the 8B shape by hand: 8.125 of a weight; a saved element in codes is 33/32 of a byte."""
     model, tokens = MODELS["8b"], 4096
-    plain = Layout(1, 2 * tokens, tokens, state=OPTIMIZERS["fused-e4m3"])
+    plain = Layout(1, 2 * tokens, tokens, state=OPTIMIZERS["fused-int8"])
     small = replace(plain, saved_fp8=True, chunked_loss=True)
     before, after = held(model, plain, "current"), held(model, small, "current")
     state = sum(after[name] for name in ("parameter shards", "gradient shards", "optimizer state"))
     assert state == 8.125 * model.parameters
-    own = 2 * 4096 + 4096 + 2 * 1024 + 4096 + 2 * 14336
+    own = 2 * 4096 + 2 * 14336
     assert before["activations"] - after["activations"] == 32 * tokens * own * (2 - 33 / 32)
     logits = "logits, or a layer's gradients"
     assert before[logits] == 6 * tokens * 128256 and after[logits] < before[logits] / 4
     with pytest.raises(ValueError, match="saved activations in FP8 need an FP8 recipe"):
         held(model, small, "bf16")
     result = plan(
-        "8b", 1, "current", "h100", optimizer="fused-e4m3", saved_activations="fp8", chunked_loss=True
+        "8b", 1, "current", "h100", optimizer="fused-int8", saved_activations="fp8", chunked_loss=True
     )
     assert result.layout.recompute and result.layout.saved_fp8 and result.total_memory < RESERVE * 78 * 2**30
+    inside = replace(small, batch=tokens, step_in_backward=True)
+    parts = held(model, inside, "current")
+    assert parts["gradient shards"] == 2 * 4096 * 128256 and "not at the same time" not in parts
+    with pytest.raises(ValueError, match="of one GPU and one microbatch"):
+        held(model, replace(inside, batch=2 * tokens), "current")
+    result = plan(
+        "8b", 1, "current", "h100", optimizer="fused-stochastic", recompute=False, step_in_backward=True
+    )
+    assert result.layout.micro_batches == 1 and result.total_memory < 70 * 2**30
     for options, message in (
         ({"optimizer": "sgd"}, "takes one of adamw,"),
         ({"saved_activations": "fp4"}, "use fp8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from narrowcast_tools.train.config import (
 )
 from narrowcast_tools.train.errors import SettingsError
 
+INSIDE: dict = {"step_in_backward": True}
+
 
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -33,6 +36,11 @@ from narrowcast_tools.train.errors import SettingsError
         ({"warmup": -1}, r"--warmup is -1"),
         ({"seed": -1}, r"--seed is -1"),
         ({"save_every": -1}, r"--save-every is -1; .*0 or more"),
+        ({"saved_activations": "fp4"}, r"--saved-activations is fp4; use fp8"),
+        (INSIDE, r"--clip is 1.0; .*give --clip inf, or --no-step-in-backward"),
+        ({**INSIDE, "accumulate": 2}, r"--accumulate is 2; .*give 1, or --no-step-in-backward"),
+        ({**INSIDE, "clip": math.inf, "graphs": True}, r"--graphs is on; .*give --no-graphs"),
+        ({**INSIDE, "clip": math.inf, "compile": True}, r"--compile is on; .*add --by-block"),
         ({"recipe": "fp7"}, r"unknown recipe 'fp7'; --recipe takes one of bf16, delayed"),
     ],
 )

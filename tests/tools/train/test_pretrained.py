@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -155,18 +156,27 @@ def test_fused_optimizers_train_as_fp32_masters_do_and_bf16_weights_do_not(
         return losses, run.model.head.weight.detach().float() - first.float()
 
     losses, moved = trained("fused-bf16", copies=True)
-    for optimizer in ("fused-bf16", "fused-e4m3"):
+    for optimizer in ("fused-bf16", "fused-int8"):
         own_losses, own_moved = trained(optimizer)
         assert own_losses == pytest.approx(losses, rel=1e-4)
         assert relative_error(own_moved, moved) < 0.05
     assert relative_error(trained("adamw-bf16")[1], moved) > 0.2  # rounds updates away
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-bf16", "fused-bf16", "fused-e4m3"])
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "fused-int8", "fused-stochastic"])
 def test_a_run_with_bf16_weights_learns_and_goes_on(
     optimizer: str, config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
 ) -> None:
     config = replace(config, optimizer=optimizer, chunked_loss=True, recompute=True, recipe="current")
+    if optimizer == "fused-stochastic":  # as --preset 8b
+        config = replace(
+            config,
+            recompute=False,
+            saved_activations="fp8",
+            step_in_backward=True,
+            clip=math.inf,
+            recipe="delayed",
+        )
     whole = Run(config, corpus, progress, folder=tmp_path / "whole")
     assert {p.dtype for p in whole.trainer.model.parameters()} == {torch.bfloat16}
     losses = whole.train().history.train
