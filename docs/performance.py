@@ -116,6 +116,28 @@ SECTIONS = (
         "peak_gib",
     ),
     Section(
+        "long",
+        "How fast is a Transformer layer over 32k tokens?",
+        "The same layer over one sequence of 32,768 tokens, causal, training, compiled.",
+        'python benchmarks/bench_transformer.py --only "32k block" --save',
+        ONE,
+        (
+            "Attention stays in bf16 in every row, in cuDNN's kernels. It takes about half of the recipes' time: 54 ms "
+            "on an H100 ([attention](attention.md#backends)).",
+        ),
+        "transformer.csv",
+        {
+            "32k block, torch bf16": "bf16, plain PyTorch",
+            "32k block, narrowcast bf16": "bf16, narrowcast",
+            "32k block, delayed": "delayed",
+            "32k block, current": "current",
+            "32k block, block-scaled": "128-block",
+        },
+        {"commit": "73d1ca22"},
+        "ms",
+        "peak_gib",
+    ),
+    Section(
         "steps",
         "How fast is a training step on one GPU?",
         "Four `TransformerLayer`s of the 8B shape with embedding, bf16 head and AdamW, 8192 tokens, compiled.",
@@ -268,6 +290,7 @@ NOT_IN_CHARTS = "FusedAdam"
 SHORT = {
     "fsdp": "Training step, four layers of the 8B shape, two GPUs",
     "block": "TransformerLayer of the 8B shape",
+    "long": "TransformerLayer of the 8B shape, 32k tokens",
     "steps": "Training step, four layers of the 8B shape, one GPU",
     "mlp": "Feed-forward block of the 8B shape",
     "linear": "Linear 4096→14336, compiled",
