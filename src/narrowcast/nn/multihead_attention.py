@@ -337,8 +337,9 @@ class MultiheadAttention(OfParts):
         if can_check():
             with saving_codes(parts[0]):
                 return attend(*parts)
-        saves = type(self.core_attention) is DotProductAttention and self.core_attention._ranks is None
-        return attend(*parts, saves_codes=True) if saves else attend(*parts)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
+        ours = type(self.core_attention) is DotProductAttention and self.core_attention._ranks is None
+        return attend(*parts, saves_codes=True) if trains and ours else attend(*parts)
 
     def _check_input(
         self, hidden_states: Tensor, encoder_output: Tensor | None, inference_params: Any
