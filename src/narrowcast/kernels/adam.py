@@ -25,11 +25,14 @@ from .launch import INTERPRETING, Launcher, check_device, check_input, is_aligne
 from .log_codes import decode_logarithms, encode_logarithms
 from .sources import Source
 
-BLOCK = 1024
+BLOCK, BLOCK_CODED = 1024, 256
 AT_ONCE = 8
 NOTHING, COPY, REST, RANDOM = 0, 1, 2, 3
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPE_OF = operator.attrgetter("dtype")
+_TILES = tl.constexpr(
+    4
+)  # of a program, with moments in codes: what is the same for all takes a part of its time
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
 
@@ -93,6 +96,14 @@ def _pick(i, x0, x1, x2, x3, x4, x5, x6, x7):
 
 
 @triton.jit
+def _load(ptr, inside):
+    if inside is None:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=inside, other=0.0)
+
+
+@triton.jit
 def _load_moment(
     ptr,
     range_ptr,
@@ -106,11 +117,10 @@ def _load_moment(
 ):
     if CODED:
         there = range_ptr + group * 2
-        top = tl.load(there, mask=group < groups, other=0.0)
-        bottom = tl.load(there + 1, mask=group < groups, other=0.0)
-        return decode_logarithms(tl.load(ptr + at, mask=inside, other=0), top, bottom, SIGNED, EMULATE)
+        top, bottom = _load(there, groups), _load(there + 1, groups)
+        return decode_logarithms(_load(ptr + at, inside), top, bottom, SIGNED, EMULATE)
     else:
-        return to_float32(tl.load(ptr + at, mask=inside, other=0.0), EMULATE)
+        return to_float32(_load(ptr + at, inside), EMULATE)
 
 
 @triton.jit
@@ -130,10 +140,78 @@ def _store_moment(
         codes, top, bottom = encode_logarithms(x, SIGNED, EMULATE)
         tl.store(ptr + at, codes, mask=inside)
         there = range_ptr + group * 2
-        tl.store(there, top, mask=group < groups)
-        tl.store(there + 1, bottom, mask=group < groups)
+        tl.store(there, top, mask=groups)
+        tl.store(there + 1, bottom, mask=groups)
     else:
         tl.store(ptr + at, round_to_dtype(x, ptr.dtype.element_ty, EMULATE), mask=inside)
+
+
+@triton.jit
+def _step_tile(
+    tile,
+    n,
+    weight_ptr,
+    grad_ptr,
+    first_ptr,
+    second_ptr,
+    beside_ptr,
+    first_range_ptr,
+    factors_ptr,
+    inv_scale_ptr,
+    BESIDE: tl.constexpr,
+    DECAY: tl.constexpr,
+    SCALED: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Step the elements of a tile of one tensor; ``WHOLE``: none of them lies past its end."""
+    group = tile * (BLOCK // GROUP)
+    groups = (n + GROUP - 1) // GROUP
+    second_range_ptr = first_range_ptr
+    if (
+        FIRST or SECOND
+    ):  # a group is a row; not by a reshape, past which the compiler sees no contiguous elements
+        row = tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
+        at = tile * BLOCK + (row * GROUP + tl.expand_dims(tl.arange(0, GROUP), 0))
+        group += row
+    else:
+        at = tile * BLOCK + tl.arange(0, BLOCK)
+    if FIRST and SECOND:
+        second_range_ptr += groups * 2
+    inside, inside_groups = None, None
+    if not WHOLE:
+        inside, inside_groups = at < n, group < groups
+    weight = _load(weight_ptr + at, inside)
+    g = to_float32(_load(grad_ptr + at, inside), EMULATE)
+    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, inside_groups, True, FIRST, EMULATE)
+    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, inside_groups, False, SECOND, EMULATE)
+    if BESIDE == 2:
+        w = joined(weight, _load(beside_ptr + at, inside))
+    else:
+        w = to_float32(weight, EMULATE)
+    if SCALED:
+        g = product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE)
+        if not WHOLE:
+            g = tl.where(inside, g, 0.0)
+    w, m, v = stepped(w, g, m, v, factors_ptr, DECAY, EMULATE)
+
+    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, inside_groups, True, FIRST, EMULATE)
+    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, inside_groups, False, SECOND, EMULATE)
+    if BESIDE == 2:
+        high, rest = halves(w)
+        tl.store(weight_ptr + at, high, mask=inside)
+        tl.store(beside_ptr + at, rest, mask=inside)
+    elif BESIDE == 3 and weight_ptr.dtype.element_ty == tl.bfloat16:
+        count = tl.load(factors_ptr + 8).to(tl.int32, bitcast=True)
+        tl.store(weight_ptr + at, rounded_at_random(w, at, count), mask=inside)
+    else:
+        tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty, EMULATE), mask=inside)
+    if BESIDE == 1:
+        tl.store(beside_ptr + at, round_to_dtype(w, beside_ptr.dtype.element_ty, EMULATE), mask=inside)
 
 
 # fmt: off
@@ -179,47 +257,20 @@ def _adam_step_kernel(
     # fmt: on
     if WIDE:
         program = program.to(tl.int64)
-    group = program * (BLOCK // GROUP)
-    groups = (n + GROUP - 1) // GROUP
-    second_range_ptr = first_range_ptr
-    if FIRST or SECOND:  # a group is a row; not by a reshape, past which the compiler sees no contiguous elements
-        row = tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
-        at = program * BLOCK + (row * GROUP + tl.expand_dims(tl.arange(0, GROUP), 0))
-        group += row
+    tensors = (weight_ptr, grad_ptr, first_ptr, second_ptr, beside_ptr, first_range_ptr, factors_ptr, inv_scale_ptr)
+    if FIRST or SECOND:
+        for tile in range(program * _TILES, program * _TILES + _TILES):
+            if (tile + 1) * BLOCK <= n:
+                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, True, EMULATE)
+            elif tile * BLOCK < n:
+                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False, EMULATE)
     else:
-        at = program * BLOCK + tl.arange(0, BLOCK)
-    if FIRST and SECOND:
-        second_range_ptr += groups * 2
-    inside = at < n
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
-    g = to_float32(tl.load(grad_ptr + at, mask=inside, other=0.0), EMULATE)
-    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, groups, True, FIRST, EMULATE)
-    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, groups, False, SECOND, EMULATE)
-    if BESIDE == 2:
-        w = joined(weight, tl.load(beside_ptr + at, mask=inside, other=0))
-    else:
-        w = to_float32(weight, EMULATE)
-    if SCALED:
-        g = tl.where(inside, product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE), 0.0)
-    w, m, v = stepped(w, g, m, v, factors_ptr, DECAY, EMULATE)
-
-    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, groups, True, FIRST, EMULATE)
-    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, groups, False, SECOND, EMULATE)
-    if BESIDE == 2:
-        high, rest = halves(w)
-        tl.store(weight_ptr + at, high, mask=inside)
-        tl.store(beside_ptr + at, rest, mask=inside)
-    elif BESIDE == 3 and weight_ptr.dtype.element_ty == tl.bfloat16:
-        count = tl.load(factors_ptr + 8).to(tl.int32, bitcast=True)
-        tl.store(weight_ptr + at, rounded_at_random(w, at, count), mask=inside)
-    else:
-        tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty, EMULATE), mask=inside)
-    if BESIDE == 1:
-        tl.store(beside_ptr + at, round_to_dtype(w, beside_ptr.dtype.element_ty, EMULATE), mask=inside)
+        _step_tile(program, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False, EMULATE)
 
 
 _factors = Launcher(_adam_factors_kernel, num_warps=1)
 _step = Launcher(_adam_step_kernel, num_warps=4)
+_step_coded = Launcher(_adam_step_kernel, num_warps=1)  # what a group's elements share crosses no warps
 
 
 def step(
@@ -366,7 +417,9 @@ def _launch(
     sizes = [weight.numel() for weight in columns[0]]
     if not any(sizes):
         return
-    ends = list(itertools.accumulate(cdiv(n, BLOCK) for n in sizes))
+    coded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
+    block, tiles, launch = (BLOCK_CODED, _TILES.value, _step_coded) if any(coded) else (BLOCK, 1, _step)
+    ends = list(itertools.accumulate(cdiv(n, block * tiles) for n in sizes))
     missing = AT_ONCE - len(sizes)
     if missing:  # no program is of these
         columns = [column + [column[0].new_empty(0)] * missing for column in columns]
@@ -374,16 +427,15 @@ def _launch(
         ends += ends[-1:] * missing
     kind = kind_of(columns[4][0] if beside else None)
     kind = RANDOM if stochastic and kind == NOTHING else kind
-    coded = [ranges and column[0].dtype == torch.uint8 for column in columns[2:4]]
     _check_dtypes(
         column[0]
         for column, fits in zip(columns, (False, False, *coded, kind != COPY))
         if not fits
     )
-    _step(
+    launch(
         (ends[-1], 1, 1),
         (*itertools.chain(*columns), *sizes, *ends[:-1], *shared),
-        (kind, *flags, *coded, FLOAT8_BLOCK, max(sizes) >= _FEW, BLOCK, INTERPRETING),
+        (kind, *flags, *coded, FLOAT8_BLOCK, max(sizes) >= _FEW, block, INTERPRETING),
     )
 
 
