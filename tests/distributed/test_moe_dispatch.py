@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func
 from ranks import run_ranks
 from reference.checks import assert_bitwise
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
 from narrowcast.distributed import moe_exchange
-from narrowcast.distributed.moe_exchange import by_expert
 from narrowcast.testing import assert_close, relative_error
 
 WORLD, SECONDS = 2, 240
@@ -342,35 +339,6 @@ def test_is_its_parts(ranks: list[Any], name: str) -> None:
         whole, parts = rank["parts", name]
         for key in parts:
             assert_bitwise(whole[key], parts[key], key)
-
-
-def test_search_is_in_memory() -> None:
-    """Inductor of PyTorch 2.11 cannot lower a search of a view of what is not in memory."""
-    searched = []
-
-    def record(graph: Any, inputs: Any) -> Any:
-        nodes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.searchsorted.Tensor]
-        searched.extend(node.args[0].target for node in nodes)
-        return make_boxed_func(graph.forward)
-
-    came = torch.tensor([[5, 0, 40, 3], [17, 16, 0, 1]])
-    starts = came.cumsum(1) - came + torch.tensor([[0], [50]])
-    in_graph = torch.compile(by_expert, fullgraph=True, backend=aot_autograd(fw_compiler=record))
-    source, splits = in_graph(came, starts, 160, 16)
-    assert searched == [torch.ops.aten.cumsum.default]
-    assert splits.tolist() == [32, 16, 48, 16]
-    rows = [
-        range(5),
-        range(50, 67),
-        [-1] * 10,
-        range(67, 83),
-        range(5, 45),
-        [-1] * 8,
-        range(45, 48),
-        [83],
-        [-1] * 60,
-    ]
-    assert source.tolist() == [row for part in rows for row in part]
 
 
 def test_one_process_needs_no_group() -> None:

@@ -77,6 +77,20 @@ class Operations(nn.Module):
         return self.all(x)
 
 
+class Routed(nn.Module):
+    """Rows that travel to experts and back, in fixed numbers."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH, device=device, dtype=torch.bfloat16))
+        self.fixed = nc.distributed.MoEDispatch(8, capacity=100, align_size=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.bias
+        chosen = x.detach()[:, :8]
+        return self.fixed(x, chosen.float(), chosen > 0.2, ROWS * 4, lambda rows, _: rows * 2)
+
+
 Named = dict[str, Tensor]
 
 
@@ -187,6 +201,7 @@ SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {
     "checkpointed": (Checkpointed, DELAYED, "root", plain),
     "checkpointed, two forwards": (Checkpointed, DELAYED, "root", with_smaller_forwards),
     "operations": (Operations, DELAYED, "root", with_evaluations),
+    "routed": (Routed, DELAYED, "own", plain),
     "current": (Model, nc.recipe.Float8CurrentScaling(), "root", plain),
 }
 

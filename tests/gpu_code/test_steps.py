@@ -45,7 +45,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     [
         ("evaluations, root", "two forwards", "checkpointed, two forwards", "operations"),
         pytest.param(
-            ("steps, root", "steps, own", "evaluations, own", "twice", "checkpointed", "current"),
+            ("steps, root", "steps, own", "evaluations, own", "twice", "checkpointed", "current", "routed"),
             marks=pytest.mark.requested,
         ),
     ],

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .._checks import flags, positive
 from .._tracing import can_check, can_remember
 from ..formats import DType
-from ..functional import moe_positions
-from ..moe.permutation import checked_row_map
+from ..functional import moe_arrivals, moe_positions
+from ..moe.permutation import checked_places
 from ..quantizers import MXFP8Quantizer, Quantizer
 from .moe_exchange import (
     Combine,
@@ -21,7 +21,6 @@ from .moe_exchange import (
     Returning,
     Route,
     Wires,
-    by_expert,
     depart,
     exact_counts,
     group_of,
@@ -143,9 +142,17 @@ class MoEDispatch(nn.Module):
                 f"tokens_per_expert is {tokens_per_expert.dtype} of shape {tuple(tokens_per_expert.shape)}; pass "
                 f"integers ({self.num_experts},)"
             )
-        route, splits = self._plan(tokens_per_expert, rows.shape[0])
-        if self.capacity is None and can_check() and sum(route.sent) != rows.shape[0]:
-            raise ValueError(f"tokens_per_expert counts {sum(route.sent)} rows; there are {rows.shape[0]}")
+        counts = self._by_rank(tokens_per_expert)
+        if self.capacity is None:
+            route, splits = self._exact(counts, rows.shape[0])
+            if can_check() and sum(route.sent) != rows.shape[0]:
+                raise ValueError(
+                    f"tokens_per_expert counts {sum(route.sent)} rows; there are {rows.shape[0]}"
+                )
+        else:
+            before, before_back, counts = self._fitting(counts, rows.shape[0])
+            route, splits = self._fixed(counts)
+            route = route._replace(before=before, before_back=before_back)
         return Exchange.apply(rows, route, self.wires.dispatch, self.wires.dispatch_grad), splits, route
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
@@ -182,15 +189,20 @@ class MoEDispatch(nn.Module):
         Returns:
             (T, N).
         """
-        row_map = checked_row_map(x, routing_map, num_out_tokens, "MoEDispatch")
-        route, splits = self._plan(routing_map.sum(0), num_out_tokens)
-        if route.before_back is not None:
-            row_map = torch.where(row_map < 0, -1, route.before_back[row_map])
+        placed = checked_places(
+            x, routing_map, num_out_tokens, "MoEDispatch", self.wires.dispatch.ranks, self.capacity
+        )
+        row_map, positions, counts = placed
         # Tokens are quantized once, whatever the number of their experts, and copied to where they leave from; what
         # comes back is added up where it arrives.
-        there = route._replace(before=moe_positions(row_map, sum(route.sent)), before_back=row_map)
+        if self.capacity is None:
+            route, splits = self._exact(self._by_rank(routing_map.sum(0)), num_out_tokens)
+            positions = moe_positions(row_map, sum(route.sent))
+        else:
+            route, splits = self._fixed(self._by_rank(counts))
+        there = route._replace(before=positions, before_back=row_map)
         arrived, beside = self._arrived(x, there, shared)
-        home = route._replace(before=None, before_back=None).reversed()
+        home = route.reversed()
         results = experts(arrived, splits)
         y = Combine.apply(results, probs, row_map, home, self.wires.combine, self.wires.combine_grad)
         return y if beside is None else y + beside
@@ -211,9 +223,8 @@ class MoEDispatch(nn.Module):
         beside = shared(x)
         return Exchange.apply(routed, route, there, back, departed, returning), beside
 
-    def _plan(self, tokens_per_expert: Tensor, rows: int) -> tuple[Route, Tensor]:
-        counts = tokens_per_expert.to(torch.int64).view(self.wires.dispatch.ranks, self.num_local_experts)
-        return (self._exact if self.capacity is None else self._fixed)(counts, rows)
+    def _by_rank(self, tokens_per_expert: Tensor) -> Tensor:
+        return tokens_per_expert.to(torch.int64).view(self.wires.dispatch.ranks, self.num_local_experts)
 
     def _exact(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
         """Return rows as many as there are; the one place that reads from the device."""
@@ -228,25 +239,30 @@ class MoEDispatch(nn.Module):
             raise ValueError(
                 f"routing_map has {sum(sent)} copies; num_out_tokens is {rows}, pass at least as many"
             )
-        starts = (came.reshape(-1).cumsum(0) - came.reshape(-1)).view(came.shape)
-        source, splits = by_expert(came, starts, known[-1], self.align_size)
-        return Route(None, None, source, moe_positions(source, sum(received)), sent, received), splits
+        source, back, splits = moe_arrivals(came, 0, known[-1], sum(received), self.align_size)
+        return Route(None, None, source, back, sent, received), splits
 
-    def _fixed(self, counts: Tensor, rows: int) -> tuple[Route, Tensor]:
-        """Send equally many rows to every rank, for any counts; nothing is read from the device."""
+    def _fixed(self, counts: Tensor) -> tuple[Route, Tensor]:
+        """Receive equally many rows of every rank, for any counts; nothing is read from the device."""
         assert self.capacity is not None
         ranks, capacity = self.wires.dispatch.ranks, self.capacity
+        came = exact_counts(counts, self.wires.dispatch)
+        most = ranks * capacity + self.num_local_experts * (self.align_size - 1)
+        source, back, splits = moe_arrivals(came, capacity, most, ranks * capacity, self.align_size)
+        sizes = [capacity] * ranks
+        return Route(None, None, source, back, sizes, sizes), splits
+
+    def _fitting(self, counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which of rows by expert leave from each place, its inverse, and how many go to each expert."""
+        assert self.capacity is not None
         begins = counts.sum(1).cumsum(0) - counts.sum(1)
-        fitting = counts.cumsum(1).clamp(max=capacity)
-        slot = torch.arange(capacity, device=counts.device)
+        fitting = counts.cumsum(1).clamp(max=self.capacity)
+        slot = torch.arange(self.capacity, device=counts.device)
         before = (
             torch.where(slot < fitting[:, -1:], begins.unsqueeze(1) + slot, -1).reshape(-1).to(torch.int32)
         )
-        counts = torch.diff(fitting, prepend=fitting.new_zeros(ranks, 1))
-        came = exact_counts(counts, self.wires.dispatch)
-        starts = came.cumsum(1) - came + capacity * torch.arange(ranks, device=came.device).unsqueeze(1)
-        most = ranks * capacity + self.num_local_experts * (self.align_size - 1)
-        source, splits = by_expert(came, starts, most, self.align_size)
-        sizes = [capacity] * ranks
-        back = moe_positions(before, rows), moe_positions(source, ranks * capacity)
-        return Route(before, back[0], source, back[1], sizes, sizes), splits
+        return (
+            before,
+            moe_positions(before, rows),
+            torch.diff(fitting, prepend=fitting.new_zeros(counts.shape[0], 1)),
+        )

@@ -305,30 +305,6 @@ def exact_counts(counts: Tensor, wire: Wire) -> Tensor:
     return all_to_all(counts.contiguous(), ones, ones, wire)
 
 
-def by_expert(received: Tensor, starts: Tensor, rows: int, align_size: int) -> tuple[Tensor, Tensor]:
-    """Return the order by expert of rows that came by rank.
-
-    Args:
-        received: int64 (ranks, experts), rows of each rank for each expert here.
-        starts: int64 (ranks, experts), where they begin among what came.
-        rows: of the result.
-        align_size: what the rows of each expert are padded to.
-
-    Returns:
-        For every row of the result the row that it is, int32 (rows,), -1 for padding; the padded rows of each expert.
-    """
-    padding = -received.sum(0) % align_size
-    # the rows of each rank for the first expert, its padding, those for the second one and so on, then what is left
-    chunks = torch.cat([received, padding.unsqueeze(0)]).t().reshape(-1)
-    first = F.pad(F.pad(starts, (0, 0, 0, 1), value=-1).t().reshape(-1), (0, 1), value=-1)
-    # A running sum is in memory; Inductor (PyTorch 2.11) cannot search a view of a tensor that is not.
-    ends = chunks.cumsum(0)
-    row = torch.arange(rows, device=received.device)
-    chunk = torch.searchsorted(ends, row, right=True)
-    begin, origin = F.pad(ends, (1, 0))[chunk], first[chunk]
-    return torch.where(origin < 0, -1, origin + row - begin).to(torch.int32), received.sum(0) + padding
-
-
 def group_of(group: Any) -> tuple[str, int]:
     """Return name and size of a process group; of the default one for None, and ("", 1) if nothing is initialized.
 

@@ -38,6 +38,7 @@ MODULES = (
     "grouped_sources",
     "int8_rows",
     "moe",
+    "moe_places",
     "mx",
     "norm",
     "nvfp4",

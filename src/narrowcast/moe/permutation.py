@@ -12,7 +12,7 @@ from .._checks import positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import warn_of_old_name
 from ..formats import round_up
-from ..functional import moe_positions
+from ..functional import moe_departures, moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Permute, PermuteProbs, Unpermute, kept, row_map_of_indices, row_map_of_mask
 
@@ -53,14 +53,15 @@ def moe_permute(
         RuntimeError: a quantized input in compiled code.
     """
     if map_type == "mask":
-        row_map, rows = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute"), num_out_tokens
+        row_map, positions, _ = checked_places(inp, routing_map, num_out_tokens, "moe_permute")
     else:
         _check(inp, "moe_permute")
         _check_map(routing_map, map_type, inp.shape[0])
         whole(num_out_tokens=num_out_tokens)
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
         row_map = kept(row_map_of_indices(routing_map), rows)
-    return Permute.apply(inp, row_map, moe_positions(row_map, rows)), row_map
+        positions = moe_positions(row_map, rows)
+    return Permute.apply(inp, row_map, positions), row_map
 
 
 def moe_permute_with_probs(
@@ -83,9 +84,8 @@ def moe_permute_with_probs(
     Raises:
         ValueError: as :func:`moe_permute`, or ``probs`` of another shape than the map.
     """
-    row_map = checked_row_map(inp, routing_map, num_out_tokens, "moe_permute_with_probs")
+    row_map, positions, _ = checked_places(inp, routing_map, num_out_tokens, "moe_permute_with_probs")
     _check_probs(probs, routing_map)
-    positions = moe_positions(row_map, num_out_tokens)
     return Permute.apply(inp, row_map, positions), PermuteProbs.apply(probs, row_map, positions), row_map
 
 
@@ -216,12 +216,15 @@ def moe_unpermute(
     return out if restore_shape is None else out.view(tuple(restore_shape))
 
 
-def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: str) -> Tensor:
-    """Return the row map of a mask, of so many rows.
+def checked_places(
+    inp: Any, routing_map: Tensor, num_out_tokens: int, name: str, ranks: int = 1, capacity: int | None = None
+) -> tuple[Tensor, ...]:
+    """Return the row map of a mask, its inverse, and rows that are sent to each expert.
 
     Args:
         inp, routing_map, num_out_tokens: as in :func:`moe_permute`.
         name: of the caller, for errors.
+        ranks, capacity: as of ``moe_departures``; without a capacity all places are in a row.
 
     Raises:
         As :func:`moe_permute`.
@@ -229,7 +232,9 @@ def checked_row_map(inp: Any, routing_map: Tensor, num_out_tokens: int, name: st
     _check(inp, name)
     _check_map(routing_map, "mask", inp.shape[0])
     _check_rows(num_out_tokens, inp.shape[0])
-    return kept(row_map_of_mask(routing_map), num_out_tokens)
+    if capacity is None:
+        ranks, capacity = 1, num_out_tokens
+    return moe_departures(routing_map, ranks, capacity, num_out_tokens)
 
 
 def _padded(row_map: Tensor, offsets: Tensor) -> Tensor:

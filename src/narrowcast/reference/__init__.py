@@ -23,6 +23,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     int8_rows,
     layout,
     moe,
+    moe_places,
     mx,
     norm,
     nvfp4,
