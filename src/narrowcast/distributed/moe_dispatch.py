@@ -204,7 +204,9 @@ class MoEDispatch(nn.Module):
         arrived, beside = self._arrived(x, there, shared)
         home = route.reversed()
         results = experts(arrived, splits)
-        y = Combine.apply(results, probs, row_map, home, self.wires.combine, self.wires.combine_grad)
+        y = Combine.apply(
+            results, probs, row_map, positions, home, self.wires.combine, self.wires.combine_grad
+        )
         return y if beside is None else y + beside
 
     def _arrived(

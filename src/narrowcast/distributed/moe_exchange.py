@@ -19,7 +19,6 @@ from ..functional import (
     moe_collect,
     moe_collect_backward,
     moe_collect_coded,
-    moe_positions,
     moe_spread,
     quantize,
 )
@@ -244,35 +243,40 @@ class Exchange(torch.autograd.Function):
 class Combine(torch.autograd.Function):
     """Results travel to their tokens' ranks and are added up there, weighted: (T, N).
 
-    ``route``: keeps the order of what arrives. ``row_map``, ``weights``: (T, E), as of ``moe_collect``.
+    ``route``: keeps the order of what arrives. ``row_map``, ``weights``: (T, E), as of ``moe_collect``. ``positions``:
+    the inverse of ``row_map``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, row_map: Tensor, route: Route, there: Wire, back: Wire
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        row_map: Tensor,
+        positions: Tensor,
+        route: Route,
+        there: Wire,
+        back: Wire,
     ) -> Tensor:
         columns, dtype = rows.shape[1], rows.dtype
         parts = arrived(depart(rows, route, there), there)
         if not there.coded:  # the backward reads them, too
             parts = [decode(parts, there, columns, dtype)]
-        ctx.save_for_backward(weights, row_map, *route[:4], *parts)
+        ctx.save_for_backward(weights, row_map, positions, *route[:4], *parts)
         ctx.sent, ctx.received, ctx.wires = route.sent, route.received, (there, back)
         return summed(parts, row_map, weights.float(), there, columns, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, row_map, before, before_back, after, after_back, rows, *more = ctx.saved_tensors
-        route, (there, back) = (
-            Route(before, before_back, after, after_back, ctx.sent, ctx.received),
-            ctx.wires,
-        )
-        grad, positions, scales = plain_gradient(grad), moe_positions(row_map, rows.shape[0]), None
+        weights, row_map, positions, *orders, rows = ctx.saved_tensors[:8]
+        route, (there, back) = Route(*orders, ctx.sent, ctx.received), ctx.wires
+        grad, scales = plain_gradient(grad), None
         if there.coded:
-            (scales,) = more
+            scales = ctx.saved_tensors[8]
         drows, sums = moe_collect_backward(grad, rows, positions, weights.float(), scales, there.e5m2)
         back = travel(drows, route.reversed(), back)
-        return back, read(sums, row_map).to(weights.dtype), None, None, None, None
+        return back, read(sums, row_map).to(weights.dtype), None, None, None, None, None
 
 
 class Returning:
