@@ -310,11 +310,12 @@ from narrowcast.kernels import grouped_hopper as hopper
 kernel = hopper._grouped_hopper_kernel
 at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
 for contraction, (height, width, stagings), stages, rank, scaled, promoted in (
-    (False, hopper.BLOCK_ROWS_TILE, 6, 0, True, True), (True, hopper.BLOCK_CONTRACTION_TILE, 3, 0, True, True),
+    (False, hopper.BLOCK_TILE, 3, 0, True, True), (True, hopper.BLOCK_TILE, 3, 0, True, True),
+    (False, hopper.NARROW_TILE, 6, 0, True, True),
     (False, hopper.TILE, 4, 16, False, True), (False, hopper.NARROW_TILE, 6, 0, False, False),
 ):
-    constants = dict(RANK=rank, CONTRACTION=contraction, BLOCK_SCALED=scaled, PROMOTED=promoted, BIAS=False,
-                     ALIGNMENT=128,
+    constants = dict(RANK=rank, CONTRACTION=contraction, COVERED=contraction, BLOCK_SCALED=scaled,
+                     PROMOTED=promoted, BIAS=False, ALIGNMENT=128,
                      TILE_M=height, TILE_N=width, TILE_K=128, STAGES=stages, BAND=8, WIDTH=128, STAGINGS=stagings,
                      left_scale_row=1, **{"right_scale_row" if contraction else "right_scale_step": 1})
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | dict(

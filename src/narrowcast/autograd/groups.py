@@ -43,8 +43,8 @@ class Groups:
     """The inputs of a grouped linear layer besides those of a linear layer.
 
     ``count`` (G), ``out_features``, ``in_features``: of every weight. ``split_weights``, ``split_biases``: they are one
-    tensor per group, else one for all. ``covered``: the splits are known to sum to the rows. ``out`` (T, N),
-    ``dgrad_out`` (T, K): memory of the caller that results are written to.
+    tensor per group, else one for all. ``covered``: the splits are known to sum to the rows, or nothing reads the rest
+    of a result. ``out`` (T, N), ``dgrad_out`` (T, K): memory of the caller that results are written to.
     """
 
     count: int
@@ -146,7 +146,8 @@ class GroupedRows:
             return grouped_gemm_batch_invariant(
                 kind, *a, *b, self.splits, biases, dtype, *shape, plan.batch_invariant
             )
-        return grouped_gemm(kind, *a, *b, self.splits, biases, dtype, *shape, fast, plan.emulate)
+        how = fast, plan.emulate, self.groups.covered
+        return grouped_gemm(kind, *a, *b, self.splits, biases, dtype, *shape, *how)
 
     def gemm_in_high_precision(
         self,

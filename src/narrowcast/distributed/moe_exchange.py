@@ -269,11 +269,11 @@ class Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, row_map, positions, *orders, rows = ctx.saved_tensors[:8]
-        route, (there, back) = Route(*orders, ctx.sent, ctx.received), ctx.wires
-        grad, scales = plain_gradient(grad), None
+        weights, row_map, positions, before, before_back, after, after_back, rows, *more = ctx.saved_tensors
+        route = Route(before, before_back, after, after_back, ctx.sent, ctx.received)
+        (there, back), grad, scales = ctx.wires, plain_gradient(grad), None
         if there.coded:
-            scales = ctx.saved_tensors[8]
+            (scales,) = more
         drows, sums = moe_collect_backward(grad, rows, positions, weights.float(), scales, there.e5m2)
         back = travel(drows, route.reversed(), back)
         return back, read(sums, row_map).to(weights.dtype), None, None, None, None, None

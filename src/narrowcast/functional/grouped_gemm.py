@@ -124,6 +124,7 @@ def _grouped_gemm(
     in_features: int,
     fast_accumulation: bool,
     emulate: bool,
+    covered: bool = False,
 ) -> Tensor:
     whole = _Sizes(rows, out_features, in_features)
     a = _Operand(left, left_quantizer, left_layout, left_dtype)
@@ -135,7 +136,7 @@ def _grouped_gemm(
     if emulate or not left[0].is_cuda:
         how = fast_accumulation, emulate
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, lambda *group: gemm(*group, *how))
-    return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation)
+    return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation, covered)
 
 
 def _opened(
@@ -162,7 +163,7 @@ _PRODUCT = (
 )
 
 grouped_gemm = define(
-    f"grouped_gemm({_PRODUCT}, bool fast_accumulation, bool emulate) -> Tensor",
+    f"grouped_gemm({_PRODUCT}, bool fast_accumulation, bool emulate, bool covered=False) -> Tensor",
     _grouped_gemm,
     _grouped_gemm_fake,
 )
@@ -179,6 +180,7 @@ Args:
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
     emulate: on a GPU, decode and multiply in bf16. Only groups after groups, and results other than bf16, read the
         splits on the host. A bf16 product is rounded before scales and bias.
+    covered: nothing reads rows beyond the sum of the splits; they may stay as the memory was.
 
 Returns:
     (T, N), (T, K) or (G, N, K) of ``dtype``; the weight gradient of an empty group is zero.
@@ -300,6 +302,7 @@ def _multiply_native(
     dtype: torch.dtype,
     whole: _Sizes,
     fast_accumulation: bool,
+    covered: bool = False,
 ) -> Tensor:
     """Multiply the codes directly."""
     left_columnwise, right_columnwise = gemm_directions(kind)
@@ -323,6 +326,7 @@ def _multiply_native(
         "alignment": ALIGNMENT["padded"] if a.block_scaled else 1,
         "rows": whole.rows,
         "columns": columns,
+        "covered": covered,
     }
     return kernels.grouped_gemm.rows(a.codes, a.scale, b.codes, b.scale, splits, bias, **options)
 

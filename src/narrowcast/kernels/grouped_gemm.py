@@ -352,6 +352,7 @@ def rows(
     rows: int,
     columns: int,
     fast_accumulation: bool = False,
+    covered: bool = False,
 ) -> Tensor:
     """Multiply every group of rows with its own matrix: ``RN_dtype(left @ right.T + RN_dtype(bias))`` in fp32.
 
@@ -369,6 +370,7 @@ def rows(
         dtype: bf16, fp16 or fp32.
         rows, columns: size of the result; its groups lie one after the other.
         fast_accumulation: leave sums in the tensor cores' registers; ignored with block scales.
+        covered: nothing reads rows beyond the sum of the splits; they may stay as the memory was.
     """
     _check(left, right, 3)
     if right.shape[1] < columns or right.shape[2] < left.shape[1]:
@@ -387,7 +389,7 @@ def rows(
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
         operands = left, left_scale, right, right_scale, splits, bias
-        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation):
+        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation, covered):
             return out
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)

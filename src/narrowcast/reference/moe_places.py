@@ -1,4 +1,4 @@
-"""Where every copy of a token lies in what its rank sends, and every row in what an expert's rank receives."""
+"""Places of a mixture's copies of tokens in what a rank sends, and of rows in what an expert's rank receives."""
 
 import torch
 import torch.nn.functional as F

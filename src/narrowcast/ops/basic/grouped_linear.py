@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         requires_grad: bool,
         save_input: bool = False,
         activation: GatedActivation | None = None,
+        inside: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, ExtraTensors, list[TensorsToSave]]:
         """Compute the forward of this operation, and of the fused one it is part of.
 
         Args:
             activation: between the input and this operation, computed as its result is quantized.
+            inside: rows of no group are not read of the result, and may stay as the memory was.
             save_input: keep the input in high precision, at :attr:`input_position` of what is saved, and quantize it
                 again for the weight gradient; not with delayed scaling.
         """
@@ -176,6 +179,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
                 f"the scales of the bias have shape {tuple(bias_scales.shape)}; give one for each row of the input, "
                 f"{tuple(inp.shape[:-1])}"
             )
+        covered = covered or (inside and own.get("output") is None)
         args, groups = self._call_args(inp.dtype, x.shape[0], own, requires_grad, save_input, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
         self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
@@ -215,11 +219,13 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
         activation: GatedActivation | None = None,
+        inside: bool = False,
     ) -> Gradients:
         """Compute the backward of this operation, and of the fused one it is part of.
 
         Args:
             activation: behind this operation; ``grad_output`` is that of its result.
+            inside: rows of no group are not read of the input's gradient, and may stay as the memory was.
         """
         ctx: Any = basic_op_ctxs[0]
         tensors = ctx.take()
@@ -233,8 +239,11 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
             grad_scales = (_grad_of_scales(dy, biases, splits, scales),)
         del tensors  # the GEMMs let go of each operand once it is read
         scale_bwd = None if ctx.scales is None else ctx.scales.scale_bwd
+        groups = ctx.groups
+        if inside and groups.dgrad_out is None:
+            groups = replace(groups, covered=True)
         grad_input, grads = grouped_backward(
-            ctx.backward_args, ctx.groups, dy, splits, saved, scale_bwd, scales, activation
+            ctx.backward_args, groups, dy, splits, saved, scale_bwd, scales, activation
         )
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)

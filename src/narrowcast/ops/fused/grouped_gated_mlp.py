@@ -50,7 +50,7 @@ class GroupedGatedMLP(FusedOperation):
             }
             for index in (0, 2)
         ]
-        hidden, _, saved1 = fc1.fuser_forward_compute(input_, **own[0])
+        hidden, _, saved1 = fc1.fuser_forward_compute(input_, **own[0], inside=True)
         gated = GatedActivation(*activation.formula)
         y, _, saved2 = fc2.fuser_forward_compute(hidden, **own[1], activation=gated)
         return y, [(), (), ()], [*saved1, (hidden,) if requires_grad else (), *saved2]
@@ -71,7 +71,7 @@ class GroupedGatedMLP(FusedOperation):
     ) -> Gradients:
         fc1, activation, fc2 = self._parts
         first, between, last = basic_op_ctxs
-        grad, grads2, extra2 = fc2.fuser_backward([last], grad_output, **_NONE)
+        grad, grads2, extra2 = fc2.fuser_backward([last], grad_output, **_NONE, inside=True)
         grads1: ParameterGradients = [(None,) * len(list(fc1.parameters()))]
         extra1: ExtraTensors = [(None,) * fc1.num_extra_inputs]
         grad_input: TensorOrQuantized | None = None
