@@ -197,7 +197,8 @@ def test_nothing_waits_for_the_splits(name: str) -> None:
         )
         sums = functional.grouped_column_sum(dy, case.splits)
         emulate = name not in NATIVE
-        return [*(case.multiply(kind, emulate=emulate) for kind in KINDS), sums]
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        return [*(case.multiply(kind, dtype=d, emulate=emulate) for kind in KINDS for d in dtypes), sums]
 
     step()
     torch.cuda.set_sync_debug_mode("error")

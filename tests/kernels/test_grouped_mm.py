@@ -1,4 +1,4 @@
-"""Weight gradients of groups in high precision: no rounding before the result's own."""
+"""Products of groups in high precision: no rounding before the result's own."""
 
 from __future__ import annotations
 
@@ -41,6 +41,30 @@ def test_contraction(
             tolerance = 1e-5 if dtype == torch.float32 else 2**-8
             assert torch.allclose(own.double(), exact, rtol=tolerance, atol=1e-5), group
             assert splits[group] or not own.any()
+
+
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("splits", "behind", "N", "K"), [([20, 0, 150], 3, 40, 130), ([0, 1], 0, 7, 1), ([0], 2, 5, 5)], ids=str
+)
+def test_rows(
+    splits: list[int], behind: int, N: int, K: int, operands: torch.dtype, device: torch.device
+) -> None:
+    """Of weights as they lie, and transposed."""
+    count, generator = sum(splits), torch.Generator().manual_seed(1)
+    left = torch.randn(count + behind, K, generator=generator).to(operands)
+    right = torch.randn(len(splits), N, K, generator=generator).to(operands)
+    sizes = torch.tensor(splits)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = reference.rows(left, right, sizes, dtype)
+        exact = [a.double() @ b.double().t() for a, b in zip(left.split([*splits, behind]), right)]
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+        assert torch.allclose(expected[:count].double(), torch.cat(exact), rtol=tolerance, atol=1e-5)
+        assert not expected[count:].any()
+        for weights in (right, right.mT.contiguous().mT):
+            made = kernel.rows(left.to(device), weights.to(device), sizes.to(device), dtype)
+            assert made.dtype == dtype
+            assert torch.allclose(made.cpu()[:count], expected[:count], rtol=2**-7, atol=1e-5)
 
 
 def test_refuses(device: torch.device) -> None:

@@ -131,7 +131,7 @@ def _grouped_gemm(
     b = _Operand(right, right_quantizer, right_layout, right_dtype)
     a, b = _opened(kind, a, b, whole, splits.shape[0])
     bias = _stacked(biases)
-    if emulate and left[0].is_cuda and dtype != torch.float16 and a.is_decoded() and b.is_decoded():
+    if emulate and left[0].is_cuda and a.is_decoded() and b.is_decoded():
         return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
     if emulate or not left[0].is_cuda:
         how = fast_accumulation, emulate
@@ -178,8 +178,8 @@ Args:
     dtype: of the result.
     rows, out_features, in_features: T, N, K.
     fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers.
-    emulate: on a GPU, decode and multiply in bf16. Only groups after groups, and results other than bf16, read the
-        splits on the host. A bf16 product is rounded before scales and bias.
+    emulate: on a GPU, decode and multiply in bf16. Only groups after groups read the splits on the host. A bf16 product
+        is rounded before scales and bias.
     covered: nothing reads rows beyond the sum of the splits; they may stay as the memory was.
 
 Returns:
@@ -251,8 +251,7 @@ def _multiply_decoded(
     shape = sizes.of_result(kind, splits.shape[0])
     if 0 in shape or 0 in (splits.shape[0], *sizes):
         return left.buffers[0].new_zeros(shape, dtype=dtype)
-    # an fp32 weight gradient has a kernel for bf16 operands
-    exact = torch.bfloat16 if kind == "wgrad" else dtype
+    exact = torch.bfloat16  # holds what is decoded
     if kind == "wgrad":  # padded as their codes are, with zeros: rotated groups of rows stay whole
         operands = (left, left_columnwise, sizes.out_features), (right, right_columnwise, sizes.in_features)
         a, b = (
@@ -269,7 +268,8 @@ def _multiply_decoded(
     a = left.rows(splits, group, sizes.columns_of_left(kind), exact)
     shape = splits.shape[0], sizes.out_features, sizes.in_features
     b = weights_of_groups(right.buffers, right.quantizer, right.layout, right_columnwise, shape, exact)
-    out = _product(kind, a.values, b.values, splits, dtype).float()
+    rounded = dtype if dtype == exact else torch.float32  # by the library's GEMM
+    out = _product(kind, a.values, b.values, splits, rounded).float()
     for scale in (a.scale, b.scale):
         out = out if scale is None else out * F.pad(scale, (0, 1))[group].unsqueeze(1)
     if bias is not None:
@@ -423,11 +423,13 @@ def _product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torc
 
     Args:
         left, right: as of ``grouped_mm``, the weights one (G, N, K).
-        dtype: of the result: that of ``left``, or fp32 for a weight gradient that is not rounded.
+        dtype: of the result: that of ``left``, or fp32, which is not rounded.
     """
     if dtype != left.dtype:
-        operands = left.contiguous(), right.contiguous()
-        return numerics_for(left).grouped_mm.contraction(*operands, splits, dtype)
+        multiply = numerics_for(left).grouped_mm
+        if kind == "wgrad":
+            return multiply.contraction(left.contiguous(), right.contiguous(), splits, dtype)
+        return multiply.rows(left.contiguous(), right.mT if kind == "dgrad" else right, splits, dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
     a, b = _whole_pieces(left, multiple), right

@@ -1,8 +1,9 @@
-"""Weight gradients of groups of rows in high precision, not rounded to the dtype of the operands.
+"""Products of groups of rows in high precision, not rounded to the dtype of the operands.
 
-The library's grouped GEMM writes its results in the dtype of its operands, and a weight gradient that is accumulated
-in fp32 would lose what it was accumulated for. Tiles of all groups are taken one after the other; where a group
-starts is computed from the splits on the device, so nothing waits for them.
+The library's grouped GEMM writes its results in the dtype of its operands, and multiplies fp32 group by group, which
+the host waits for. A weight gradient that is accumulated in fp32 would lose what it was accumulated for. Tiles of all
+groups are taken one after the other; where a group starts is computed from the splits on the device, so nothing waits
+for them.
 """
 
 from __future__ import annotations
@@ -64,20 +65,63 @@ def _grouped_mm_contraction_kernel(
     tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
 
 
+@triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
+def _grouped_mm_rows_kernel(
+    out_ptr,
+    left_ptr,
+    right_ptr,
+    splits_ptr,
+    T,
+    N,
+    K,
+    groups,
+    right_group,
+    right_column,
+    right_inner,
+    GROUPS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    index = tl.arange(0, GROUPS)
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    starts = ends - tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
+    ends = tl.minimum(ends, T)
+    tiles = tl.cumsum(tl.cdiv(tl.maximum(ends - starts, 0), TILE_M), axis=0)
+    tile = tl.program_id(0)
+    group = tl.sum((tiles <= tile).to(tl.int32), axis=0)
+    if group >= groups:
+        return
+    end = tl.sum(tl.where(index == group, ends, 0), axis=0)
+    before = tl.sum(tl.where(index == group - 1, tiles, 0), axis=0)
+    start = tl.sum(tl.where(index == group, starts, 0), axis=0) + (tile - before) * TILE_M
+    row = (start + tl.arange(0, TILE_M))[:, None]
+    column = (tl.program_id(1) * TILE_N + tl.arange(0, TILE_N))[None, :]
+    right = right_ptr + group.to(tl.int64) * right_group + column.to(tl.int64) * right_column
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for step in tl.range(0, K, TILE_K):
+        inner = step + tl.arange(0, TILE_K)
+        there = inner < K
+        a = tl.load(left_ptr + row * K + inner[None, :], mask=(row < end) & there[None, :], other=0.0)
+        b = tl.load(
+            right + inner[:, None].to(tl.int64) * right_inner, mask=there[:, None] & (column < N), other=0.0
+        )
+        if EMULATE:
+            a = to_float32(a, EMULATE)
+            b = to_float32(b, EMULATE)
+        total = tl.dot(a, b, total)
+    tl.store(out_ptr + row * N + column, round_to_dtype(total, OUT, EMULATE), mask=(row < end) & (column < N))
+
+
 _contraction = Launcher(_grouped_mm_contraction_kernel, num_warps=8, num_stages=3)
+_rows = Launcher(_grouped_mm_rows_kernel, num_warps=8, num_stages=3)
 
 
 def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute ``reference.grouped_mm.contraction`` of contiguous matrices; the host does not read ``splits``."""
-    check_device(left)
-    for name, data in (("left", left), ("right", right)):
-        if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:
-            raise ValueError(f"{name} is {data.dtype}; give torch.bfloat16 or torch.float16 on both sides")
-        if data.dim() != 2 or not data.is_contiguous() or data.shape[0] != left.shape[0]:
-            raise ValueError(
-                f"{name} has shape {tuple(data.shape)} and strides {data.stride()}; give contiguous matrices of "
-                "one length"
-            )
+    _check(left, right, right.dim() == 2 and right.is_contiguous() and right.shape[0] == left.shape[0])
     (T, M), N, groups = left.shape, right.shape[1], splits.shape[0]
     out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
     if out.numel():
@@ -87,3 +131,31 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
             (triton.next_power_of_2(groups), TILE_M, TILE_N, TILE_K, INTERPRETING),
         )
     return out
+
+
+def rows(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute ``reference.grouped_mm.rows``; rows of no group are undefined. The host does not read ``splits``."""
+    _check(
+        left, right, right.dim() == 3 and right.shape[:1] == splits.shape and right.shape[2] == left.shape[1]
+    )
+    (T, K), N, groups = left.shape, right.shape[1], splits.shape[0]
+    out = torch.empty((T, N), dtype=dtype, device=left.device)
+    if out.numel() and groups:
+        _rows(
+            (cdiv(T, TILE_M) + groups, cdiv(N, TILE_N), 1),
+            (out, left, right, splits, T, N, K, groups, *right.stride()),
+            (triton.next_power_of_2(groups), TILE_M, TILE_N, TILE_K, INTERPRETING),
+        )
+    return out
+
+
+def _check(left: Tensor, right: Tensor, fits: bool) -> None:
+    check_device(left)
+    for name, data in (("left", left), ("right", right)):
+        if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:
+            raise ValueError(f"{name} is {data.dtype}; give torch.bfloat16 or torch.float16 on both sides")
+    if not fits or left.dim() != 2 or not left.is_contiguous():
+        raise ValueError(
+            f"left has shape {tuple(left.shape)} and strides {left.stride()}, right {tuple(right.shape)} and "
+            f"{right.stride()}; give contiguous matrices of one length"
+        )
