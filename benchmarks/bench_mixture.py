@@ -4,12 +4,11 @@
 
 Twelve blocks of 2048 with 16 heads and eight experts of 5632, two per token; embedding, head and loss of 32,000 words;
 four sequences of 2048 tokens on each GPU. Experts are sharded by :class:`nc.distributed.MoEDispatch` with a capacity of
-1.25 times an even share; the gradients of all else are averaged, beside the backward. Parameters, gradients and moments
-are bf16. The peer is plain PyTorch with ``grouped_mm``, bf16 rows between the GPUs and fused AdamW; the others have
-quantized linear layers and experts, rows sent as MXFP8, and ``FusedAdam(weight_codes=)``. Head and loss are bf16,
-except with "FP8 head"; with "FP8 wires" results and gradients travel in FP8, too. Blocks are compiled one by one, and
-the whole step is replayed as a CUDA graph. ``--account`` prints what a step consists of; ``--tiny`` tries the script on
-two CPU ranks.
+1.25 times an even share; the gradients of all else are averaged. Parameters, gradients and moments are bf16. The peer
+is plain PyTorch with ``grouped_mm``, bf16 rows between the GPUs and fused AdamW; the others have quantized linear
+layers and experts, rows sent as MXFP8, and ``FusedAdam(weight_codes=)``. Head and loss are bf16, except with "FP8
+head"; with "FP8 wires" results and gradients travel in FP8, too. Blocks are compiled one by one, and the whole step is
+replayed as a CUDA graph. ``--account`` prints what a step consists of; ``--tiny`` tries the script on two CPU ranks.
 """
 
 from __future__ import annotations
@@ -106,24 +105,14 @@ def loss_in_codes(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return nc.linear_cross_entropy(hidden, weight, targets, chunk_size=weight.shape[0], recipe="current")
 
 
-class Average:
-    """The average of gradients over the ranks, each as soon as it is there, beside the rest of the backward."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters, self.works = parameters, list[Any]()
-        self.group = dist.new_group()  # its exchanges wait for none of the experts'
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._start)
-
-    def _start(self, parameter: Tensor) -> None:
-        how = dist.ReduceOp.AVG if parameter.is_cuda else dist.ReduceOp.SUM  # gloo has no averages
-        self.works.append(dist.all_reduce(parameter.grad, how, self.group, async_op=True))
-
-    def wait(self) -> None:
-        while self.works:
-            self.works.pop().wait()
-        if not self.parameters[0].is_cuda:
-            torch._foreach_div_([parameter.grad for parameter in self.parameters], dist.get_world_size())
+def average(gradients: list[Tensor | None]) -> None:
+    """Average over the ranks, in place. Beside the backward it would take the links from the experts' rows."""
+    for gradient in gradients:
+        assert gradient is not None
+        on_gpu = gradient.is_cuda
+        dist.all_reduce(gradient, dist.ReduceOp.AVG if on_gpu else dist.ReduceOp.SUM)
+        if not on_gpu:  # gloo has no averages
+            gradient.div_(dist.get_world_size())
 
 
 def step_of(name: str, sizes: Namespace) -> tuple[Model, Callable[[], Tensor]]:
@@ -137,7 +126,7 @@ def step_of(name: str, sizes: Namespace) -> tuple[Model, Callable[[], Tensor]]:
             model.parameters(), weight_codes=model, weight_decay=0.01, **options
         )
     experts = {id(p) for block in model.blocks for p in block.mixture.experts.parameters()}
-    average = Average([p for p in model.parameters() if id(p) not in experts])
+    dense = [p for p in model.parameters() if id(p) not in experts]
     generator = torch.Generator(sizes.device).manual_seed(dist.get_rank())
     words = torch.randint(
         sizes.words, (sizes.batch[0], sizes.batch[1] + 1), device=sizes.device, generator=generator
@@ -146,7 +135,7 @@ def step_of(name: str, sizes: Namespace) -> tuple[Model, Callable[[], Tensor]]:
     def step() -> Tensor:
         loss = model(words[:, :-1], words[:, 1:])
         loss.backward()
-        average.wait()
+        average([parameter.grad for parameter in dense])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()

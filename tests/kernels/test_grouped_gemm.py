@@ -310,8 +310,7 @@ from narrowcast.kernels import grouped_hopper as hopper
 kernel = hopper._grouped_hopper_kernel
 at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
 for contraction, (height, width, stagings), stages, rank, scaled, promoted in (
-    (False, hopper.BLOCK_TILE, 3, 0, True, True), (True, hopper.BLOCK_TILE, 3, 0, True, True),
-    (False, hopper.NARROW_TILE, 6, 0, True, True),
+    (False, hopper.BLOCK_ROWS_TILE, 6, 0, True, True), (True, hopper.BLOCK_CONTRACTION_TILE, 3, 0, True, True),
     (False, hopper.TILE, 4, 16, False, True), (False, hopper.NARROW_TILE, 6, 0, False, False),
 ):
     constants = dict(RANK=rank, CONTRACTION=contraction, COVERED=contraction, BLOCK_SCALED=scaled,

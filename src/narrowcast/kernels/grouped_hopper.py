@@ -4,7 +4,8 @@
 interpreter. The sums are the same ones in the same order. What Triton's language leaves to its compiler is said here:
 one warp brings codes into a ring of buffers, two groups of four warps multiply a half of the tile's rows each. They
 wait for nothing but these codes, so while one of them adds up partial sums or stores, the other keeps the tensor cores
-busy. Results leave through shared memory, which the copy engine empties while the next tile is multiplied.
+busy; with block scales, a partial sum of rows is added up beside the product of the group's own next step. Results
+leave through shared memory, which the copy engine empties while the next tile is multiplied.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ TILE_K = 128
 BAND = 16
 TILE = (128, 256, 1)
 NARROW_TILE = (128, 128, 1)
-BLOCK_TILE = (128, 256, 2)
+BLOCK_ROWS_TILE = (128, 128, 1)
+BLOCK_CONTRACTION_TILE = (128, 256, 2)
 """Rows and columns of a tile, and how many parts of bf16 results are on their way out at once."""
 WASTE = 24
 """The share of wide tiles that may lie outside the result; more costs longer than a narrow tile's reads."""
@@ -176,68 +178,88 @@ def _product(
 
 
 @gluon.jit
-def _scales_of_parts(right_scale, right_scale_row, last, PARTS: gl.constexpr):
-    """Return the scale of the columns of every part of a tile, whose parts after ``last`` lie outside the result."""
-    scales = ()
-    for part in gl.static_range(PARTS):
-        scales = scales + (gl.load(right_scale + gl.minimum(part, last) * right_scale_row),)
-    return scales
+def _add_steps(
+    total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, step,
+    COUNT: gl.constexpr, HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Add ``COUNT`` steps, scaled; the tensor cores multiply the next one meanwhile."""
+    a_scales = ()
+    b_scales = ()
+    for i in gl.static_range(COUNT):
+        a_scales = a_scales + (gl.load(left_scale + (step + i) * left_scale_step),)
+        b_scales = b_scales + (gl.load(right_scale + (step + i) * right_scale_step),)
+    mbarrier.wait(full.index(at % STAGES), (at // STAGES) & 1)
+    partials = (_product(lefts, rights, at, nothing, HALF, 0, STAGES, HEIGHT, WIDTH),)
+    for i in gl.static_range(COUNT):
+        if i < COUNT - 1:
+            mbarrier.wait(full.index((at + 1) % STAGES), ((at + 1) // STAGES) & 1)
+            partials = partials + (_product(lefts, rights, at + 1, nothing, HALF, 0, STAGES, HEIGHT, WIDTH),)
+        partial = warpgroup_mma_wait(1 if i < COUNT - 1 else 0, deps=[partials[i]])
+        mbarrier.arrive(free.index(at % STAGES), count=1)
+        total = _scaled(partial, a_scales[i], b_scales[i], total, False)
+        # Added up here, where it waits for nothing: LLVM would do it after the last product, with registers for each.
+        total = warpgroup_mma_wait(1 if i < COUNT - 1 else 0, deps=[total])
+        at += 1
+    return total, at, step + COUNT
+
+
+@gluon.jit
+def _scaled_rows(
+    left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps,
+    HALF: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return fp32 sums over ``steps`` loaded from ``at`` on, with scales of rows and one scale of the columns."""
+    nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
+    total = nothing
+    step = gl.to_tensor(0)
+    for _ in range(steps // 4):
+        total, at, step = _add_steps(
+            total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at,
+            step, 4, HALF, STAGES, HEIGHT, WIDTH,
+        )  # fmt: skip
+    for _ in range(steps % 4):
+        total, at, step = _add_steps(
+            total, nothing, left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at,
+            step, 1, HALF, STAGES, HEIGHT, WIDTH,
+        )  # fmt: skip
+    return (total,), at
 
 
 @gluon.jit
 def _tile_product(
-    left_scale, left_scale_step, right_scale, right_scale_row, right_scale_step, last, lefts, rights, right_scales,
-    full, free, at, steps, HALF: gl.constexpr, BLOCK_SCALED: gl.constexpr, RING: gl.constexpr, PROMOTED: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    left_scale, left_scale_step, lefts, rights, right_scales, full, free, at, steps, HALF: gl.constexpr,
+    SCALES: gl.constexpr, PROMOTED: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, HEIGHT: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return fp32 sums over the ``steps`` that are loaded ``at`` and after.
-
-    ``BLOCK_SCALED``: of rows and parts; with ``RING`` of rows and columns, which are loaded with the codes.
-    """
+    """Return fp32 sums over the ``steps`` that are loaded ``at`` and after; with ``SCALES``, of rows and columns."""
     nothing = gl.zeros([HEIGHT, WIDTH], gl.float32, LAYOUT)
     totals = ()
     for _ in gl.static_range(PARTS):
         totals = totals + (nothing,)
     a_scale = gl.to_tensor(0.0)
-    b_scales = (gl.to_tensor(0.0),)
-    if BLOCK_SCALED:  # they arrive a step ahead of their use, the last ones once more
+    if SCALES:  # those of rows arrive a step ahead of their use, the last ones once more
         a_scale = gl.load(left_scale)
-    if BLOCK_SCALED and not RING:
-        b_scales = _scales_of_parts(right_scale, right_scale_row, last, PARTS)
     for step in range(steps):
         stage = at % STAGES
         next_a_scale = a_scale
-        next_b_scales = b_scales
-        after = gl.minimum(step + 1, steps - 1)
-        if BLOCK_SCALED:
-            next_a_scale = gl.load(left_scale + after * left_scale_step)
-        if BLOCK_SCALED and not RING:
-            next_b_scales = _scales_of_parts(
-                right_scale + after * right_scale_step, right_scale_row, last, PARTS
-            )
+        if SCALES:
+            next_a_scale = gl.load(left_scale + gl.minimum(step + 1, steps - 1) * left_scale_step)
         sums = ()
         for part in gl.static_range(PARTS):
             # The wait is repeated although the tile has arrived: it is a jump, across which ptxas does not move
             # additions to the next product. Moved, their partial sum would need registers of its own.
-            if part == 0 or PROMOTED:
+            if part == 0 or (PROMOTED and not SCALES):
                 mbarrier.wait(full.index(stage), (at // STAGES) & 1)
             if PROMOTED:
-                if RING:  # before the product, which takes longer
-                    columns = right_scales.index(stage).slice(part * WIDTH, WIDTH, dim=0)
-                    b_scale = columns.load(gl.SliceLayout(0, LAYOUT))
                 partial = _product(lefts, rights, at, nothing, HALF, part, STAGES, HEIGHT, WIDTH)
                 partial = warpgroup_mma_wait(0, deps=[partial])
-                if part == PARTS - 1:
-                    mbarrier.arrive(free.index(stage), count=1)
-                if RING:
+                if SCALES:
+                    columns = right_scales.index(stage).slice(part * WIDTH, WIDTH, dim=0)
+                    b_scale = columns.load(gl.SliceLayout(0, LAYOUT))
                     total = _scaled(partial, a_scale, b_scale, totals[part], True)
-                elif BLOCK_SCALED:
-                    total = _scaled(partial, a_scale, b_scales[part], totals[part], False)
                 else:
                     total = totals[part] + partial
-                # Added up here, where it waits for nothing: LLVM would do it after the last product, with registers
-                # for each.
-                sums = sums + (warpgroup_mma_wait(0, deps=[total]),)
+                sums = sums + (warpgroup_mma_wait(0, deps=[total]),)  # as in ``_add_steps``
             else:
                 a = lefts.index(stage).slice(HALF * HEIGHT, HEIGHT, dim=0)
                 b = rights.index(stage).slice(part * WIDTH, WIDTH, dim=0).permute((1, 0))
@@ -245,10 +267,9 @@ def _tile_product(
         if not PROMOTED:
             waited = warpgroup_mma_wait(0, deps=sums)
             sums = waited if PARTS > 1 else (waited,)  # one is returned as itself
-            mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         totals = sums
         a_scale = next_a_scale
-        b_scales = next_b_scales
         at += 1
     return totals, at
 
@@ -326,11 +347,16 @@ def _multiply(
         right_scale = right_scale_ptr + member * right_scale_group + n0 // 128 * right_scale_row
         if not BLOCK_SCALED:
             scale = gl.load(left_scale_ptr + member) * gl.load(right_scale_ptr + member)
-        totals, at = _tile_product(
-            left_scale, left_scale_step, right_scale, right_scale_row, right_scale_step, (N - 1) // 128 - n0 // 128,
-            lefts, rights, right_scales, full, free, at, steps, HALF, BLOCK_SCALED, BLOCK_SCALED and CONTRACTION,
-            PROMOTED, PARTS, STAGES, HEIGHT, WIDTH, LAYOUT,
-        )  # fmt: skip
+        if BLOCK_SCALED and not CONTRACTION:
+            totals, at = _scaled_rows(
+                left_scale, right_scale, left_scale_step, right_scale_step, lefts, rights, full, free, at, steps, HALF,
+                STAGES, HEIGHT, WIDTH, LAYOUT,
+            )  # fmt: skip
+        else:
+            totals, at = _tile_product(
+                left_scale, left_scale_step, lefts, rights, right_scales, full, free, at, steps, HALF, BLOCK_SCALED,
+                PROMOTED, PARTS, STAGES, HEIGHT, WIDTH, LAYOUT,
+            )  # fmt: skip
         bias = bias_ptr + member.to(gl.int64) * N
         biases = gl.where(group < groups, N, 0)  # the rows after the last group get none
         for part in gl.static_range(PARTS):
@@ -565,8 +591,10 @@ def _launch_of(
         assert matrix is not None  # ``takes`` has seen to it
         M, (shape, down, across) = rows, matrix
     in_ring = contraction and block_scaled  # the right scales, too
-    tile_m, tile_n, stagings = BLOCK_TILE if block_scaled else TILE
-    if not contraction and 0 < N % tile_n <= NARROW_TILE[1] and -N % tile_n > N // WASTE:
+    tile_m, tile_n, stagings = TILE
+    if block_scaled:
+        tile_m, tile_n, stagings = BLOCK_CONTRACTION_TILE if contraction else BLOCK_ROWS_TILE
+    elif not contraction and 0 < N % tile_n <= NARROW_TILE[1] and -N % tile_n > N // WASTE:
         tile_m, tile_n, stagings = NARROW_TILE
     out_size = out.element_size()
     stagings = stagings if out_size == 2 else 1
