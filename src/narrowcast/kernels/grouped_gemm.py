@@ -389,7 +389,7 @@ def rows(
     if faster is not None:
         bias = None if bias is None else bias.contiguous()
         operands = left, left_scale, right, right_scale, splits, bias
-        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation, covered):
+        if _multiplied(faster, out, *operands, alignment, programs, fast_accumulation, covered=covered):
             return out
     strides = (right.stride(0), right.stride(1))
     strides += (*left_scale.stride(), *right_scale.stride()) if block_scaled else (0, 0, 0, 0, 0)
@@ -516,10 +516,10 @@ def _faster(left: Tensor, *operands: Any) -> Any:
     return module if module is not None and module.takes(left, *operands) else None
 
 
-def _multiplied(faster: Any, *arguments: Any) -> bool:
+def _multiplied(faster: Any, *arguments: Any, **options: Any) -> bool:
     """Return whether that module multiplied; otherwise Triton does not compile its kernel, and nothing ran."""
     try:
-        faster.multiply(*arguments)
+        faster.multiply(*arguments, **options)
     except NotCompiledError:
         return False
     return True

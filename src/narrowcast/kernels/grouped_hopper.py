@@ -528,15 +528,15 @@ def multiply(
     alignment: int,
     programs: int,
     fast_accumulation: bool,
-    covered: bool = False,
     thin: tuple[Tensor, Tensor] | None = None,
+    covered: bool = False,
 ) -> None:
     """Compute ``grouped_gemm.rows``, or ``contraction`` if ``right`` is a matrix, into ``out``.
 
     Args:
         programs: multiprocessors of the GPU.
-        covered: rows of no group are not written.
         thin: (rows, r) and (N, r), contiguous, in the dtype of ``out``; their product is added to the one group's.
+        covered: rows of no group are not written.
     """
     _grouped(
         *_launch_of(
@@ -551,6 +551,7 @@ def multiply(
             programs,
             fast_accumulation,
             thin,
+            covered,
         )
     )
 
@@ -579,6 +580,7 @@ def _launch_of(
     programs: int,
     fast_accumulation: bool,
     thin: tuple[Tensor, Tensor] | None,
+    covered: bool = False,
 ) -> tuple[tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]:
     """Return grid, arguments and constants of :func:`multiply`."""
     contraction, block_scaled = right.dim() == 2, left_scale.dim() > 1
