@@ -74,7 +74,7 @@ def run(name: str, options: argparse.Namespace) -> Row:
         trainer.step(LOSSES)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     step = iter(range(LOSSES + 1, 10**6))
-    times = [seconds_of(lambda: trainer.step(next(step)), 2, options.device) for _ in range(options.repeats)]
+    times = [seconds_of(lambda: trainer.step(next(step)), 4, options.device) for _ in range(options.repeats)]
     seconds, planned = statistics.median(times), (expected_peak(config) or 0.0) / 2**30
     row: Row = {"contender": name, "layers": config.model.layers, "vocabulary": config.model.vocabulary}
     row |= {"parameters_m": parameters_of(config.model) / 1e6, "tokens_a_step": config.tokens_per_step}

