@@ -86,6 +86,7 @@ ELSEWHERE = {
         "nn/test_tensor_parallel.py",
         "state/test_replicas.py",
         "distributed/test_parallel_styles.py",
+        "optimizers/test_weight_codes.py",
     ),
 }
 # Of the tests of a room of which few files are silent, these alone.

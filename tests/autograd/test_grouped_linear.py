@@ -194,3 +194,16 @@ def test_stored_weights_are_decoded_for_a_forward_in_high_precision(single: bool
     assert torch.equal(y, torch.cat([part @ w.t() for part, w in zip(x.split(SIZES), each)]))
     expected = torch.cat([part @ w for part, w in zip(dy.split(SIZES), each)])
     assert x.grad is not None and torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "block"])
+def test_groups_of_codes_are_quantized_as_what_they_decode_to(name: str) -> None:
+    x, splits = operands()[0].detach(), torch.tensor(SIZES)
+    codes = nc.MXFP8Quantizer(nc.DType.kFloat8E5M2, rowwise=True, columnwise=False)(x)
+    operand = linear_plan(QUANTIZED[name], "", True, True, module_type="linear").input
+    rows = GroupedRows(Groups(3, 48, 32, True, True, True), splits, DTYPE, DTYPE)
+    found, expected = rows.quantize(codes, operand), rows.quantize(codes.dequantize().to(DTYPE), operand)
+    assert found.rowwise and found.columnwise
+    for ours, theirs in zip(found, expected):
+        if isinstance(ours, list):
+            assert all(map(torch.equal, ours, theirs))

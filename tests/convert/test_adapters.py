@@ -288,6 +288,19 @@ def test_fused_adapters_give_what_they_give_beside(
     assert "forward" not in vars(lora)
 
 
+def test_an_adapter_is_added_in_both_gemms_of_per_tensor_fp8() -> None:
+    model, x = adapted(QUANTIZED["current"], "stored", 64, 48), inputs(64)
+    lora: Any = model.model[0]
+    expected = gradients(model, x)
+    nc.fuse_adapters(model)
+    lora.adds_in_gemm = True  # as on a GPU
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        made = gradients(model, x)
+    assert max(map(distance, made, expected)) < 0.02
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["narrowcast::gemm_with_product"] == 2
+
+
 def test_two_fused_adapters_and_a_frozen_input() -> None:
     model = adapted(QUANTIZED["current"], "stored", 64, 48)
     lora: Any = model.model[0]

@@ -425,11 +425,11 @@ def test_one_sum_of_a_whole_contraction(recipe: str) -> None:
 @pytest.mark.usefixtures("mode")
 def test_a_norm_before_a_layer_leaves_its_contraction_split_alike() -> None:
     torch.manual_seed(0)
-    made = nc.LayerNormLinear(1024, 70, normalization="RMSNorm", recipe=RECIPES["block"], device=DEVICE)
-    norm = nc.RMSNorm(1024, device=DEVICE)
-    alone = nc.Linear(1024, 70, recipe=RECIPES["block"], device=DEVICE)
+    made = nc.LayerNormLinear(2048, 70, normalization="RMSNorm", recipe=RECIPES["block"], device=DEVICE)
+    norm = nc.RMSNorm(2048, device=DEVICE)
+    alone = nc.Linear(2048, 70, recipe=RECIPES["block"], device=DEVICE)
     alone.load_state_dict({"weight": made.weight, "bias": made.bias}, strict=False)
-    x = torch.randn(ROWS, 1024, device=DEVICE)
+    x = torch.randn(ROWS, 2048, device=DEVICE)
     assert torch.equal(made(x), alone(norm(x)))
 
 

@@ -76,3 +76,11 @@ def test_bytes_are_uniform_and_streams_differ() -> None:
 def test_no_blocks() -> None:
     words = philox.random_words(torch.tensor([1]), torch.empty(3, 0, dtype=torch.int64), 0)
     assert [word.shape for word in words] == [(3, 0)] * 4
+
+
+def test_a_seed_for_every_row_draws_what_it_draws_alone() -> None:
+    blocks, seeds = torch.arange(12).view(3, 4), torch.tensor([[5], [-6], [2**40 + 7]])
+    found = philox.random_words(seeds, blocks, 2)
+    for row in range(3):
+        for ours, theirs in zip(found, philox.random_words(seeds[row], blocks[row], 2), strict=True):
+            assert torch.equal(ours[row], theirs)
