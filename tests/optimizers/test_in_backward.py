@@ -119,6 +119,9 @@ def test_what_is_not_possible_raises() -> None:
         step_in_backward(model, model.blocks)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parts"):
         step_in_backward(optimizer, model.parameters())  # type: ignore[arg-type]
+    coded = FusedAdam(model.parameters(), weight_codes=model)
+    with pytest.raises(ValueError, match="weight_codes are written"):
+        step_in_backward(coded, model.blocks)
     decoupled = FusedAdam(model.parameters(), use_decoupled_grad=True)
     with pytest.raises(ValueError, match="use_decoupled_grad=False"):
         step_in_backward(decoupled, model.blocks)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .._checks import module
 from ..upstream.fsdp import is_distributed
+from .fused_adam import FusedAdam
 
 _WITHOUT = "or leave step_in_backward out"
 
@@ -98,13 +99,17 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
 
     Raises:
         TypeError: no optimizer, or a part that is no module.
-        ValueError: the optimizer reads ``decoupled_grad``.
+        ValueError: the optimizer reads ``decoupled_grad``, or has ``weight_codes``.
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}, of type {type(optimizer).__name__}; pass an optimizer")
     if getattr(optimizer, "use_decoupled_grad", False):
         raise ValueError("the optimizer reads decoupled_grad; make it with use_decoupled_grad=False")
+    if isinstance(optimizer, FusedAdam) and optimizer._codes is not None:
+        raise ValueError(
+            "weight_codes are written by steps of all parameters; make the optimizer without them"
+        )
     left = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if any(is_distributed(p) for p in left) or (distributed and torch.distributed.get_world_size() > 1):

@@ -171,7 +171,7 @@ def _compiled(model: Decoder, config: TrainConfig) -> Callable[[nn.Module, Tenso
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Return the optimizer that `--optimizer` names; AdamW is one pass of `FusedAdam` on a GPU.
 
-    That writes the codes of the weights, too; not where graphs are replayed, which would copy them.
+    That writes the codes of weights, too; not in the backward, nor where graphs are replayed, which would copy them.
     """
     # Tensors with another placement on ranks are updated separately.
     kinds: dict[Any, list[nn.Parameter]] = {}
@@ -189,5 +189,6 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
             return FusedAdam(groups, stochastic_rounding=True, **options)
         return FusedAdam(groups, master_weights=True, store_param_remainders=True, **options)
     if config.device == "cuda" and config.optimizer == "adamw":
-        return FusedAdam(groups, weight_codes=None if config.graphs else model, **options)
+        codes = None if config.graphs or config.step_in_backward else model
+        return FusedAdam(groups, weight_codes=codes, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
