@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..formats import FLOAT8_BLOCK
 from ..upstream.gluon import reinterpret
-from .launch import DescribedLaunch, GluonLauncher
+from .launch import GluonLauncher
 
 TILE_K = 128
 BAND = 16
@@ -472,7 +472,7 @@ def _grouped_hopper_kernel(
     )  # fmt: skip
 
 
-_grouped = GluonLauncher(_grouped_hopper_kernel, num_warps=4)
+grouped = GluonLauncher(_grouped_hopper_kernel, num_warps=4)
 
 
 def takes(
@@ -517,7 +517,12 @@ def _matrix_of(right: Tensor) -> tuple[list[int], int, int] | None:
     )
 
 
-def multiply(
+def multiply(*operands: Any, **options: Any) -> None:
+    """Compute ``grouped_gemm.rows``, or ``contraction`` if ``right`` is a matrix; operands of :func:`launch_of`."""
+    grouped(*launch_of(*operands, **options))
+
+
+def launch_of(
     out: Tensor,
     left: Tensor,
     left_scale: Tensor,
@@ -530,59 +535,14 @@ def multiply(
     fast_accumulation: bool,
     thin: tuple[Tensor, Tensor] | None = None,
     covered: bool = False,
-) -> None:
-    """Compute ``grouped_gemm.rows``, or ``contraction`` if ``right`` is a matrix, into ``out``.
+) -> tuple[tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]:
+    """Return grid, arguments and constants of a launch of ``grouped``.
 
     Args:
         programs: multiprocessors of the GPU.
         thin: (rows, r) and (N, r), contiguous, in the dtype of ``out``; their product is added to the one group's.
         covered: rows of no group are not written.
     """
-    _grouped(
-        *_launch_of(
-            out,
-            left,
-            left_scale,
-            right,
-            right_scale,
-            splits,
-            bias,
-            alignment,
-            programs,
-            fast_accumulation,
-            thin,
-            covered,
-        )
-    )
-
-
-def described(
-    tensors: list[Tensor], programs: int, fast_accumulation: bool, thin: tuple[Tensor, Tensor]
-) -> DescribedLaunch:
-    """Run :func:`multiply` of one group without a bias, and return what repeats it for other addresses.
-
-    Args:
-        tensors: ``out``, ``left``, ``left_scale``, ``right``, ``right_scale``, ``splits``, then those of ``thin``.
-    """
-    launch = _launch_of(*tensors[:6], None, 1, programs, fast_accumulation, thin)
-    return DescribedLaunch(_grouped, *launch, tensors)
-
-
-def _launch_of(
-    out: Tensor,
-    left: Tensor,
-    left_scale: Tensor,
-    right: Tensor,
-    right_scale: Tensor,
-    splits: Tensor,
-    bias: Tensor | None,
-    alignment: int,
-    programs: int,
-    fast_accumulation: bool,
-    thin: tuple[Tensor, Tensor] | None,
-    covered: bool = False,
-) -> tuple[tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]]:
-    """Return grid, arguments and constants of :func:`multiply`."""
     contraction, block_scaled = right.dim() == 2, left_scale.dim() > 1
     if contraction:
         (M, rows), N = left.shape, right.shape[0]

@@ -254,7 +254,8 @@ def gemm(
         if launch is None:
             if len(_LAUNCHES) >= MOST_LAUNCHES:
                 _LAUNCHES.clear()
-            _LAUNCHES[key] = hopper.described(tensors, programs, fast_accumulation, thin)
+            given = hopper.launch_of(*tensors[:6], None, 1, programs, fast_accumulation, thin)
+            _LAUNCHES[key] = DescribedLaunch(hopper.grouped, *given, tensors)
         else:
             hopper.multiply(*tensors[:6], None, 1, programs, fast_accumulation, thin)
     except NotCompiledError:
