@@ -127,7 +127,7 @@ def test_an_activation_that_is_not_compiled_has_the_same_bits(monkeypatch: pytes
 
 def test_a_grouped_product_that_is_not_compiled_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = launch.GluonLauncher(_Uncompilable("grouped_hopper"), num_warps=4)
-    multiply = lambda out, *_: launcher((1, 1, 1), (out,), ())  # noqa: E731
+    multiply = lambda out, *_, **__: launcher((1, 1, 1), (out,), ())  # noqa: E731
     module = types.SimpleNamespace(takes=lambda *_: True, multiply=multiply)
     generator = torch.Generator().manual_seed(0)
     left, right = (
