@@ -1,8 +1,8 @@
 """Decoding with a KV cache: 16 ``TransformerLayer``s of the 1B shape, one token of each sequence a step.
 
 Our layers in bf16 are compared with the same whose weights were made FP8 once. A step is compiled and replayed as a
-CUDA graph: with ``--how captured`` one that this script captures, so that a step is the cache's bookkeeping and a
-replay; with ``--how compiled`` that of ``mode="reduce-overhead"``, which checks all layers before. In bf16 it runs
+CUDA graph: that of ``mode="reduce-overhead"``, before which the host checks all layers, or with ``--how captured`` one
+that this script captures, so that a step is the cache's bookkeeping and a replay. In bf16 it runs
 twice: with attention by ``scaled_dot_product_attention``, with which ``share_of_bf16``
 compares, and with the kernel for one query that the recipes take, too (``share_of_same``). ``ms`` includes the host's
 time, ``host_ms`` is what it takes to issue a step, ``kernels_ms`` what the kernels of a step take together.
@@ -118,7 +118,7 @@ def measure(chosen: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--how", choices=("captured", "compiled"), default="captured")
+    options.add_argument("--how", choices=("compiled", "captured"), default="compiled")
     options.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options.add_argument("--most", type=int, default=16, help="kernels to print")
     report_on_gpu("decode", measure, options.parse_args())
