@@ -106,7 +106,7 @@ def loss_in_codes(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def average(gradients: list[Tensor | None]) -> None:
-    """Average over the ranks, in place. Beside the backward it would take the links from the experts' rows."""
+    """Average over the ranks, in place."""
     for gradient in gradients:
         assert gradient is not None
         on_gpu = gradient.is_cuda
