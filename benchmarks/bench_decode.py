@@ -2,10 +2,10 @@
 
 Our layers in bf16 are compared with the same whose weights were made FP8 once. A step is compiled and replayed as a
 CUDA graph: that of ``mode="reduce-overhead"``, before which the host checks all layers, or with ``--how captured`` one
-that this script captures, so that a step is the cache's bookkeeping and a replay. In bf16 it runs
-twice: with attention by ``scaled_dot_product_attention``, with which ``share_of_bf16``
-compares, and with the kernel for one query that the recipes take, too (``share_of_same``). ``ms`` includes the host's
-time, ``host_ms`` is what it takes to issue a step, ``kernels_ms`` what the kernels of a step take together.
+that this script captures, so that a step is the cache's bookkeeping and a replay. In bf16 it runs twice: with
+attention by ``scaled_dot_product_attention``, with which ``share_of_bf16`` compares, and with the kernel for one query
+that the recipes take, too (``share_of_same``). ``ms`` includes the host's time, ``host_ms`` is what it takes to issue a
+step, ``kernels_ms`` what the kernels of a step take together.
 ``--profile`` prints those kernels. ``--only`` chooses contenders by how their names begin: "decode 1, delayed".
 """
 

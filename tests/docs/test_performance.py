@@ -77,6 +77,24 @@ def test_times_of_attention_are_those_of_the_rows(performance: ModuleType) -> No
     assert f"takes {min(backward)} to {max(backward)} times" in page
 
 
+def test_steps_of_the_8b_shape_are_those_of_the_rows(performance: ModuleType) -> None:
+    rows = performance.rows_of("llama.csv")
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    lines = re.findall(r"^\| (H[12]00) \| (.*) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    assert len(lines) == 7
+    for gpu, name, classes, ms, rate, relative in lines:
+        commit = {"H200": "73d1ca22", "H100": "580bcde7"}[gpu]
+        where = {
+            "contender": name.partition(", `")[0],
+            "classes at a time": classes,
+            "commit": commit,
+            "ms": ms,
+        }
+        (row,) = [row for row in rows if all(row[column] == value for column, value in where.items())]
+        assert gpu in row["device"] and row["model TFLOP/s"] == rate
+        assert f"{float(row['vs bf16']):.2f}" == relative
+
+
 def test_text_in_charts_stays_inside_and_apart(performance: ModuleType) -> None:
     """Text may be 7.2 pixels a letter wide, as in the widest font that a browser falls back to."""
     chart = importlib.import_module("performance_chart")
