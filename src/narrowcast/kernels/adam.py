@@ -270,7 +270,7 @@ def _adam_step_kernel(
 
 _factors = Launcher(_adam_factors_kernel, num_warps=1)
 _step = Launcher(_adam_step_kernel, num_warps=4)
-_step_coded = Launcher(_adam_step_kernel, num_warps=1)  # what a group's elements share crosses no warps
+_step_coded = Launcher(_adam_step_kernel, num_warps=1, maxnreg=96)  # what a group's elements share crosses no warps
 
 
 def step(
