@@ -63,7 +63,7 @@ assert not whole(traced(lambda x: ops.act_quantize(x, "swiglu", quantizer)))
 def adam(x, count=3):
     kept = [[x.float()] for _ in range(3)]
     stored = (None, x.new_ones(()), None, None)
-    options = (*stored, 1e-3, count, [0.9, 0.95], 1e-8, 0.1, True, True)
+    options = (*stored, 1e-3, count, [0.9, 0.95], 1e-8, 0.1, True, True, False)
     ops.adam_(kept[0], [x], *kept[1:], [x.clone()], [], *options)
     return [tensor for (tensor,) in kept]
 

@@ -455,7 +455,7 @@ def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("adam_")
 def adam_cases(x: Tensor) -> Iterator[Arguments]:
-    options = [0.9, 0.95], 1e-8, 0.1, True, True
+    options = [0.9, 0.95], 1e-8, 0.1, True, True, False
     for dtype, beside in ((x.dtype, None), (torch.float32, x.dtype), (torch.bfloat16, torch.int16)):
         kept = [[torch.zeros_like(x, dtype=dtype), x.new_zeros(3, dtype=dtype)] for _ in range(3)]
         others = [[] if beside is None else [torch.zeros_like(w, dtype=beside) for w in kept[0]], []]
@@ -466,6 +466,8 @@ def adam_cases(x: Tensor) -> Iterator[Arguments]:
         codes = [torch.zeros_like(w, dtype=torch.uint8) for w in kept[0]]
         ranges = [x.new_zeros((1, -(-w.numel() // 128), 2), dtype=torch.float32) for w in kept[0]]
         yield kept[0], grads, codes, kept[2], others[0], ranges, *stored, 0.0, 0, *options
+        if beside is None and dtype == torch.bfloat16:
+            yield kept[0], grads, *kept[1:], *others, *stored, 0.0, 0, *options[:-1], True
 
 
 @family("adam_quantize_")
