@@ -468,15 +468,14 @@ the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, i
 """
 ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and the recipes](assets/account.png)
 
-Reproduce on one H100:
+Reproduce on one H200:
 `narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts --out account`
 
 - The floor is the least time that operations or bytes take on this GPU; [Benchmark method](benchmarks.md) has the
-  rules. Norms pass placeholders for absent tensors, so their floor is too high. The rate of FP8 GEMMs was measured on a
-  hot GPU, and kernels are timed in one step after a pause: so GEMMs are above 1.
+  rules. Norms pass placeholders for absent tensors, so their floor is too high.
 - Gaps are the replayed step minus its kernels. Replays follow each other, so the GPU is hotter and kernels are slower.
 - Under a recipe, casts include the norms and activations that are fused into them. The optimizer quantizes the weights.
-- `FusedAdam` would take 1.5 ms off bf16's step, too: see [the optimizer](#how-fast-is-fusedadam).
+- `FusedAdam` would make bf16's step faster, too: see [the optimizer](#how-fast-is-fusedadam).
 - Attention is the largest group that no recipe makes faster.
 """
 
