@@ -25,6 +25,8 @@ OWN = {
     "unregister_fusion",
     "interleave_glu_tensor",
     "deinterleave_glu_tensor",
+    "step_in_backward",
+    "BackwardSteps",
 }
 
 

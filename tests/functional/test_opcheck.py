@@ -168,6 +168,21 @@ def moe_positions_cases(x: Tensor) -> Iterator[Arguments]:
     yield row_map_of(rows, x.device), rows
 
 
+@family("moe_departures")
+def moe_departures_cases(x: Tensor) -> Iterator[Arguments]:
+    tokens = x.flatten(0, -2).shape[0]
+    chosen = torch.arange(4 * tokens, device=x.device).view(tokens, 4) % 3 < 2
+    yield chosen, 2, tokens + 3, 3 * tokens
+    yield chosen.int(), 1, 2 * tokens, tokens
+
+
+@family("moe_arrivals")
+def moe_arrivals_cases(x: Tensor) -> Iterator[Arguments]:
+    received = torch.tensor([[3, 0, 5], [1, 2, 0]], device=x.device)
+    yield received, 9, 24, 18, 4
+    yield received, 0, 11, 11, 1
+
+
 @family("moe_spread")
 def moe_spread_cases(x: Tensor) -> Iterator[Arguments]:
     matrix = x.flatten(0, -2)
