@@ -30,9 +30,8 @@ AT_ONCE = 8
 NOTHING, COPY, REST, RANDOM = 0, 1, 2, 3
 _NO_DECAY, _OF_GRADIENTS, _OF_WEIGHTS = 0, 1, 2
 _DTYPE_OF = operator.attrgetter("dtype")
-_TILES = tl.constexpr(
-    4
-)  # of a program, with moments in codes: what is the same for all takes a part of its time
+# Of a program, with moments in codes: what is the same for all takes a part of its time.
+_TILES = tl.constexpr(4)
 _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
 
@@ -172,9 +171,8 @@ def _step_tile(
     group = tile * (BLOCK // GROUP)
     groups = (n + GROUP - 1) // GROUP
     second_range_ptr = first_range_ptr
-    if (
-        FIRST or SECOND
-    ):  # a group is a row; not by a reshape, past which the compiler sees no contiguous elements
+    # A group is a row; not by a reshape, past which the compiler sees no contiguous elements.
+    if FIRST or SECOND:
         row = tl.expand_dims(tl.arange(0, BLOCK // GROUP), 1)
         at = tile * BLOCK + (row * GROUP + tl.expand_dims(tl.arange(0, GROUP), 0))
         group += row
