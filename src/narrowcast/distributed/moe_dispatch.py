@@ -14,6 +14,7 @@ from ..formats import DType
 from ..functional import moe_arrivals, moe_positions
 from ..moe.permutation import checked_places
 from ..quantizers import MXFP8Quantizer, Quantizer
+from ..reference.moe_places import fitting
 from .moe_exchange import (
     Combine,
     Exchange,
@@ -258,13 +259,8 @@ class MoEDispatch(nn.Module):
         """Return which of rows by expert leave from each place, its inverse, and how many go to each expert."""
         assert self.capacity is not None
         begins = counts.sum(1).cumsum(0) - counts.sum(1)
-        fitting = counts.cumsum(1).clamp(max=self.capacity)
+        kept = fitting(counts, self.capacity)
         slot = torch.arange(self.capacity, device=counts.device)
-        before = (
-            torch.where(slot < fitting[:, -1:], begins.unsqueeze(1) + slot, -1).reshape(-1).to(torch.int32)
-        )
-        return (
-            before,
-            moe_positions(before, rows),
-            torch.diff(fitting, prepend=fitting.new_zeros(counts.shape[0], 1)),
-        )
+        leaves = slot < kept.sum(1, keepdim=True)
+        before = torch.where(leaves, begins.unsqueeze(1) + slot, -1).reshape(-1).to(torch.int32)
+        return before, moe_positions(before, rows), kept

@@ -29,9 +29,17 @@ def departures(routing_map: Tensor, ranks: int, capacity: int, rows: int) -> tup
     keep = chosen & (number < rows) & (place < capacity)
     first = (capacity * torch.arange(ranks, device=chosen.device)).repeat_interleave(counts.shape[1])
     row_map = torch.where(keep, place + first.unsqueeze(1), -1).t().to(torch.int32).contiguous()
-    fitting = counts.cumsum(1).clamp(max=capacity)
-    fitting = torch.diff(fitting, prepend=fitting.new_zeros(ranks, 1)).reshape(-1)
-    return row_map, positions(row_map, ranks * capacity), fitting
+    return row_map, positions(row_map, ranks * capacity), fitting(counts, capacity).reshape(-1)
+
+
+def fitting(counts: Tensor, capacity: int) -> Tensor:
+    """Return how many rows of each expert have a place at its rank.
+
+    Args:
+        counts: int64 (ranks, experts), rows for each expert of each rank.
+        capacity: places of each rank; those of its first experts have them.
+    """
+    return torch.diff(F.pad(counts.cumsum(1).clamp(max=capacity), (1, 0)))
 
 
 def arrivals(
