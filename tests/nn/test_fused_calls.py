@@ -109,3 +109,45 @@ def test_without_a_recipe_and_with_hooks_the_modules_are_called() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts the norm's output, not its input
         wide = x.float()
         assert torch.equal(norm_linear(first.float(), up, wide), up(first(wide)))
+
+
+class Loud(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+class Renamed(nc.RMSNorm):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["of the class", "of the norm", "of the layer", "of its base"])
+def test_a_forward_of_its_own_is_called(kind: str) -> None:
+    """Of a subclass or put on an instance, as by accelerate; also in code compiled before."""
+    x, residual = inputs()
+    first, up, down = parts("current")
+    if kind in ("of the class", "of its base"):
+        first = (Loud if kind == "of the class" else Renamed)(96, eps=1e-5, **PLACE)
+    called: list[Any] = [norm_linear]
+    if kind == "of the norm":
+        called.append(torch.compile(norm_linear, backend="eager", fullgraph=True))
+        called[-1](first, up, x)
+    patched = {"of the norm": first, "of the layer": up}.get(kind)
+    if patched is not None:
+        forward: Any = patched.forward
+        patched.forward = lambda x, **options: forward(x, **options) * 3  # type: ignore[method-assign]
+    expected = up(first(x))
+    for call in called:
+        assert (call(first, up, x) - expected).norm() < 0.02 * expected.norm()
+    out, total = norm_mlp(first, up, down, x, residual=residual)
+    gate, value = up(first(total)).chunk(2, -1)
+    expected = down(nn.functional.silu(gate) * value)
+    assert (out - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_default_eps_is_pytorchs(dtype: torch.dtype) -> None:
+    """That of fp32, in which the norm computes; the input's would shrink these inputs to a hundredth."""
+    place: dict[str, Any] = {"device": "cpu", "dtype": dtype}
+    norm, layer = nn.RMSNorm(96, **place), nc.Linear(96, 40, bias=False, recipe="current", **place)
+    x = torch.full((3, 96), 1e-3, **place)
+    torch.testing.assert_close(norm_linear(norm, layer, x), layer(norm(x)), rtol=0.01, atol=1e-3)

@@ -17,6 +17,10 @@ from ..upstream.modules import forward_hooks, forward_pre_hooks, has_backward_ho
 from .layernorm_linear import NORM_LINEAR
 from .layernorm_mlp import NORM_MLP, activation_settings
 from .linear import Linear
+from .norm import RMSNorm
+
+# The kind of a norm by its forward; narrowcast's two have one forward, and settings. A subclass may have its own.
+_FORWARDS = {nn.RMSNorm.forward: "RMSNorm", nn.LayerNorm.forward: "LayerNorm", RMSNorm.forward: ""}
 
 
 def norm_linear(
@@ -25,8 +29,8 @@ def norm_linear(
     """Return ``linear(norm(inp))``, under a recipe in one pass, as :class:`LayerNormLinear` computes it.
 
     The modules keep their parameters, names, recipes and delayed state. They are called one after the other where one
-    pass does not compute what they do: without a recipe, with hooks, split over processes, or if ``torch.autocast``
-    casts the input.
+    pass does not compute what they do: without a recipe, with hooks or a forward of their own, split over processes, or
+    if ``torch.autocast`` casts the input.
 
     Args:
         norm: ``RMSNorm`` or ``LayerNorm`` of PyTorch or of narrowcast, over the last dim and with a weight.
@@ -83,15 +87,18 @@ def _called(linear: nn.Module, inp: Tensor, first: bool | None) -> Tensor:
 
 def _settings(norm: Any, inp: Tensor) -> NormSettings | None:
     """Return how a norm normalizes; None for one that is not of the kinds that run in one pass."""
-    kind = next(
-        (name for name, of in (("RMSNorm", nn.RMSNorm), ("LayerNorm", nn.LayerNorm)) if isinstance(norm, of)),
-        "",
-    )
-    if not kind or norm.weight is None or norm.weight.dim() != 1 or norm.weight.dtype != inp.dtype:
+    kind = _FORWARDS.get(_forward_of(norm))
+    if kind is None or norm.weight is None or norm.weight.dim() != 1 or norm.weight.dtype != inp.dtype:
         return None
-    eps: Any = norm.eps
-    own = getattr(norm, "settings", None)  # of narrowcast's
-    return own or NormSettings(kind, float(torch.finfo(inp.dtype).eps if eps is None else eps), False)
+    if not kind:
+        return norm.settings  # type: ignore[no-any-return]
+    # PyTorch's default is that of the dtype in which it computes
+    return NormSettings(kind, float(torch.finfo(torch.float32).eps if norm.eps is None else norm.eps), False)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """Return the function behind ``module.forward``; that of its class, unless code has replaced it on the instance."""
+    return getattr(module.forward, "__func__", None)
 
 
 def _bias(norm: nn.Module) -> Tensor | None:
@@ -104,10 +111,11 @@ def _recipe(inp: Tensor, norm: nn.Module, *linears: Any) -> Recipe | None:
         return None
     if casts(inp) and torch.get_autocast_dtype(inp.device.type) != inp.dtype:
         return None
-    if any(type(one) is not Linear for one in linears) or not all(
-        one.only_multiplies(inp.dtype) for one in linears
-    ):
-        return None
+    for linear in linears:
+        if type(linear) is not Linear or _forward_of(linear) is not Linear.forward:
+            return None
+        if not linear.only_multiplies(inp.dtype):
+            return None
     found = [linear._recipe_in_force() for linear in linears]
     return found[0] if all(one is found[0] for one in found) else None
 
