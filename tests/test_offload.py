@@ -183,6 +183,41 @@ def test_a_write_before_the_copy_is_noticed(no_limit: None) -> None:
         sync(z)
 
 
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("saves_output", [True, False])
+def test_a_write_before_the_backward_is_noticed(
+    stays: bool, saves_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without hooks: of what stays on the device, and of the layer whose device memory is not free yet."""
+    monkeypatch.setattr(nc.offload, "LEAST_ELEMENTS", 10**9 if stays else 1)
+    context, sync = nc.get_cpu_offload_context(True, 1, 2)
+    x = torch.randn(8, 7, device=DEVICE, requires_grad=True)
+    with context:
+        y = x * 2
+        z = y.exp() if saves_output else y.square()
+    z = sync(z)
+    with torch.no_grad():
+        (z if saves_output else y).add_(1)
+    with pytest.raises(RuntimeError, match="modified in place before its backward; run the backward"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["current"]], ids=["none", "current"])
+def test_a_step_before_the_backward_is_noticed(recipe: Any) -> None:
+    """A parameter stays where it is, and a retained graph would multiply by what it is after the step."""
+    layers = model(recipe, 2)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    context, sync = nc.get_cpu_offload_context(True, 1, 2)
+    x = torch.randn(ROWS, WIDTH, device=DEVICE, requires_grad=True)
+    with context:
+        y = layers[0](x)
+    loss = layers[1](sync(y)).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified in place before its backward"):
+        torch.autograd.grad(y, x, torch.ones_like(y))
+
+
 def test_manual(no_limit: None, moves: dict[str, list[Any]]) -> None:
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
     expected = step(model(RECIPES["current"], 2), x)

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,30 @@ def _stays(tensor: Tensor) -> bool:
     return tensor.numel() < LEAST_ELEMENTS or storage_key(tensor) in _NOT_OFFLOADED
 
 
+class _Saved(NamedTuple):
+    """A tensor that autograd saved, and its version then: behind hooks, PyTorch does not compare versions."""
+
+    saved: Tensor
+    version: int
+
+    def is_modified(self) -> bool:
+        """Return whether code has modified the tensor in place since."""
+        return version_of(self.saved) != self.version
+
+    def tensor(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was modified in place since, so this is not what the backward is to see.
+        """
+        if self.is_modified():
+            raise RuntimeError(
+                "a tensor or parameter that autograd saved inside the offload context was modified in place before its "
+                "backward; run the backward before the optimizer's step, and modify a clone"
+            )
+        return self.saved
+
+
 class _Moved:
     """One storage that a layer saved: on the device, in the memory of the host, or both."""
 
@@ -60,7 +84,7 @@ class _Moved:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.on_device: Tensor | None = whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
         self.on_host: Tensor | None = None
-        self.saved: list[tuple[Tensor, int]] = []  # until it is copied, with versions
+        self.saved: list[_Saved] = []  # while it is on the device as it was saved
 
     def to_host(self) -> None:
         """Copy it to the host, on the current stream.
@@ -69,15 +93,19 @@ class _Moved:
             RuntimeError: it was written to since it was saved, so this is not what the backward is to see.
         """
         assert self.on_device is not None
-        if any(version_of(tensor) != version for tensor, version in self.saved):
+        if any(saved.is_modified() for saved in self.saved):
             raise RuntimeError(
                 "a tensor that autograd saved was modified in place before its layer ended, and would be offloaded as "
-                "it is now; do not modify it, or give it to mark_not_offload"
+                "it is now; do not modify it, or pass on a clone"
             )
-        self.saved = []
         pinned = self.device.type == "cuda"
         host = torch.empty(self.on_device.shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.on_host = host.copy_(self.on_device, non_blocking=pinned)
+
+    def leave(self) -> None:
+        """Free the device memory of what the host has."""
+        if self.on_host is not None:
+            self.on_device, self.saved = None, []
 
     def to_device(self) -> None:
         """Copy it back, on the current stream, to memory that is there."""
@@ -90,10 +118,14 @@ class _Handle:
 
     def __init__(self, layer: _Layer, moved: _Moved, tensor: Tensor) -> None:
         self.layer, self.moved, self.dtype = layer, moved, tensor.dtype
+        self.number = len(moved.saved)
+        moved.saved.append(_Saved(tensor, version_of(tensor)))
         self.place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
     def tensor(self) -> Tensor:
         """Return the tensor again, on its device; may be called more than once."""
+        if self.moved.saved:
+            self.moved.saved[self.number].tensor()
         storage = self.layer.loaded(self.moved).untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=self.moved.device).set_(storage, *self.place)  # type: ignore[call-overload]
 
@@ -116,19 +148,17 @@ class _Layer:
     def pack(self, tensor: Any) -> Any:
         if has_inner_tensors(tensor):
             if isinstance(tensor, nn.Parameter):
-                return tensor
+                return _Saved(tensor, version_of(tensor))
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.pack(getattr(tensor, name)) for name in names}
             return type(tensor), inner, context, tensor.shape, tensor.stride()
         if _stays(tensor):
-            return tensor
+            return _Saved(tensor, version_of(tensor))
         key = storage_key(tensor)
         if key not in self.leaving:
             self.leaving[key] = _Moved(tensor)
             self.moved.add(self.leaving[key])
-        moved = self.leaving[key]
-        moved.saved.append((tensor, version_of(tensor)))
-        return _Handle(self, moved, tensor)
+        return _Handle(self, self.leaving[key], tensor)
 
     def start_offload(self) -> None:
         """Copy what was saved to the host, beside what the device goes on with."""
@@ -138,8 +168,7 @@ class _Layer:
         """Free the device memory of copied tensors."""
         _wait(self.copied)
         for moved in self.leaving.values():
-            if moved.on_host is not None:
-                moved.on_device = None
+            moved.leave()
         self.leaving, self.copied = {}, None
 
     def start_reload(self) -> None:
@@ -164,8 +193,7 @@ class _Layer:
         _wait(self.reloaded)
         self.reloaded = None
         for moved in self.moved:
-            if moved.on_host is not None:
-                moved.on_device = None
+            moved.leave()
 
     def _beside(self, moved: list[_Moved], copy: Callable[[_Moved], None]) -> Any:
         """Return copies on the side stream, after what was computed so far; the event of their end, None on a CPU."""
@@ -182,11 +210,13 @@ class _Layer:
 
 
 def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, (_Handle, _Saved)):
+        return packed.tensor()
     if isinstance(packed, tuple):
         cls, inner, context, shape, stride = packed
         tensors = {name: _unpack(part) for name, part in inner.items()}
         return cls.__tensor_unflatten__(tensors, context, shape, stride)
-    return packed.tensor() if isinstance(packed, _Handle) else packed
+    return packed  # type: ignore[no-any-return]
 
 
 def _wait(event: Any) -> None:
