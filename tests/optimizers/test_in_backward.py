@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.optimizers import FusedAdam, step_in_backward
@@ -20,6 +22,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "remainders": lambda p: FusedAdam(
         p, 1e-2, master_weights=True, store_param_remainders=True, exp_avg_dtype=CODES, exp_avg_sq_dtype=CODES
     ),
+    "stochastic": lambda p: FusedAdam(p, 1e-2, stochastic_rounding=True, exp_avg_dtype=CODES),
 }
 
 
@@ -98,6 +101,35 @@ def test_a_resumed_run_has_the_same_bits() -> None:
         assert torch.equal(p, q)
 
 
+def test_an_exception_in_the_backward_leaves_the_rest_to_the_loop() -> None:
+    """Parameters whose gradients came before it are stepped once, as by a loop that goes on with what there is."""
+    models = Model(), Model()
+    for index, model in enumerate(models):
+        optimizer = OPTIMIZERS["remainders"](model.parameters())
+        if index:
+            step_in_backward(optimizer, model.blocks)
+        for fails in (False, True, False):
+            weight = model.blocks[0][0].weight  # type: ignore[index]
+            hook = weight.register_hook(lambda grad: 1 / 0) if fails else None
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                model(torch.arange(7)).backward()
+            if hook is not None:
+                hook.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_parameter_shared_by_reentrant_checkpoints_raises() -> None:
+    layer = nn.Linear(7, 7)
+    optimizer = OPTIMIZERS["SGD"](layer.parameters())
+    step_in_backward(optimizer, [layer])
+    x = torch.randn(3, 7, requires_grad=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False for checkpoints that share"):
+        checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True).sum().backward()  # type: ignore[union-attr]
+
+
 def test_what_is_not_possible_raises() -> None:
     model = Model()
     optimizer = OPTIMIZERS["FusedAdam"](model.parameters())
@@ -119,6 +151,8 @@ def test_what_is_not_possible_raises() -> None:
         step_in_backward(model, model.blocks)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parts"):
         step_in_backward(optimizer, model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="LBFGS calls the model several times"):
+        step_in_backward(torch.optim.LBFGS(model.parameters()), model.blocks)
     coded = FusedAdam(model.parameters(), weight_codes=model)
     with pytest.raises(ValueError, match="weight_codes are written"):
         step_in_backward(coded, model.blocks)

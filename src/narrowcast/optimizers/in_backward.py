@@ -46,8 +46,8 @@ class BackwardSteps:
         if parameter in self._stepped:
             raise RuntimeError(
                 "a parameter has a second gradient since the last optimizer.step(), and step_in_backward has stepped "
-                "it with the first: gradients do not accumulate; call optimizer.step() after every backward, "
-                + _WITHOUT
+                "it with the first: gradients do not accumulate; call optimizer.step() after every backward, use "
+                "use_reentrant=False for checkpoints that share the parameter, " + _WITHOUT
             )
         self._waiting[number].discard(parameter)
         if self._waiting[number]:
@@ -88,10 +88,11 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
     and state dict are those of an optimizer that steps after it, bit for bit.
 
     All gradients are never there at once: norms over all of them, such as ``clip_grad_norm_``, find none. Nor can they
-    be summed over backwards, or be those of a scaled loss; both raise, after the first step.
+    be summed over backwards or over reentrant checkpoints that share a parameter, or be those of a scaled loss; all
+    raise, after the first step.
 
     Args:
-        optimizer: any of ``torch.optim`` or :mod:`narrowcast.optimizers`.
+        optimizer: any of ``torch.optim`` or :mod:`narrowcast.optimizers` whose step takes no closure.
         parts: modules, such as the blocks of a model. Each parameter outside of them is a part of its own.
 
     Returns:
@@ -99,11 +100,13 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
 
     Raises:
         TypeError: no optimizer, or a part that is no module.
-        ValueError: the optimizer reads ``decoupled_grad``, or has ``weight_codes``.
+        ValueError: the optimizer is LBFGS, reads ``decoupled_grad``, or has ``weight_codes``.
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {optimizer!r}, of type {type(optimizer).__name__}; pass an optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS calls the model several times in a step; use another optimizer, " + _WITHOUT)
     if getattr(optimizer, "use_decoupled_grad", False):
         raise ValueError("the optimizer reads decoupled_grad; make it with use_decoupled_grad=False")
     if isinstance(optimizer, FusedAdam) and optimizer._codes is not None:
