@@ -38,14 +38,12 @@ wait_op = _collective("wait_tensor")
 
 size_of_group_named: Any = private(
     "torch.distributed.distributed_c10d._get_group_size_by_name",
-    follows=_GROUPS,
     without="a group is carried by its name; train without tensor parallelism or on a tested release",
 )
 """Return how many processes the group of a name has. The compiler knows this function as a constant."""
 
 group_named: Any = private(
     "torch.distributed.distributed_c10d._resolve_process_group",
-    follows=_GROUPS,
     without="pass the process group itself, not its name",
 )
 """Return the process group of a name."""
@@ -58,7 +56,6 @@ def _world() -> Any:
 
 default_group: Any = private(
     "torch.distributed.distributed_c10d._get_default_group",
-    follows=_GROUPS,
     without="group.WORLD is read, which is the same group",
     fallback=_world,
 )

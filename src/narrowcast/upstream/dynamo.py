@@ -16,11 +16,7 @@ _AUTOCAST_WAY_OUT = (
 )
 _NOT_COMPILED = "run the model without torch.compile on this release"
 
-_comptime = private(
-    "torch._dynamo.comptime.comptime",
-    follows="torch/_dynamo/comptime.py",
-    without=_NOT_COMPILED,
-)
+_comptime = private("torch._dynamo.comptime.comptime", without=_NOT_COMPILED)
 
 
 def __getattr__(name: str) -> Any:
@@ -49,11 +45,7 @@ _NEEDED_OF_VARIABLES = [
         ("variables.functions.UserFunctionVariable.get_function", "variables/functions.py"),
     )
 ]
-_ListVariable = private(
-    "torch._dynamo.variables.lists.BaseListVariable",
-    follows="torch/_dynamo/variables/lists.py",
-    without=_NOT_COMPILED,
-)
+_ListVariable = private("torch._dynamo.variables.lists.BaseListVariable", without=_NOT_COMPILED)
 _FIELD_READERS = [
     name
     for name, tried in (("var_getattr", "2.11-2.13"), ("tp_getattro_impl", "2.14-2.15"))
@@ -77,7 +69,6 @@ _SOURCE = entry(
 )
 Unsupported: type[RuntimeError] = private(
     "torch._dynamo.exc.Unsupported",
-    follows="torch/_dynamo/exc.py",
     without="a RuntimeError is raised, which Dynamo reports with the same text",
     fallback=RuntimeError,
 )

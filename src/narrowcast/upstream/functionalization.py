@@ -17,18 +17,10 @@ _INSTALL = "install a release that was tested"
 _NOT_COMPILED = "run the model without torch.compile on this release"
 
 FunctionalTensor: Any = needed(
-    private(
-        "torch._subclasses.functional_tensor.FunctionalTensor",
-        follows="torch/_subclasses/functional_tensor.py",
-        without=_INSTALL,
-    )
+    private("torch._subclasses.functional_tensor.FunctionalTensor", without=_INSTALL)
 )
 FunctionalMode: Any = needed(
-    private(
-        "torch._subclasses.functional_tensor.FunctionalTensorMode",
-        follows="torch/_subclasses/functional_tensor.py",
-        without=_INSTALL,
-    )
+    private("torch._subclasses.functional_tensor.FunctionalTensorMode", without=_INSTALL)
 )
 """The mode in which a graph is functionalized; operators register rules for it."""
 
@@ -41,13 +33,7 @@ CheckpointMode: Any = needed(
 )
 """The mode in which a compiled checkpoint tags its nodes."""
 
-FakeTensor: Any = needed(
-    private(
-        "torch._subclasses.fake_tensor.FakeTensor",
-        follows="torch/_subclasses/fake_tensor.py",
-        without=_INSTALL,
-    )
-)
+FakeTensor: Any = needed(private("torch._subclasses.fake_tensor.FakeTensor", without=_INSTALL))
 FunctionalAPI: Any = private(
     "torch._subclasses.functional_tensor.PythonFunctionalizeAPI",
     follows="torch/_subclasses/functional_tensor.py; torch/_higher_order_ops/triton_kernel_wrap.py",
@@ -65,28 +51,16 @@ OperatorMode: Any = needed(
 """A mode whose ``__torch_dispatch__`` sees every operator."""
 
 current_mode: Callable[[], Any] = needed(
-    private(
-        "torch.utils._python_dispatch._get_current_dispatch_mode",
-        follows="torch/utils/_python_dispatch.py",
-        without=_INSTALL,
-    )
+    private("torch.utils._python_dispatch._get_current_dispatch_mode", without=_INSTALL)
 )
 """Return the innermost mode that sees operators, or None."""
 
 without_modes: Callable[[], Any] = needed(
-    private(
-        "torch.utils._python_dispatch._disable_current_modes",
-        follows="torch/utils/_python_dispatch.py",
-        without=_INSTALL,
-    )
+    private("torch.utils._python_dispatch._disable_current_modes", without=_INSTALL)
 )
 """A context in which no mode sees operators."""
 
-_detect_mode = private(
-    "torch.utils._python_dispatch._detect_infra_mode",
-    follows="torch/utils/_python_dispatch.py",
-    without=_NOT_COMPILED,
-)
+_detect_mode = private("torch.utils._python_dispatch._detect_infra_mode", without=_NOT_COMPILED)
 _FUNCTIONAL = private(
     "torch._C._TorchDispatchModeKey.FUNCTIONAL", follows="torch/csrc/autograd/init.cpp", without=_NOT_COMPILED
 )
@@ -97,11 +71,7 @@ def functional_mode() -> Any:
     return _detect_mode(_FUNCTIONAL)
 
 
-_get_proxies = private(
-    "torch.fx.experimental.proxy_tensor._get_proxies",
-    follows="torch/fx/experimental/proxy_tensor.py",
-    without=_NOT_COMPILED,
-)
+_get_proxies = private("torch.fx.experimental.proxy_tensor._get_proxies", without=_NOT_COMPILED)
 _mutation_count: Callable[[Tensor], int] = private(
     "torch._functionalize_mutation_counter",
     follows="aten/src/ATen/FunctionalTensorWrapper.cpp",

@@ -31,13 +31,11 @@ __all__ = [
 ]
 
 GraphPass: Any = private(
-    "torch._inductor.custom_graph_pass.CustomGraphPass", follows=_PASS, without=_WITHOUT, fallback=object
+    "torch._inductor.custom_graph_pass.CustomGraphPass", without=_WITHOUT, fallback=object
 )
 """The class of passes that Inductor runs over graphs; without it :func:`turn_on` raises."""
 
-hash_of_files: Any = private(
-    "torch._inductor.custom_graph_pass.get_hash_for_files", follows=_PASS, without=_WITHOUT
-)
+hash_of_files: Any = private("torch._inductor.custom_graph_pass.get_hash_for_files", without=_WITHOUT)
 """Return what caches of compiled graphs tell a pass by, from its files."""
 
 _config: Any = private("torch._inductor.config", follows="torch/_inductor/config.py", without=_WITHOUT)

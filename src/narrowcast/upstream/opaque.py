@@ -46,10 +46,8 @@ Base: type = _either(
 )[0]
 """The base that PyTorch 2.11 asks of a class of values."""
 
-_type_name = private(
-    "torch._library.opaque_object.get_opaque_type_name", follows=_FILE, without=_EAGER, fallback=None
-)
-_MemberType = private("torch._library.opaque_object.MemberType", follows=_FILE, without=_EAGER)
+_type_name = private("torch._library.opaque_object.get_opaque_type_name", without=_EAGER, fallback=None)
+_MemberType = private("torch._library.opaque_object.MemberType", without=_EAGER)
 _MEMBERS_ARE_NAMED = TorchVersion(torch.__version__) < "2.13"
 """Whether the compiler must be told of each member; later releases trace through members by themselves."""
 

@@ -90,15 +90,16 @@ _NOTHING: Any = object()
 
 
 def private(
-    path: str, *, follows: str, without: str, fallback: Any = _REQUIRED, tried: str = "2.11-2.15"
+    path: str, *, follows: str = "", without: str, fallback: Any = _REQUIRED, tried: str = "2.11-2.15"
 ) -> Any:
     """Return the object at a dotted path and record its use.
 
     Args:
         path: from the module's full name on; modules on the way are imported.
-        follows, without, tried: see :class:`Entry`.
+        follows, without, tried: see :class:`Entry`; a name follows the file of its module unless told otherwise.
         fallback: what to return on a release that lacks the name; by default a stand-in whose every use raises.
     """
+    follows = follows or f"{path.rpartition('.')[0].replace('.', '/')}.py"
     found = entry(path, follows=follows, without=without, falls_back=fallback is not _REQUIRED, tried=tried)
     value = _find(path)
     if value is not _NOTHING:

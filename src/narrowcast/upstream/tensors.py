@@ -73,15 +73,12 @@ def storage_key(tensor: Tensor) -> int:
 
 
 has_inner_tensors: Callable[[Any], bool] = private(
-    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-    follows="torch/utils/_python_dispatch.py",
-    without=_INSTALL,
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", without=_INSTALL
 )
 """Return whether a tensor wraps others and tells them by ``__tensor_flatten__``."""
 
 rebuild_tensor: Callable[..., Tensor] = private(
     "torch._utils._rebuild_tensor_v2",
-    follows="torch/_utils.py",
     without="extra state of Transformer Engine's layers is not read; save it with get_extra_state of this release",
 )
 """What a pickle of a tensor calls."""
@@ -178,12 +175,8 @@ autocast_off: Callable[[], Any] = private(
 )
 """Return a context in which no ``torch.autocast`` is on."""
 
-_function_modes = private(
-    "torch.overrides._get_current_function_mode_stack", follows="torch/overrides.py", without=_INSTALL
-)
-_DeviceContext = private(
-    "torch.utils._device.DeviceContext", follows="torch/utils/_device.py", without=_INSTALL
-)
+_function_modes = private("torch.overrides._get_current_function_mode_stack", without=_INSTALL)
+_DeviceContext = private("torch.utils._device.DeviceContext", without=_INSTALL)
 
 
 def is_default_device_set() -> bool:
