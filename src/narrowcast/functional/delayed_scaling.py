@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..formats import E4M3
 from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
@@ -38,11 +37,7 @@ def _renew(
     if in_place and len(scales) <= _FEW:
         delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)), copies=False)
         return
-    if (
-        in_place
-        and delayed is not reference.delayed
-        and delayed.renew_many(scales, histories, amaxes, *rules)
-    ):
+    if in_place and delayed.renew_many(scales, histories, amaxes, *rules):
         return
     groups: dict[Any, list[int]] = {}
     for at, rule in enumerate(zip(*rules)):

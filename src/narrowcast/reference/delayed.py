@@ -5,7 +5,8 @@ oldest past value and row L - 1 the newest.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,6 +157,13 @@ def renew(
             history.copy_(renewed_history)
             amax.zero_()
     return copy_scales(scales) if copies else []
+
+
+def renew_many(
+    scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
+) -> bool:
+    """Return False: here many states are renewed faster when they are joined, by :func:`update`."""
+    return False
 
 
 def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
