@@ -24,7 +24,7 @@ from ..quantizers import (
 )
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
-from ..tensors import QuantizedTensor, local
+from ..tensors import QuantizedTensor, local, spread_like
 from ..upstream.compiler import traces_own_hooks
 from ..upstream.fsdp import (
     gathers_in_backward,
@@ -38,7 +38,7 @@ from ..upstream.fsdp import (
 )
 from ..upstream.modules import own_parameters
 from .shard_receipt import ShardedParameter, ShardReceipt
-from .sharded_weight import ShardedWeight, WeightGather, like
+from .sharded_weight import ShardedWeight, WeightGather
 from .weight_scales import ScaledWeight, WeightScales, synchronizes
 
 _TILE = 128
@@ -497,7 +497,7 @@ class _SavePlain:
     def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         value = state_dict.get(prefix + self.name)
         if isinstance(local(value), ShardedWeight):
-            state_dict[prefix + self.name] = like(value, local(value)._shard.detach())
+            state_dict[prefix + self.name] = spread_like(local(value)._shard.detach(), value)
 
 
 class _Rewrap:
@@ -512,4 +512,6 @@ class _Rewrap:
         if not assigned or value is None or isinstance(local(value), ShardedWeight):
             return
         if is_distributed(value):
-            state_dict[prefix + self.name] = like(value, ShardedWeight(local(value).detach(), self.gather))
+            state_dict[prefix + self.name] = spread_like(
+                ShardedWeight(local(value).detach(), self.gather), value
+            )

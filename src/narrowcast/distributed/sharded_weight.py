@@ -16,7 +16,6 @@ from ..functional import grouped_quantize_weights, quantize_rounded
 from ..quantizers import Quantizer
 from ..state import starts_a_step
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, local, overwrite_unseen
-from ..upstream.fsdp import is_distributed
 from ..upstream.tensors import make_wrapper, no_torch_function, schema_of
 
 aten = torch.ops.aten
@@ -280,19 +279,3 @@ def _plain(value: Any, found: list[ShardedWeight]) -> Any:
         found.append(value)
         return value._shard
     return [_plain(one, found) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def like(sharded: Any, own: Tensor) -> Any:
-    """Return a tensor that is sharded as another, of which this rank holds ``own``; that itself if nothing is
-    sharded.
-    """
-    if not is_distributed(sharded):
-        return own
-    return torch.distributed.tensor.DTensor.from_local(  # type: ignore[attr-defined]
-        own,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )

@@ -23,7 +23,7 @@ from ..functional.collectives import gather_rows, group_name, largest_of, smalle
 from ..layers import LinearLayer, Stage
 from ..quantizers import Operand
 from ..reference.layout import bytes_of_rows
-from ..tensors import GroupedTensor, grouped_storage_of, local
+from ..tensors import GroupedTensor, grouped_storage_of, local, spread_like
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
 
@@ -125,14 +125,7 @@ def plain(parameter: Any, split: Split | None) -> Tensor:
     held = local(parameter)
     values = held._shard if isinstance(held, ShardedWeight) else _decoded(held.detach())
     if held is not parameter:
-        whole: Any = dist.tensor.DTensor.from_local(  # type: ignore[attr-defined]
-            values,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        whole: Any = spread_like(values, parameter)
         return whole.full_tensor()
     if split is None:
         return values
