@@ -17,7 +17,7 @@ from ..recipe import Recipe
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import FOUR_BITS, restore, store, uses_of_parameters, why_not_stored
+from .stored import FOUR_BITS, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
@@ -338,8 +338,5 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision], weights: s
             one = replace(one, stored=stored, reason="; ".join(filter(None, (one.reason, reason))))
         found.append(one)
     if not any(one.stored for one in found):
-        raise ValueError(
-            f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
-            "first"
-        )
+        raise nothing_to_store(weights)
     return found

@@ -236,7 +236,7 @@ class EqualExpertsLayer(StackedExpertsLayer):
     def is_kind_of(module: Any) -> bool:
         """Return whether it runs as ``Llama4TextExperts`` of Transformers, by name and parts."""
         return (
-            _runs_as(module) == "Llama4TextExperts"
+            runs_as(module) == "Llama4TextExperts"
             and hasattr(module, "act_fn")
             and _are_stacked(module, EqualExpertsLayer.stack_of(module).weights)
         )
@@ -276,7 +276,7 @@ class ParallelExpertsLayer(StackedExpertsLayer):
     @staticmethod
     def is_kind_of(module: Any) -> bool:
         """Return whether it runs as ``JetMoeParallelExperts`` of Transformers, by name and parts."""
-        return _runs_as(module) == "JetMoeParallelExperts" and _are_stacked(module, ("weight",))
+        return runs_as(module) == "JetMoeParallelExperts" and _are_stacked(module, ("weight",))
 
     @staticmethod
     def stack_of(module: Any) -> Stack:
@@ -293,7 +293,7 @@ EXPERTS = (ExpertsLayer, EqualExpertsLayer, ParallelExpertsLayer)
 """The kinds of experts that are converted."""
 
 
-def _runs_as(module: nn.Module) -> str:
+def runs_as(module: nn.Module) -> str:
     """Return the class whose forward the module has, by name: the package that defines it is not imported."""
     return next(cls.__name__ for cls in type(module).__mro__ if "forward" in cls.__dict__)
 

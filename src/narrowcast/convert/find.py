@@ -15,7 +15,7 @@ from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 from .blocks import Place, places_in_stacks
 from .conv1d import Conv1DLayer
-from .experts import EXPERTS, StackedExpertsLayer
+from .experts import EXPERTS, StackedExpertsLayer, runs_as
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -322,10 +322,9 @@ def _chosen_experts(*places: Any, groups: int) -> float:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Return whether it runs as a ``Conv1D`` of Transformers, by name and parts; that package is not imported."""
-    runs_as = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     weight, bias = own_parameters(module).get("weight"), own_parameters(module).get("bias")
     return (
-        runs_as.__name__ == "Conv1D"
+        runs_as(module) == "Conv1D"
         and hasattr(module, "nf")
         and weight is not None
         and bias is not None

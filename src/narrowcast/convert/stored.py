@@ -74,6 +74,13 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int], meta: bool = False)
     return ""
 
 
+def nothing_to_store(weights: str) -> ValueError:
+    """Return the error for a model without a weight that could be stored."""
+    return ValueError(
+        f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) first"
+    )
+
+
 def uses_of_parameters(model: nn.Module) -> Counter[int]:
     """Return how many modules have each parameter, by its id."""
     return Counter(

@@ -13,7 +13,7 @@ Scale buffers are padded here for tensor cores; on disk they are not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,82 +128,31 @@ def _mxfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) 
     return {"_packed": codes, "_scale": _unpadded(scale, shape, quantizer)}
 
 
-_PER_TOKEN = {"num_bits": 8, "strategy": "token"}
+_TOKEN, _TENSOR = ({"num_bits": 8, "strategy": strategy} for strategy in ("token", "tensor"))
+_BLOCK = {"num_bits": 8, "strategy": "block", "block_structure": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
+_MX = {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"}
+_MICRO = {"strategy": "tensor_group", "group_size": NVFP4_BLOCK, "scale_dtype": "torch.float8_e4m3fn"}
 
-WEIGHT_FORMATS = (
-    WeightFormat(
-        FLOAT8_ROWS,
-        _one_byte_codes,
-        1,
-        "float-quantized",
-        {"num_bits": 8, "strategy": "channel"},
-        _PER_TOKEN,
-    ),
-    WeightFormat(
-        FLOAT8,
-        _one_byte_codes,
-        1,
-        "float-quantized",
-        {"num_bits": 8, "strategy": "tensor"},
-        _PER_TOKEN,
-        FLOAT8_ROWS,
-    ),
-    WeightFormat(
-        FLOAT8,
-        _one_byte_codes,
-        1,
-        "float-quantized",
-        {"num_bits": 8, "strategy": "tensor"},
-        {"num_bits": 8, "strategy": "tensor"},
-    ),
-    WeightFormat(
-        FLOAT8_BLOCK_2D,
-        _one_byte_codes,
-        1,
-        "float-quantized",
-        {"num_bits": 8, "strategy": "block", "block_structure": [FLOAT8_BLOCK, FLOAT8_BLOCK]},
-        {"num_bits": 8, "strategy": "group", "group_size": FLOAT8_BLOCK},
-    ),
-    WeightFormat(
-        MXFP8,
-        _one_byte_codes,
-        MX_BLOCK,
-        "mxfp8-quantized",
-        {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
-        {"num_bits": 8, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
-    ),
-    # Inputs in NVFP4 would need the amax of calibration data; the weights alone need none.
-    WeightFormat(
-        NVFP4,
-        _nvfp4,
-        NVFP4_BLOCK,
-        "nvfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "strategy": "tensor_group",
-            "group_size": NVFP4_BLOCK,
-            "scale_dtype": "torch.float8_e4m3fn",
-        },
-        None,
-    ),
-    WeightFormat(
-        MXFP4,
-        _mxfp4,
-        MX_BLOCK,
-        "mxfp4-pack-quantized",
-        {"num_bits": 4, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8"},
-        None,
-    ),
-    WeightFormat(
-        FLOAT8,
-        _one_byte_codes,
-        1,
-        "float-quantized",
-        {"num_bits": 8, "strategy": "tensor"},
-        {"num_bits": 8, "strategy": "tensor"},
-        static=True,
-    ),
+_PER_TENSOR = WeightFormat(FLOAT8, _one_byte_codes, 1, "float-quantized", _TENSOR, _TENSOR)
+_PER_TENSOR_AND_TOKEN = replace(_PER_TENSOR, activations=_TOKEN, inputs=FLOAT8_ROWS)
+_PER_ROW = replace(
+    _PER_TENSOR, layout=FLOAT8_ROWS, arguments={"num_bits": 8, "strategy": "channel"}, activations=_TOKEN
 )
+_TILES = replace(
+    _PER_TENSOR,
+    layout=FLOAT8_BLOCK_2D,
+    arguments=_BLOCK,
+    activations={"num_bits": 8, "strategy": "group", "group_size": FLOAT8_BLOCK},
+)
+_STATIC = replace(_PER_TENSOR, static=True)
+_MXFP8 = WeightFormat(MXFP8, _one_byte_codes, MX_BLOCK, "mxfp8-quantized", _MX, _MX)
+# Inputs in NVFP4 would need the amax of calibration data; the weights alone need none.
+_NVFP4 = WeightFormat(NVFP4, _nvfp4, NVFP4_BLOCK, "nvfp4-pack-quantized", {"num_bits": 4, **_MICRO}, None)
+_MXFP4 = WeightFormat(MXFP4, _mxfp4, MX_BLOCK, "mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None)
+
+_HELD = (_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4)
+"""What compressed-tensors holds; the first that fits is taken."""
+WEIGHT_FORMATS = (*_HELD, _STATIC)
 
 
 @dataclass(frozen=True)
@@ -229,11 +178,10 @@ class CheckpointFormat:
         return next((one for one in found if quantizer._is_delayed() or not one.static), None)
 
 
-_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4, _STATIC = WEIGHT_FORMATS
 CHECKPOINT_FORMATS = {
     "hf-fp8-block128": CheckpointFormat((_TILES,), "Float8BlockScaling", fine_grained=True),
     "compressed-tensors": CheckpointFormat(
-        WEIGHT_FORMATS[:-1],
+        _HELD,
         "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, "
         "MXFP4BlockScaling",
     ),
@@ -246,7 +194,7 @@ CHECKPOINT_FORMATS = {
 
 
 def fine_grained_config(kept: list[str]) -> dict[str, Any]:
-    """Return deepSeek's ``quantization_config``; ``kept``: names of the linear layers in high precision."""
+    """Return DeepSeek's ``quantization_config``; ``kept``: names of the linear layers in high precision."""
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",

@@ -14,7 +14,13 @@ from .. import _checks
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.find import gemm_modules
-from ..convert.stored import FOUR_BITS, stored_quantizer, uses_of_parameters, why_not_stored
+from ..convert.stored import (
+    FOUR_BITS,
+    nothing_to_store,
+    stored_quantizer,
+    uses_of_parameters,
+    why_not_stored,
+)
 from ..layers.patterns import Selectors
 from ..layers.set_recipe import Model
 from ..nn import Linear
@@ -153,10 +159,7 @@ def _quantize_while_reading(
     }
     chosen = {key: one for key, one in chosen.items() if not why_not_stored(one.weight, uses, meta=True)}
     if not chosen:
-        raise ValueError(
-            f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
-            "first"
-        )
+        raise nothing_to_store(weights)
     quantizers = {key: stored_quantizer(recipe, key.removesuffix(".weight"), weights) for key in chosen}
     tensors = _tensors(path)
     _check_tensors(model, tensors, [])
