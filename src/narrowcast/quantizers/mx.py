@@ -32,8 +32,10 @@ class _MXQuantizer(Quantizer):
     _takes_sources = True
 
     def __init__(
-        self, element: DType, *, rowwise: bool, columnwise: bool, with_2d_quantization: bool
+        self, given: DType | torch.dtype, rowwise: bool, columnwise: bool, with_2d_quantization: bool
     ) -> None:
+        argument = f"fp{ELEMENT_FORMATS[self._elements[0]].bits}_dtype"
+        element = element_dtype_of(argument, given, *self._elements)
         flags(with_2d_quantization=with_2d_quantization)
         self._freeze(dtype=element, with_2d_quantization=bool(with_2d_quantization))
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -76,12 +78,7 @@ class MXFP8Quantizer(_MXQuantizer):
         columnwise: bool = True,
         with_2d_quantization: bool = False,
     ) -> None:
-        super().__init__(
-            element_dtype_of("fp8_dtype", fp8_dtype, *self._elements),
-            rowwise=rowwise,
-            columnwise=columnwise,
-            with_2d_quantization=with_2d_quantization,
-        )
+        super().__init__(fp8_dtype, rowwise, columnwise, with_2d_quantization)
 
     def _native_operand(self, buffers: list[Tensor], columnwise: bool) -> NativeOperand:
         data, scale_inv = buffers
@@ -115,12 +112,7 @@ class MXFP6Quantizer(_MXQuantizer):
         columnwise: bool = True,
         with_2d_quantization: bool = False,
     ) -> None:
-        super().__init__(
-            element_dtype_of("fp6_dtype", fp6_dtype, *self._elements),
-            rowwise=rowwise,
-            columnwise=columnwise,
-            with_2d_quantization=with_2d_quantization,
-        )
+        super().__init__(fp6_dtype, rowwise, columnwise, with_2d_quantization)
 
 
 class MXFP4Quantizer(_MXQuantizer):
@@ -146,9 +138,4 @@ class MXFP4Quantizer(_MXQuantizer):
         columnwise: bool = True,
         with_2d_quantization: bool = False,
     ) -> None:
-        super().__init__(
-            element_dtype_of("fp4_dtype", fp4_dtype, *self._elements),
-            rowwise=rowwise,
-            columnwise=columnwise,
-            with_2d_quantization=with_2d_quantization,
-        )
+        super().__init__(fp4_dtype, rowwise, columnwise, with_2d_quantization)
