@@ -13,36 +13,3 @@ from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, P
 from .quantized_boundary import quantize_input_gradient, quantize_output
 from .saved_activation import decoded, kept_in_codes
 from .weight_gradient import add_to_main_grad_, compute_wgrad
-
-__all__ = [
-    "Activation",
-    "ActivationSettings",
-    "AdaptedLinearFunction",
-    "DelayedScales",
-    "Groups",
-    "Linear",
-    "LinearBwdArgs",
-    "LinearFunction",
-    "LinearFwdArgs",
-    "LinearWgrad",
-    "Norm",
-    "NormArgs",
-    "NormSettings",
-    "Program",
-    "ProgramArgs",
-    "ProgramFunction",
-    "activate",
-    "adapter_inputs",
-    "adapter_output",
-    "adapter_product",
-    "add_to_main_grad_",
-    "compute_wgrad",
-    "concatenate",
-    "decoded",
-    "fprop",
-    "grouped_linear",
-    "kept_in_codes",
-    "normalize",
-    "quantize_input_gradient",
-    "quantize_output",
-]

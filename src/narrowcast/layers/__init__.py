@@ -15,25 +15,3 @@ from .quantized_weight import quantize_weight, scatter_workspace
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
 from .written_weights import WeightCodes, WrittenWeight
-
-__all__ = [
-    "DelayedLayer",
-    "GroupedLinearLayer",
-    "LinearLayer",
-    "RecipeOwner",
-    "Stage",
-    "WeightCodes",
-    "WrittenWeight",
-    "calibrate_delayed_scaling",
-    "checked_input",
-    "get_recipes",
-    "main_grad_of",
-    "mark_added_to_main_grad",
-    "parameter_device",
-    "quantize_parameter",
-    "quantize_weight",
-    "read_together",
-    "reduce_delayed_scaling",
-    "scatter_workspace",
-    "set_recipe",
-]
