@@ -9,19 +9,16 @@ import torch.distributed as dist
 from torch import fx
 
 from ..functional.collectives import group_name
-from ..upstream.c10d import group_named
+from ..upstream.c10d import all_gather_op, group_named, reduce_scatter_op, wait_op
 from ..upstream.micro_pipeline import (
     GraphPass,
-    all_gather_op,
     hash_of_files,
     is_scaled_product,
     is_view,
-    reduce_scatter_op,
     set_value,
     start_symmetric_memory,
     turn_on,
     value_of,
-    wait_op,
 )
 
 aten = torch.ops.aten

@@ -84,7 +84,7 @@ def check_callable(function: Callable[..., Any]) -> None:
         raise RuntimeError("a buffer needs a gradient; only parameters may")
 
 
-def per_callable(value: Any, count: int, name: str) -> list[Any]:
+def per_callable(value: Any, count: int) -> list[Any]:
     """Return one value for each callable, from one for all or a sequence.
 
     Raises:
@@ -94,7 +94,7 @@ def per_callable(value: Any, count: int, name: str) -> list[Any]:
         return [value] * count
     if len(value) != count:
         raise ValueError(
-            f"{name} has {len(value)} values for {count} callables; give one each, or one for all"
+            f"enabled has {len(value)} values for {count} callables; give one each, or one for all"
         )
     return list(value)
 

@@ -143,7 +143,7 @@ def _prepare(
         raise ValueError(
             f"sample_kwargs has {len(keywords)} for {len(of_sample)} samples; give a dict for each"
         )
-    enabled = per_callable(options["enabled"], len(functions), "enabled")
+    enabled = per_callable(options["enabled"], len(functions))
     caches = bool(options["cache_quantized_params"])
     for function in functions:
         check_callable(function)

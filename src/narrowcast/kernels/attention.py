@@ -172,13 +172,12 @@ def _forward_kernel(
 @triton.jit
 def _gradient_of_scores(
     q, k, v, grad, lse, delta, pairs, query, key, there, S_KV, scale, left, right, shift, hk,
-    CHECKED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, EMULATE: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile and the gradient of its products of queries and keys, but for the scale."""
     weights = tl.exp2(_product(q, tl.trans(k), EMULATE) * scale - lse[:, None])
-    if CHECKED:
-        hidden = _hidden(pairs, query, key, S_KV, left, right, shift, hk, there, MASK, WINDOW)
-        weights = tl.where(hidden, 0.0, weights)
+    hidden = _hidden(pairs, query, key, S_KV, left, right, shift, hk, there, MASK, WINDOW)
+    weights = tl.where(hidden, 0.0, weights)
     slope = weights * (_product(grad, tl.trans(v), EMULATE) - delta[:, None])
     return round_to_dtype(weights, q.dtype, EMULATE), round_to_dtype(slope, q.dtype, EMULATE)
 
@@ -210,7 +209,7 @@ def _query_gradient_kernel(
         v = _rows(v_ptr, key.to(tl.int64) * vs, key < S_KV, True, D_V, WIDTH_V)
         made = _gradient_of_scores(
             q, k, v, grad, lse, delta, pairs, query, key, there, S_KV, scale, left, right, shift, hk,
-            True, MASK, WINDOW, EMULATE,
+            MASK, WINDOW, EMULATE,
         )  # fmt: skip
         dq += _product(made[1], k, EMULATE)
     _store_rows(dq_ptr, place * D, there, dq * scale_out, D, WIDTH, EMULATE)
@@ -247,7 +246,7 @@ def _key_gradient_kernel(
         delta = tl.load(delta_ptr + place, mask=there, other=0.0)
         weights, slope = _gradient_of_scores(
             q, k, v, grad, lse, delta, hidden_ptr + batch * hb + own * hh + at * hs, query, key, there, S_KV,
-            scale, left, right, shift, hk, True, MASK, WINDOW, EMULATE,
+            scale, left, right, shift, hk, MASK, WINDOW, EMULATE,
         )  # fmt: skip
         dv += _product(tl.trans(weights), grad, EMULATE)
         dk += _product(tl.trans(slope), q, EMULATE)

@@ -277,16 +277,3 @@ def _finds_functions() -> bool:
 def records_gradients(context: Any) -> bool:
     """Return whether a running function will have a backward; under ``no_grad`` ``needs_input_grad`` does not tell."""
     return bool(context.next_functions)
-
-
-__all__ = [
-    "Running",
-    "after_backward",
-    "graph_task_id",
-    "is_in_backward",
-    "records_gradients",
-    "running_checkpoints",
-    "running_functions",
-    "set_versions",
-    "version_preserved",
-]

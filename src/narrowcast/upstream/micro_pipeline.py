@@ -10,25 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .c10d import all_gather_op, reduce_scatter_op, wait_op
 from .private import Absent, entry, private
 
 _WITHOUT = "compile without narrowcast.distributed.async_tensor_parallel"
 _PASS = "torch/_inductor/custom_graph_pass.py"
-
-__all__ = [
-    "GraphPass",
-    "all_gather_op",
-    "hash_of_files",
-    "is_scaled_product",
-    "is_view",
-    "reduce_scatter_op",
-    "set_value",
-    "start_symmetric_memory",
-    "turn_on",
-    "value_of",
-    "wait_op",
-]
 
 GraphPass: Any = private(
     "torch._inductor.custom_graph_pass.CustomGraphPass", without=_WITHOUT, fallback=object

@@ -19,13 +19,13 @@ _EAGER = "eager code runs; run the model without torch.compile on this release"
 _API = entry("torch._library.opaque_object", follows=_FILE, without=_EAGER)
 
 
-def _either(new: str, old: str, follows: str, fallback: Any, renamed_in: str, until: str) -> tuple[Any, bool]:
+def _either(new: str, old: str, follows: str, fallback: Any) -> tuple[Any, bool]:
     """Return the object under one of two names, and whether it is the newer; the old one warns if both exist."""
-    found = private(new, follows=follows, without=f"{old} is used", fallback=None, tried=f"{renamed_in}-2.15")
+    found = private(new, follows=follows, without=f"{old} is used", fallback=None, tried="2.14-2.15")
     if found is not None:
-        entry(old, follows=follows, without=f"{new} is used", falls_back=True, tried=f"2.11-{until}")
+        entry(old, follows=follows, without=f"{new} is used", falls_back=True, tried="2.11-2.13")
         return found, True
-    return private(old, follows=follows, without=_EAGER, fallback=fallback, tried=f"2.11-{until}"), False
+    return private(old, follows=follows, without=_EAGER, fallback=fallback, tried="2.11-2.13"), False
 
 
 _register, _IS_NEW = _either(
@@ -33,16 +33,12 @@ _register, _IS_NEW = _either(
     "torch._library.opaque_object.register_opaque_type",
     _FILE,
     None,
-    "2.14",
-    "2.13",
 )
 Base: type = _either(
     "torch._custom_class_base.CustomClassBase",
     "torch._opaque_base.OpaqueBase",
     "torch/_custom_class_base.py; only 2.11 asks for the base",
     object,
-    "2.14",
-    "2.13",
 )[0]
 """The base that PyTorch 2.11 asks of a class of values."""
 
