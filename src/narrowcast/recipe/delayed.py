@@ -94,7 +94,16 @@ class DelayedScalingRequest:
 
     def as_recipe(self) -> DelayedScaling:
         """Return the recipe whose update rule keeps the requested state."""
-        return DelayedScaling(**vars(self))
+        # one by one: Dynamo of torch 2.11 reads no vars() of a frozen dataclass
+        return DelayedScaling(
+            margin=self.margin,
+            fp8_format=self.fp8_format,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            scaling_factor_compute_algo=self.scaling_factor_compute_algo,
+            reduce_amax=self.reduce_amax,
+            initial_scale=self.initial_scale,
+        )
 
 
 QuantizerRequest = DelayedScalingRequest
