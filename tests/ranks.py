@@ -64,7 +64,9 @@ def start_method() -> str:
     """How processes begin: forked from a server that has imported what takes long, but where CUDA may be in use."""
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.set_forkserver_preload(["narrowcast", "torch._dynamo", "torch.distributed.fsdp"])
+    # What compiles imports Inductor, whatever the backend.
+    preloaded = ["narrowcast", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"]
+    multiprocessing.set_forkserver_preload(preloaded)
     return "forkserver"
 
 

@@ -43,9 +43,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("evaluations, root", "two forwards", "checkpointed, two forwards", "operations"),
+        ("evaluations, root", "checkpointed, two forwards", "operations"),
         pytest.param(
-            ("steps, root", "steps, own", "evaluations, own", "twice", "checkpointed", "current", "routed"),
+            (
+                *("steps, root", "steps, own", "evaluations, own", "two forwards", "twice"),
+                *("checkpointed", "current", "routed"),
+            ),
             marks=pytest.mark.requested,
         ),
     ],
