@@ -38,10 +38,6 @@ def test_every_public_name_exists() -> None:
     assert len(set(nc.__all__)) == len(nc.__all__)
 
 
-def test_import_warns_about_nothing() -> None:
-    run_python("-W", "error", "-c", "import narrowcast")
-
-
 # What importing PyTorch says is its own; what is said after it is ours. Loggers that have no handler write to stderr.
 SILENT = """
 import logging, sys, warnings
