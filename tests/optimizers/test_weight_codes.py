@@ -183,6 +183,40 @@ def test_parts_of_a_step_read_the_same_codes_under_delayed_scaling() -> None:
     assert model[0].amax_fwd[1] == model[0].weight.abs().max()
 
 
+@pytest.mark.parametrize("factor", [7.0, 0.1])
+@pytest.mark.parametrize("when", ["before", "written", "unwritten"])
+def test_first_scales_fit_weights_that_other_code_has_written(when: str, factor: float) -> None:
+    """Written before the optimizer was made, or since, as a checkpoint loads them: a step reads no other scale."""
+    made = []
+    for written in (False, True):
+        model = model_of("delayed")
+        optimizer = optimizer_of(model, written) if when != "before" else None
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(factor)
+        optimizer = optimizer_of(model, written) if optimizer is None else optimizer
+        if when == "written":
+            optimizer.write_weight_codes()
+        made.append(losses(model, optimizer, steps=1 if when == "unwritten" else 3))
+    assert made[0] == made[1]
+
+
+def test_a_step_that_fails_leaves_no_codes_of_another_recipe() -> None:
+    """Buffers of the new recipe are there before the step has written them."""
+    made = []
+    for written in (False, True):
+        model = model_of("current")
+        optimizer = optimizer_of(model, written)
+        losses(model, optimizer, steps=1)
+        nc.set_recipe(model, "block")
+        model[0].weight.grad = torch.zeros_like(model[0].weight).to_sparse()
+        with pytest.raises(RuntimeError, match="no sparse gradients"):
+            optimizer.step()
+        optimizer.zero_grad()
+        made.append(losses(model, optimizer, steps=2))
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize("name", kinds(["current", "delayed", "block"]))
 def test_compiled(name: str) -> None:
     """One graph for all steps, which reads what the optimizer writes."""

@@ -19,10 +19,10 @@ from ..autograd.groups import by_direction, quantize_weights
 from ..functional import empty_weights, note_written
 from ..functional.grouped_decoded import ALIGNMENT
 from ..quantizers import Operand, OperandBuffers
-from ..recipe import LinearPlan, linear_plan
+from ..recipe import WEIGHT_SLOT, LinearPlan, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
 from ..upstream.fsdp import is_distributed, is_managed
-from .fitted_scales import fitted_to_weights
+from .fitted_scales import fit_first_scales
 from .linear_layer import LinearLayer, Stage
 
 
@@ -122,6 +122,9 @@ class WeightCodes:
             layer._keep_state(stage.prefix, plan.forward_state, plan.backward_state)
             slots = layer._slots(stage.prefix, "fwd", "forward", plan.forward_state)
             scale, amax = slots.scale, slots.amax
+            if not layer._has_trained:  # as the first training forward, whatever weights were here before
+                fit_first_scales(layer, stage.prefix, plan, slots)
+                slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(slots.has_begun())
         kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:
             if layout:
@@ -133,10 +136,6 @@ class WeightCodes:
             kept = (operand.value, made.directions()), buffers
             self._kept[id(layer), stage.weight] = kept
             layer._fp8_workspaces[stage.weight] = kept[0]
-            if plan.forward_state is not None and scale is not None and not layer._has_trained:
-                # as the first training forward of a layer, which begins with scales that fit its weights
-                first = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, scale)
-                made = made._replace(scale=first)
             made.quantize()
             made.note()
         return WrittenWeight(weight, operand, kept[1], scale, amax, layout)

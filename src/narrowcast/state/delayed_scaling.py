@@ -45,15 +45,16 @@ class DelayedSlots(NamedTuple):
         return fp8_max(self.recipe, self.mode)
 
     def has_begun(self) -> Tensor:
-        """Return whether a renewal has found an amax, as a tensor.
+        """Return whether a renewal has found an amax of a pass, as a tensor.
 
-        A history of one row is empty between steps. There the scale of the first operand tells: input or grad_output.
+        The first operand tells, input or grad_output: an optimizer that writes codes has an amax of weights before. A
+        history of one row is empty between steps, so its scale tells.
         """
-        if self.amax_history.shape[0] > 1:
-            return self.amax_history.any()
         kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
-        first = self.scale[: self.scale.numel() // kinds]
-        return (first != first_scale(self.recipe, self.mode)).any()
+        first = self.scale.numel() // kinds
+        if self.amax_history.shape[0] > 1:
+            return self.amax_history[:, :first].any()
+        return (self.scale[:first] != first_scale(self.recipe, self.mode)).any()
 
 
 class DelayedState(Protocol):
