@@ -43,6 +43,14 @@ def test_routers_beside_experts_stay(gate: str, kind: str) -> None:
     assert "routers=True converts it" in str(receipt)
 
 
+@pytest.mark.parametrize("name", ["gate", "wg", "router"])
+def test_a_gate_of_as_many_experts_as_inputs_stays(name: str) -> None:
+    """Where the sizes do not tell it from a projection, its name does."""
+    experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(16))
+    model = nn.ModuleDict({name: nn.Linear(16, 16), "experts": experts})
+    assert kept(nc.convert(model, CURRENT, dry_run=True)) == {name: REASON}
+
+
 def test_routers_are_converted_on_request() -> None:
     model = Mixture(GATES["wg"]())
     receipt = nc.receipt(nc.convert(model, CURRENT, routers=True))

@@ -85,8 +85,8 @@ def router_modules(model: nn.Module) -> set[int]:
 
     A router is beside the experts, in the module that holds both: as its child, or as the only linear layer of a child,
     such as ``gate.wg`` or ``router.classifier``. It has as many outputs as there are experts, and fewer than inputs
-    unless the child is a gate or router by name. A child with one output, such as ``shared_expert_gate``, weighs what
-    an expert adds.
+    unless the child is a gate (``gate``, ``wg``) or router by name. A child with one output, such as
+    ``shared_expert_gate``, weighs what an expert adds.
     """
     found = set()
     for module in model.modules():
@@ -102,7 +102,7 @@ def router_modules(model: nn.Module) -> set[int]:
             named = "router" in f"{name} {type(child).__name__}".lower()
             for linear in inside if named else inside[: len(inside) == 1]:
                 outputs, inputs = linear.out_features, linear.in_features
-                chooses = outputs in experts and (outputs < inputs or named or name == "gate")
+                chooses = outputs in experts and (outputs < inputs or named or name in ("gate", "wg"))
                 if chooses or (outputs == 1 and linear is child):
                     found.add(id(linear))
     return found
