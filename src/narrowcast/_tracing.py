@@ -189,7 +189,16 @@ def host_values(x: Tensor) -> Any:
     """Return the values of ``x`` as a list, and refuse the recording of what runs now, which would repeat them.
 
     No dispatch mode sees ``tolist``.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured.
     """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the host must read how many rows each group has, which a CUDA graph cannot hold: the quantizer finds no "
+            "groups on the device, or the mode is batch-invariant; leave the layer out of the capture, or use a "
+            "quantizer of narrowcast or a subclass of MXFP8Quantizer or Float8BlockQuantizer"
+        )
     if count_modes() and hasattr(mode := current_mode(), "refuse"):
         mode.refuse()
     return x.tolist()

@@ -13,6 +13,7 @@ from torch import Tensor
 import narrowcast as nc
 from narrowcast import functional, reference
 from narrowcast.functional.grouped_decoded import padded_places
+from narrowcast.quantizers import Operand
 from narrowcast.tensors import grouped_layout
 from narrowcast.testing import assert_close
 
@@ -24,8 +25,10 @@ def block(dim: int) -> nc.Quantizer:
     return nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=dim)
 
 
-def halves(row: nc.Quantizer, source: str = "original") -> nc.HybridQuantizer:
-    columns = nc.MXFP8Quantizer(E4M3)
+def halves(
+    row: nc.Quantizer, source: str = "original", columns: nc.Quantizer | None = None
+) -> nc.HybridQuantizer:
+    columns = columns or nc.MXFP8Quantizer(E4M3)
     return nc.HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=columns, columnwise_source=source)
 
 
@@ -45,6 +48,26 @@ QUANTIZERS: dict[str, tuple[Any, Any, Any]] = {  # of input, weight and grad_out
     "halves": tuple(halves(nc.NVFP4Quantizer()) for _ in range(3)),
     "decoded halves": tuple(halves(nc.NVFP4Quantizer(), "rowwise_dequantized") for _ in range(3)),
     "tensor halves": tuple(halves(nc.Float8CurrentScalingQuantizer(E4M3)) for _ in range(3)),
+    "row scaled": tuple(nc.NVFP4Quantizer(row_scaled_nvfp4=True) for _ in range(3)),
+    "row scaled 4 over 6": tuple(
+        nc.NVFP4Quantizer(row_scaled_nvfp4=True, nvfp4_use_4over6=True) for _ in range(3)
+    ),
+    "row scaled halves": tuple(
+        halves(nc.NVFP4Quantizer(row_scaled_nvfp4=True), "rowwise_dequantized") for _ in range(3)
+    ),
+    "rows and plain": tuple(
+        halves(nc.NVFP4Quantizer(row_scaled_nvfp4=True), "rowwise_dequantized", nc.IdentityQuantizer())
+        for _ in range(3)
+    ),
+    "plain and tensor": tuple(
+        halves(nc.IdentityQuantizer(), "original", nc.Float8CurrentScalingQuantizer(E4M3)) for _ in range(3)
+    ),
+    "plain fp32": tuple(nc.IdentityQuantizer(dtype=torch.float32) for _ in range(3)),
+    "plain beside blocks": (
+        nc.IdentityQuantizer(),
+        halves(nc.MXFP8Quantizer(E4M3), "original", nc.IdentityQuantizer(dtype=torch.float32)),
+        nc.NVFP4Quantizer(row_scaled_nvfp4=True),
+    ),
     "identity": tuple(nc.IdentityQuantizer() for _ in range(3)),
 }
 NATIVE = ("e4m3", "hybrid", "block")
@@ -182,7 +205,7 @@ def test_native_equals_decoded(name: str, splits: list[int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name != "identity"])
+@pytest.mark.parametrize("name", QUANTIZERS)
 def test_nothing_waits_for_the_splits(name: str) -> None:
     """No synchronisation, and a captured graph follows the splits."""
     case = Case(name, [100, 30, 126], beyond=0)
@@ -225,6 +248,13 @@ def test_formats_without_a_native_gemm(name: str) -> None:
     assert case.multiply("fprop", emulate=True).abs().sum() > 0
 
 
+@pytest.mark.gpu
+def test_high_precision_in_both_operands_needs_no_emulation() -> None:
+    case = Case("rows and plain", [20, 12])
+    for kind in ("dgrad", "wgrad"):
+        assert torch.equal(case.multiply(kind), case.multiply(kind, emulate=True))
+
+
 def refuse_reads(patch: pytest.MonkeyPatch) -> None:
     """Let reading a tensor on the host raise: a GPU would have to be waited for."""
 
@@ -250,14 +280,15 @@ def masked_product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype
     return (own @ weights).sum(0).to(dtype)
 
 
-DECODED = [name for name in QUANTIZERS if name != "identity"]
+DECODED = [*QUANTIZERS]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DECODED)
 def test_an_emulated_product_reads_no_splits(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: all groups decoded at once, with the numbers of one group after the other."""
-    monkeypatch.setattr(grouped, "_product", masked_product)
+    for multiply in ("_product", "_unrounded"):
+        monkeypatch.setattr(grouped, multiply, masked_product)
     for splits, beyond in (([40, 0, 3, 129], 4), ([0, 7], 0), ([0, 0], 5)):
         case = Case(name, splits, beyond)
         expected = functional.grouped_gemm(*case.arguments(kind, torch.float32))
@@ -281,7 +312,7 @@ def padded(x: Tensor, splits: Tensor, *_: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in DECODED if name not in ("e4m3", "hybrid", "tensor halves")]
+    "name", [name for name in DECODED if name not in ("e4m3", "hybrid", "tensor halves", "plain and tensor")]
 )
 def test_quantizing_reads_no_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats in blocks, which a GPU quantizes as one matrix with padded groups."""
@@ -294,6 +325,29 @@ def test_quantizing_reads_no_splits(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     for one, other in zip(ours, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in DECODED if name != "block"])
+def test_a_group_is_quantized_as_if_it_were_alone(name: str, dtype: torch.dtype) -> None:
+    """Odd groups, empty ones, rows of none, and no rows at all: the codes and scales of both directions."""
+    quantizer = QUANTIZERS[name][2]
+    layout = grouped_layout(quantizer._storage_name)
+    for sizes, beyond in (([40, 0, 3, 129], 4), ([0, 1], 0), ([0, 0], 7), ([0], 0)):
+        rows = sum(sizes) + beyond
+        x = torch.randn(rows, 33, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        made = functional.grouped_quantize(x, torch.tensor(sizes), quantizer, layout)
+        parts = x.split([*sizes, beyond])
+        for columnwise in (False, True):
+            operand = grouped._Operand(
+                functional.operand_of(made, layout, columnwise), quantizer, layout, dtype
+            ).opened(columnwise, (rows, 33), len(sizes))
+            for part, own in zip(parts, operand.by_group(columnwise, sizes, 33)):
+                if not part.shape[0]:
+                    continue
+                alone = Operand.of(quantizer).quantize(part)
+                for ours, theirs in zip(own, alone.columnwise if columnwise else alone.rowwise):
+                    assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -312,3 +366,66 @@ def test_decoding_reads_no_splits(name: str) -> None:
         refuse_reads(patch)
         ours = functional.grouped_dequantize(operand, *how)
     assert torch.equal(ours[:start], torch.cat(parts)) and not ours[start:].any()
+
+
+class Own(nc.NVFP4Quantizer):
+    """Of a user: what it does with rows is not known."""
+
+    def _encode(self, numerics: Any, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        return super()._encode(numerics, x, seed)
+
+
+class OwnInBlocks(nc.MXFP8Quantizer):
+    def _encode(self, numerics: Any, x: Tensor, seed: Tensor | None) -> list[Tensor]:
+        return super()._encode(numerics, x, seed)
+
+
+for one in (Own, OwnInBlocks):
+    nc.dynamo.register_value_opaque_quantizer(one)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "found"),
+    [
+        (OwnInBlocks(E4M3), True),
+        (Own(), False),
+        (nc.HybridQuantizer(rowwise_quantizer=Own(), columnwise_quantizer=nc.NVFP4Quantizer()), False),
+        (nc.quantizers.Float8RowsQuantizer(E4M3), True),
+    ],
+    ids=["in blocks", "own", "half", "ours"],
+)
+def test_a_graph_does_not_wait_in_silence(quantizer: Any, found: bool) -> None:
+    """On a GPU: for a quantizer of a user's whose groups the device does not find; a CPU has nothing to wait for."""
+    from torch._subclasses import FakeTensorMode
+
+    layout = grouped_layout(quantizer._storage_name)
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+            x, splits = torch.empty(40, K, device=device), torch.empty(2, dtype=torch.int64, device=device)
+            weights = functional.grouped_quantize_weights([x[:N], x[:N]], quantizer, layout)
+            right = functional.operand_of(weights, layout, False)
+            left = [torch.empty(64, dtype=torch.uint8, device=device)]
+            how = quantizer, layout, torch.float32
+            rest = [], torch.float32, 40, 40, K, False, True
+            for call in (
+                lambda: functional.grouped_quantize(x, splits, quantizer, layout),
+                lambda: functional.grouped_gemm("fprop", left, *how, right, *how, splits, *rest),
+            ):
+                if found or device == "cpu":
+                    call()
+                    continue
+                with pytest.raises(
+                    RuntimeError, match="takes the rows of each group .* torch.compiler.disable"
+                ):
+                    call()
+
+
+def test_a_capture_does_not_wait_for_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match="which a CUDA graph cannot hold.* leave the layer out of the capture"
+    ):
+        reference.grouped_quantize.extents(OnGpu(), 4, 1)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ if HAS_TRITON:
     from narrowcast.kernels import grouped_mm as kernel
 
 
-@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("splits", "behind", "N", "K"), [([20, 0, 70], 3, 40, 130), ([0, 1], 0, 7, 1), ([0], 2, 5, 5)], ids=str
 )
@@ -43,7 +43,7 @@ def test_contraction(
             assert splits[group] or not own.any()
 
 
-@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("splits", "behind", "N", "K"), [([20, 0, 150], 3, 40, 130), ([0, 1], 0, 7, 1), ([0], 2, 5, 5)], ids=str
 )

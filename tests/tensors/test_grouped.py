@@ -313,6 +313,7 @@ def test_modules_move_and_cast_their_parameters(name: str) -> None:
         weight = module.weight
         assert isinstance(weight, torch.nn.Parameter) and isinstance(weight, nc.GroupedTensor)
         assert weight.dtype == weight.fake_dtype == weight.dequantize().dtype == dtype
+        assert torch.allclose(weight.dequantize().float(), value, rtol=2**-7), dtype
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(weight.get_data_tensors(), codes))
     assert torch.equal(module.weight.dequantize(dtype=torch.float32), value)
     module.to("meta")

@@ -335,17 +335,18 @@ def shared_call(operator: Any, *args: Any) -> Any:
     return result
 
 
-def _is_ours(quantizer: QuantizerValue) -> bool:
+def is_ours(quantizer: QuantizerValue) -> bool:
+    """Return whether only code of this package quantizes and multiplies."""
     parts = [value for value in vars(quantizer).values() if isinstance(value, QuantizerValue)]
     ours = type(quantizer).__module__.startswith("narrowcast.") and not quantizer._multiplies
-    return ours and all(map(_is_ours, parts))
+    return ours and all(map(is_ours, parts))
 
 
 def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule by which a recording meets an operator: it notes what the implementation does."""
 
     def rule(mode: Recording, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(arg, QuantizerValue) and not _is_ours(arg) for arg in args):
+        if any(isinstance(arg, QuantizerValue) and not is_ours(arg) for arg in args):
             mode.refuse()  # a user's code may depend on anything
         with mode:
             result = implementation(*args, **(kwargs or {}))

@@ -20,15 +20,18 @@ ALIGNMENT = {"tensor": 128, "padded": 128, "split": 1}
 
 
 class Decoded(NamedTuple):
-    """Values that are exact in their dtype, and the scale of each group (G,) that waits for the product, or None."""
+    """Values that are exact in their dtype, and the scale that waits for the product, or None.
+
+    ``scale``: of every row, (T, 1); of other operands of each group, (G, 1), or of its lines, (G, lines).
+    """
 
     values: Tensor
     scale: Tensor | None
 
 
 def can_decode(layout: str, quantizer: Any) -> bool:
-    """Return whether bf16 holds the values of these groups, and the device finds them."""
-    return layout != "split" and (quantizer._has_one_scale or quantizer._scales_are_powers())
+    """Return whether the device finds these groups, which their quantizer does not multiply itself."""
+    return layout != "split" and not quantizer._multiplies
 
 
 def group_of_row(splits: Tensor, rows: int) -> Tensor:
@@ -77,17 +80,26 @@ def rows_of_groups(
     """Return a row-wise operand of rows as (T, ``columns``); ``group``: that of every row."""
     values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, False, dtype)
     values = values[:, :columns]
-    if layout == "padded":
-        values = values.index_select(0, padded_places(splits, group, ALIGNMENT[layout]))
-    return Decoded(values, scale)
+    if layout == "tensor":
+        return Decoded(values, _of_rows(scale, group))
+    places = padded_places(splits, group, ALIGNMENT[layout])
+    values = values.index_select(0, places)
+    if scale is None or scale.dim() == 2:
+        return Decoded(values, None if scale is None else scale.index_select(0, places))
+    return Decoded(values, _of_rows(scale, group))
+
+
+def _of_rows(scale: Tensor, group: Tensor) -> Tensor:
+    """Return the scale of every row's group (T, 1), 0 for rows of none."""
+    return F.pad(scale, (0, 1))[group].unsqueeze(1)
 
 
 def padded_rows_of_groups(
-    buffers: list[Tensor], quantizer: Any, columnwise: bool, columns: int, dtype: torch.dtype
+    buffers: list[Tensor], quantizer: Any, groups: int, columns: int, dtype: torch.dtype
 ) -> Decoded:
     """Return a column-wise operand of rows as (P, ``columns``), groups padded as they are in both layouts."""
-    values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, columnwise, dtype)
-    return Decoded((values.t() if columnwise else values)[:, :columns], scale)
+    values, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, True, dtype)
+    return Decoded(values.t()[:, :columns], None if scale is None else scale.view(groups, -1))
 
 
 def weights_of_groups(
@@ -105,9 +117,11 @@ def weights_of_groups(
         codes, scale = buffers
         values, _ = quantizer._gemm_operand(numerics, [codes.flatten(0, 1), scale], columnwise, dtype)
         values = values.view(codes.shape)
-        return Decoded(values.transpose(1, 2) if columnwise else values, scale)
+        return Decoded(values.transpose(1, 2) if columnwise else values, scale.view(groups, 1))
     values, scale = quantizer._gemm_operand(numerics, buffers, columnwise, dtype)
     values = (values.t() if columnwise else values).unflatten(0, (groups, -1))
+    if scale is not None:
+        scale = scale.view(groups, -1)[:, : columns if columnwise else rows]
     return Decoded(values[:, :rows, :columns], scale)
 
 
@@ -120,7 +134,7 @@ def dequantized_rows(
         codes, scale = quantizer._gemm_operand(numerics_for(buffers[0]), buffers, False, torch.float32)
         decoded = (codes * F.pad(scale, (0, 1))[group].unsqueeze(1)).to(dtype)
     else:
-        if quantizer._takes_groups:  # of rows with an amax each
+        if quantizer._takes_groups and quantizer._spans_rows():  # an amax for each group
             *codes, amax = buffers
             blocks = blocks_of_groups(codes[0].new_empty((shape[0], 0)), splits)[0]
             buffers = [*codes, F.pad(amax, (0, 1))[blocks].repeat_interleave(ALIGNMENT[layout])]

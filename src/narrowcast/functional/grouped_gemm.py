@@ -71,6 +71,10 @@ class _Operand(NamedTuple):
         """Return whether the device decodes all groups at once."""
         return can_decode(self.layout, self.quantizer)
 
+    def is_plain(self) -> bool:
+        """Return whether the values were not quantized at all."""
+        return self.quantizer._format_layout().native == "plain"
+
     def opened(self, columnwise: bool, shape: tuple[int, ...], groups: int) -> _Operand:
         """Return the operand of rows (T, K) or weights (G, N, K) out of its arena, if it is in one."""
         direction = Direction(self.layout, self.quantizer, columnwise, shape[-1], self.dtype)
@@ -131,9 +135,9 @@ def _grouped_gemm(
     b = _Operand(right, right_quantizer, right_layout, right_dtype)
     a, b = _opened(kind, a, b, whole, splits.shape[0])
     bias = _stacked(biases)
-    if emulate and left[0].is_cuda and a.is_decoded() and b.is_decoded():
+    if left[0].is_cuda and a.is_decoded() and b.is_decoded() and (emulate or (a.is_plain() and b.is_plain())):
         return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
-    if emulate or not left[0].is_cuda:
+    if emulate or not left[0].is_cuda or left_quantizer._multiplies:
         how = fast_accumulation, emulate
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, lambda *group: gemm(*group, *how))
     return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation, covered)
@@ -151,7 +155,9 @@ def _opened(
 
 
 def _grouped_gemm_fake(kind: str, left: list[Tensor], *arguments: Any) -> Tensor:
-    gemm_directions(kind)
+    operands = _Operand(left, *arguments[:3]), _Operand(*arguments[3:7])
+    for one, columnwise in zip(operands, gemm_directions(kind), strict=True):
+        Direction(one.layout, one.quantizer, columnwise, 0, one.dtype).check_graph(left[0])
     splits, _, dtype, *sizes = arguments[7:13]
     return left[0].new_empty(_Sizes(*sizes).of_result(kind, splits.shape[0]), dtype=dtype)
 
@@ -247,34 +253,40 @@ def _multiply_decoded(
     sizes: _Sizes,
 ) -> Tensor:
     """Multiply decoded groups with the library's grouped GEMM; nothing reads the splits."""
-    left_columnwise, right_columnwise = gemm_directions(kind)
+    _, right_columnwise = gemm_directions(kind)
     shape = sizes.of_result(kind, splits.shape[0])
     if 0 in shape or 0 in (splits.shape[0], *sizes):
         return left.buffers[0].new_zeros(shape, dtype=dtype)
-    exact = torch.bfloat16  # holds what is decoded
+    exact = torch.bfloat16  # holds what is decoded with scales that are powers of two
     if kind == "wgrad":  # padded as their codes are, with zeros: rotated groups of rows stay whole
-        operands = (left, left_columnwise, sizes.out_features), (right, right_columnwise, sizes.in_features)
         a, b = (
-            padded_rows_of_groups(one.buffers, one.quantizer, columnwise, columns, exact)
-            for one, columnwise, columns in operands
+            padded_rows_of_groups(one.buffers, one.quantizer, splits.shape[0], columns, exact)
+            for one, columns in ((left, sizes.out_features), (right, sizes.in_features))
         )
         alignment = ALIGNMENT["padded"]
         padded = (splits + (alignment - 1)) // alignment * alignment
-        out = _product(kind, a.values, b.values, padded, torch.float32)
-        for scale in (a.scale, b.scale):
-            out = out if scale is None else out * scale.view(-1, 1, 1)
+        out = _unrounded(kind, *_of_one_dtype(a.values, b.values), padded, torch.float32)
+        out = out if a.scale is None else out * a.scale.unsqueeze(2)
+        out = out if b.scale is None else out * b.scale.unsqueeze(1)
         return out.to(dtype)
     group = group_of_row(splits, sizes.rows)
     a = left.rows(splits, group, sizes.columns_of_left(kind), exact)
     shape = splits.shape[0], sizes.out_features, sizes.in_features
     b = weights_of_groups(right.buffers, right.quantizer, right.layout, right_columnwise, shape, exact)
-    rounded = dtype if dtype == exact else torch.float32  # by the library's GEMM
-    out = _product(kind, a.values, b.values, splits, rounded).float()
-    for scale in (a.scale, b.scale):
-        out = out if scale is None else out * F.pad(scale, (0, 1))[group].unsqueeze(1)
+    x, y = _of_one_dtype(a.values, b.values)
+    if dtype == x.dtype == exact:
+        out = _product(kind, x, y, splits, dtype).float()  # rounded by the library's GEMM
+    else:
+        out = _unrounded(kind, x, y, splits, torch.float32)
+    out = out if a.scale is None else out * a.scale
+    out = out if b.scale is None else out * F.pad(b.scale, (0, 0, 0, 1))[group]
     if bias is not None:
         out = out + F.pad(bias.to(dtype), (0, 0, 0, 1))[group]
     return torch.where((group < splits.shape[0]).unsqueeze(1), out, 0).to(dtype)
+
+
+def _of_one_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    return (left, right) if left.dtype == right.dtype else (left.float(), right.float())
 
 
 def _places(out: Tensor, kind: str, splits: Tensor, rows: int) -> Iterator[tuple[int, slice, Tensor]]:
@@ -426,10 +438,7 @@ def _product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torc
         dtype: of the result: that of ``left``, or fp32, which is not rounded.
     """
     if dtype != left.dtype:
-        multiply = numerics_for(left).grouped_mm
-        if kind == "wgrad":
-            return multiply.contraction(left.contiguous(), right.contiguous(), splits, dtype)
-        return multiply.rows(left.contiguous(), right.mT if kind == "dgrad" else right, splits, dtype)
+        return _unrounded(kind, left, right, splits, dtype)
     ends = splits.cumsum(0, dtype=torch.int32)
     multiple = 16 // left.element_size()
     a, b = _whole_pieces(left, multiple), right
@@ -442,6 +451,14 @@ def _product(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torc
     b = F.pad(b, (0, missing[1], 0, missing[0])) if any(missing) else _aligned(b)
     out = F.grouped_mm(a, b if kind == "dgrad" else b.transpose(-2, -1), offs=ends)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
+
+
+def _unrounded(kind: str, left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product as :func:`_product` does, rounded to ``dtype`` alone; the host reads no splits."""
+    multiply = numerics_for(left).grouped_mm
+    if kind == "wgrad":
+        return multiply.contraction(left.contiguous(), right.contiguous(), splits, dtype)
+    return multiply.rows(left.contiguous(), right.mT if kind == "dgrad" else right, splits, dtype)
 
 
 def _whole_pieces(x: Tensor, multiple: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import padded_rows, round_up
+from ._library import is_ours
 from .grouped_decoded import ALIGNMENT
 from .quantizer_value import BufferTable
 
@@ -39,6 +40,25 @@ class Direction(NamedTuple):
         """Return how the buffers in an arena lie; None if it holds group after group, or is none."""
         found = self.quantizer._of_groups(self.columnwise) if self.layout == "split" else None
         return None if found is None else self._replace(quantizer=found[0], layout=found[1])
+
+    def check_graph(self, like: Tensor) -> None:
+        """Check that a graph on the device of ``like`` need not read the rows of each group on the host.
+
+        Raises:
+            RuntimeError: a GPU would be waited for at every call, for a quantizer of the user's.
+        """
+        found = self.layout != "split" or self.of_groups() is not None
+        if (
+            like.device.type != "cuda"
+            or is_ours(self.quantizer)
+            or (found and not self.quantizer._multiplies)
+        ):
+            return
+        raise RuntimeError(
+            f"{type(self.quantizer).__name__} takes the rows of each group by themselves: a graph would wait for the "
+            "GPU to read m_splits on the host; keep the layer out of compiled code with torch.compiler.disable, or use "
+            "a quantizer of narrowcast or a subclass of MXFP8Quantizer or Float8BlockQuantizer"
+        )
 
     def opened(
         self, operand: list[Tensor], shape: tuple[int, ...], groups: int
@@ -73,7 +93,10 @@ class Direction(NamedTuple):
                 ((groups,), torch.float32),
             ]
         described = self.described(padded).values()
-        return [((groups,) if len(sizes) == 1 else tuple(sizes), kind) for sizes, kind in described]
+        return [
+            ((groups * sizes[0],) if place[0] < 0 else tuple(sizes), kind)
+            for (sizes, kind), place in zip(described, self._places(0, padded), strict=True)
+        ]
 
     def groups_of(self, operand: list[Tensor], sizes: list[int]) -> list[list[Tensor]]:
         """Return the operand of every group by itself, as quantizing that group alone would give it.
@@ -97,7 +120,7 @@ class Direction(NamedTuple):
                 placed = zip(operand, self._places(padded_start, size), strict=True)
                 groups.append(
                     [
-                        part_of(buffer, place) if place[0] >= 0 else buffer[group : group + 1]
+                        part_of(buffer, place) if place[0] >= 0 else _of_group(buffer, group, len(sizes))
                         for buffer, place in placed
                     ]
                 )
@@ -128,7 +151,7 @@ class Direction(NamedTuple):
             places = self._places(group * round_up(rows, ALIGNMENT[self.layout]), rows)
             for (dim, begin, entries, _), buffer, own in zip(places, whole, member, strict=True):
                 if dim < 0:
-                    buffer[group : group + 1].copy_(own)
+                    _of_group(buffer, group, len(members)).copy_(own)
                 else:
                     buffer.narrow(dim, begin, entries).copy_(own.narrow(dim, 0, entries))
         return whole
@@ -175,6 +198,12 @@ class Direction(NamedTuple):
             return size(inner.shapes(shape, groups))
         rows = round_up(math.prod(shape[:-1]), 128)
         return size(self.described(rows).values()) + groups * size(self.described(128).values())
+
+
+def _of_group(buffer: Tensor, group: int, groups: int) -> Tensor:
+    """Return a group's part of a buffer that has entries for groups, not for rows: an amax, or that of its columns."""
+    each = buffer.shape[0] // groups
+    return buffer.narrow(0, group * each, each)
 
 
 def part_of(buffer: Tensor, place: tuple[int, int, int, int]) -> Tensor:

@@ -9,9 +9,9 @@ tensor    codes, scale_inv (G,)                  per-tensor FP8: rows as they co
                                                  at a multiple of 16; weights (G, N, K) and (G, K, N)
 padded    codes, scales                          block formats: the quantization of the matrix whose groups are padded
                                                  to 128 rows, so that no block lies in two groups
-split     one buffer of bytes                    every other quantizer: NVFP4 and hybrids as one of the layouts above
-                                                 would have them, one buffer after the other; the rest group after
-                                                 group, each group's buffers
+split     one buffer of bytes                    every other quantizer: NVFP4, high precision and hybrids as one of the
+                                                 layouts above would have them, one buffer after the other; the rest
+                                                 group after group, each group's buffers
 ========  =====================================  ================================================================
 
 The sizes of the buffers depend on the number of rows and groups alone. Only groups after groups, and what runs decoded
@@ -239,6 +239,8 @@ def _describe(
     """Empty buffers as ``encode_groups`` gives them for rows (T, K), or weights (G, N, K), of that dtype."""
     columns = shape[-1]
     directions = [Direction(layout, quantizer, side, columns, dtype) for side in quantizer._directions()]
+    for direction in directions if len(shape) == 2 else ():
+        direction.check_graph(like)
     if layout == "split":
         return [like.new_empty(one.arena_bytes(shape, groups), dtype=torch.uint8) for one in directions]
     if layout == "padded":

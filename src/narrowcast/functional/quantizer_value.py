@@ -147,6 +147,10 @@ class QuantizerValue(opaque.Base):
         """
         return None
 
+    def _keeping(self, dtype: torch.dtype) -> QuantizerValue:
+        """Return the quantizer whose buffers are those that this one makes of ``dtype``, for tensors of any dtype."""
+        return self
+
     def _reads_decoded_rows(self) -> bool:
         """Return whether column-wise data are made of what row-wise ones decode to."""
         return False

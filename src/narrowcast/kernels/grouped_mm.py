@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
@@ -20,7 +21,6 @@ from .launch import INTERPRETING, Launcher, check_device
 
 TILE_M = 128
 TILE_N = 128
-TILE_K = 64
 
 
 @triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
@@ -40,6 +40,7 @@ def _grouped_mm_contraction_kernel(
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if left_ptr.dtype.element_ty == tl.float32 else "tf32"
     group = tl.program_id(1)
     index = tl.arange(0, GROUPS)
     ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
@@ -59,7 +60,7 @@ def _grouped_mm_contraction_kernel(
         if EMULATE:  # the interpreter multiplies bf16 as if it were integers
             a = to_float32(a, EMULATE)
             b = to_float32(b, EMULATE)
-        total = tl.dot(tl.trans(a), b, total)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
     tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
@@ -85,6 +86,7 @@ def _grouped_mm_rows_kernel(
     EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if left_ptr.dtype.element_ty == tl.float32 else "tf32"
     index = tl.arange(0, GROUPS)
     ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
     starts = ends - tl.load(splits_ptr + index, mask=index < groups, other=0).to(tl.int64)
@@ -111,7 +113,7 @@ def _grouped_mm_rows_kernel(
         if EMULATE:
             a = to_float32(a, EMULATE)
             b = to_float32(b, EMULATE)
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
     tl.store(out_ptr + row * N + column, round_to_dtype(total, OUT, EMULATE), mask=(row < end) & (column < N))
 
 
@@ -128,7 +130,7 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
         _contraction(
             (cdiv(M, TILE_M) * cdiv(N, TILE_N), groups, 1),
             (out, left, right, splits, T, M, N, groups),
-            (triton.next_power_of_2(groups), TILE_M, TILE_N, TILE_K, INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, TILE_N, _tile_k(left), INTERPRETING),
         )
     return out
 
@@ -144,16 +146,21 @@ def rows(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Ten
         _rows(
             (cdiv(T, TILE_M) + groups, cdiv(N, TILE_N), 1),
             (out, left, right, splits, T, N, K, groups, *right.stride()),
-            (triton.next_power_of_2(groups), TILE_M, TILE_N, TILE_K, INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, TILE_N, _tile_k(left), INTERPRETING),
         )
     return out
+
+
+def _tile_k(left: Tensor) -> int:
+    """Return 128 bytes of a row."""
+    return 128 // left.element_size()
 
 
 def _check(left: Tensor, right: Tensor, fits: bool) -> None:
     check_device(left)
     for name, data in (("left", left), ("right", right)):
-        if data.dtype not in (torch.bfloat16, torch.float16) or data.dtype != left.dtype:
-            raise ValueError(f"{name} is {data.dtype}; give torch.bfloat16 or torch.float16 on both sides")
+        if data.dtype not in HIGH_PRECISION or data.dtype != left.dtype:
+            raise ValueError(f"{name} is {data.dtype}; give one of {[*HIGH_PRECISION]} on both sides")
     if not fits or left.dim() != 2 or not left.is_contiguous():
         raise ValueError(
             f"left has shape {tuple(left.shape)} and strides {left.stride()}, right {tuple(right.shape)} and "

@@ -70,7 +70,7 @@ def _nvfp4_amax_kernel(
     EMULATE: tl.constexpr,
 ):
     # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
-    # Grouped: the first of every group, and of rows in none, then the second.
+    # Grouped: the first of every group, and of rows in none, then the second; row-scaled: the columns of each group.
     tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_M
     k0 = tile_k * TILE_K
@@ -82,7 +82,7 @@ def _nvfp4_amax_kernel(
     rows_left = tl.minimum(M - m0, TILE_M).to(tl.int32)
     columns_left = tl.minimum(K - k0, TILE_K).to(tl.int32)
     x_tile = x_ptr + (m0 * K + k0)
-    if GROUPED:
+    if GROUPED and not ROW_SCALED:
         amax_ptr += tl.load(group_ptr + tile_m)
     if RHT:
         xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
@@ -105,9 +105,10 @@ def _nvfp4_amax_kernel(
             if ROWWISE:
                 _raise(amax_ptr + m0 + row, tl.maximum(tl.max(size, axis=1), 0.0), row < rows_left)
             if COLUMNWISE:
-                _raise(
-                    amax_ptr + M + k0 + column, tl.maximum(tl.max(size, axis=0), 0.0), column < columns_left
-                )
+                columns = amax_ptr + M
+                if GROUPED:
+                    columns += tl.load(group_ptr + tile_m) * K
+                _raise(columns + k0 + column, tl.maximum(tl.max(size, axis=0), 0.0), column < columns_left)
         else:
             _raise_one(amax_ptr, tl.maximum(tl.max(size), 0.0))
 
@@ -134,6 +135,7 @@ def _of_group(
     seed_ptr,
     tile_m,
     M,
+    K,
     groups,
     RHT: tl.constexpr,
     ROW_SCALED: tl.constexpr,
@@ -146,8 +148,13 @@ def _of_group(
         group = tl.load(group_ptr + tile_m)
         first = tl.load(group_ptr + tiles + tile_m)
         rows = tl.load(group_ptr + 2 * tiles + tile_m)
-        own = amax_ptr + group
-        return own, own + (groups + 1 if RHT else 0), seed_ptr + group, tile_m - first, (rows + 15) // 16
+        if ROW_SCALED:
+            own = amax_ptr
+            second = amax_ptr + M + group * K
+        else:
+            own = amax_ptr + group
+            second = own + (groups + 1 if RHT else 0)
+        return own, second, seed_ptr + group, tile_m - first, (rows + 15) // 16
     else:
         second = amax_ptr + (M if ROW_SCALED else 1 if RHT else 0)
         return amax_ptr, second, seed_ptr, tile_m, (M + 15) // 16
@@ -222,7 +229,7 @@ def _nvfp4_encode_kernel(
     x_tile = x_ptr + (m0 * K + k0)
     blocks_m, blocks_k = (M + 15) // 16, (K + 15) // 16
     row_amaxes, column_amaxes, seed_ptr, own_tile, height = _of_group(
-        amax_ptr, group_ptr, seed_ptr, tile_m, M, groups, RHT, ROW_SCALED, GROUPED, TILE_M
+        amax_ptr, group_ptr, seed_ptr, tile_m, M, K, groups, RHT, ROW_SCALED, GROUPED, TILE_M
     )
     is_first = (tile_m == 0) & (tile_k == 0) & (not GROUPED)  # whose results are copied outside
 
@@ -246,7 +253,7 @@ def _nvfp4_encode_kernel(
             xs = round_group(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
         column = tl.arange(0, TILE_K)[None, :]
         block = tl.arange(0, GROUPS_M)[:, None]
-        copies = tile_m == 0 if ROW_SCALED else is_first
+        copies = (tile_m == 0) & (not GROUPED) if ROW_SCALED else is_first
         amax = _load_amax(
             column_amaxes, column_amax_ptr, k0, column, column < columns_left, copies, ROW_SCALED
         )
@@ -325,11 +332,12 @@ def quantize(
         allocate(shape, dtype=getattr(torch, dtype), device=x.device) for shape, dtype in described.values()
     ]
     if x.numel() == 0 or not outputs:
-        if groups is None:
+        if groups is None or not outputs:
             return outputs
-        directions = rowwise + columnwise
-        none = torch.zeros((directions, groups[1]), dtype=torch.float32, device=x.device)
-        return [*outputs[:-directions], *(amax.clone() for amax in none)] if directions else []
+        sizes = (M, K * groups[1]) if row_scaled else (groups[1], groups[1])
+        wanted = [size for size, chosen in zip(sizes, (rowwise, columnwise)) if chosen]
+        zeros = [torch.zeros(size, dtype=torch.float32, device=x.device) for size in wanted]
+        return [*outputs[: -len(zeros)], *zeros]
     directions = rowwise + columnwise
     buffers, amaxes = outputs[:-directions], outputs[-directions:]
     rht = rht and columnwise
@@ -339,7 +347,7 @@ def quantize(
     even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
     tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
     blocks, count = (None, 0) if groups is None else groups
-    size = M + K if row_scaled else 2 * (count + 1)  # without groups 2
+    size = M + K * (count + 1) if row_scaled else 2 * (count + 1)  # without groups M + K, or 2
     amax = torch.zeros(size, dtype=torch.float32, device=x.device)
     table = amax if blocks is None else blocks.contiguous()
     if seed is not None and blocks is not None:
@@ -361,6 +369,12 @@ def quantize(
     )  # fmt: skip
     if blocks is None:
         return outputs
+    if row_scaled:
+        found = [
+            *([amaxes[0]] if rowwise else []),
+            *([amax[M : M + K * count].clone()] if columnwise else []),
+        ]
+        return [*buffers, *found]
     sides = amax.view(2, count + 1)[:, :count]
     found = [*([sides[0]] if rowwise else []), *([sides[1 if rht else 0]] if columnwise else [])]
     return [*buffers, *(side.clone() for side in found)]

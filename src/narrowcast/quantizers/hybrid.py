@@ -116,6 +116,10 @@ class HybridQuantizer(Quantizer):
             return half._of_groups(columnwise)
         return None if layout == "tensor" and not half._is_current() else (half, layout)
 
+    def _keeping(self, dtype: torch.dtype) -> QuantizerValue:
+        kept: Any = [self._half(columnwise)._keeping(dtype) for columnwise in (False, True)]
+        return self.replace(rowwise_quantizer=kept[0], columnwise_quantizer=kept[1])
+
     def _reads_decoded_rows(self) -> bool:
         return self.columnwise_source == "rowwise_dequantized"
 

@@ -49,6 +49,12 @@ class IdentityQuantizer(Quantizer):
     def _kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return _HIGH_PRECISION[self.hp_dtype] if self.hp_dtype else dtype
 
+    def _keeping(self, dtype: torch.dtype) -> Quantizer:
+        return self if self.hp_dtype else self.replace(hp_dtype=str(dtype).removeprefix("torch."))
+
+    def _of_groups(self, columnwise: bool) -> tuple[Quantizer, str] | None:
+        return self.with_usage(rowwise=not columnwise, columnwise=columnwise), "padded"
+
     def _describe_buffers(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> BufferTable:
         return super()._describe_buffers(shape, self._kept_dtype(dtype))
 

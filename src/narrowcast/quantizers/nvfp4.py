@@ -169,7 +169,7 @@ class NVFP4Quantizer(AmaxReducing):
         return NVFP4_ROW_SCALED if self.row_scaled_nvfp4 else NVFP4
 
     def _of_groups(self, columnwise: bool) -> tuple[Quantizer, str] | None:
-        if not self._takes_groups or self.row_scaled_nvfp4 or self.with_amax_reduction:
+        if not self._takes_groups or self.with_amax_reduction:
             return None
         return self.with_usage(rowwise=not columnwise, columnwise=columnwise), "padded"
 

@@ -10,7 +10,7 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
     """Multiply ``left_g^T right_g`` for every group g of rows.
 
     Args:
-        left: (T, N) bf16 or fp16.
+        left: (T, N) bf16, fp16 or fp32.
         right: (T, K), as ``left``.
         splits: int32 or int64 (G,).
         dtype: bf16, fp16 or fp32.
@@ -34,7 +34,7 @@ def rows(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Ten
     """Multiply ``left_g right_g^T`` for every group g of rows.
 
     Args:
-        left: (T, K) bf16 or fp16.
+        left: (T, K) bf16, fp16 or fp32.
         right: (G, N, K), as ``left``; of any strides.
         splits: int32 or int64 (G,).
         dtype: bf16, fp16 or fp32.

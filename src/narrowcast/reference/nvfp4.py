@@ -134,7 +134,7 @@ def quantize(
         amaxes: fp32 [1] each, row-wise and column-wise, to scale by instead of the tensor's own.
         groups: of a matrix whose groups of rows are quantized each as if it were alone: int64 (3, M / 128), for every
             128 rows their group, the first 128 rows of that group, and its rows; and how many groups G there are. Rows
-            of group G are in none. The amaxes are [G]; group g takes ``seed + g``.
+            of group G are in none. The amaxes are [G], of columns [G * K]; group g takes ``seed + g``.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -174,23 +174,25 @@ def quantize(
         data = pack_codes(row.codes[:m], 4)
         scales = spread(row.scales, NVFP4_BLOCK, 1) if options.codes_are_shared else row.scales
         buffers += [data.view(*x.shape[:-1], data.shape[1]), _pad(scales[:m])]
-        scaled_by.append(_amax_of_result(row.amax, m, options))
+        scaled_by.append(_amax_of_result(row.amax, m, options, True))
     if column is not None:
         data = transpose_bytes(_pack_rows(column.codes)[:, :k])
         scales = spread(column.scales, 1, NVFP4_BLOCK) if options.codes_are_shared else column.scales
         buffers += [data, _pad(scales[:, :k].t())]
-        scaled_by.append(_amax_of_result(column.amax, k, options))
+        scaled_by.append(_amax_of_result(column.amax, k, options, False))
     # Copied: two directions of one tile share their amax, and a slice would keep its padding alive.
     return buffers + [amax.clone() for amax in scaled_by]
 
 
-def _amax_of_result(amax: Tensor, lines: int, options: _Options) -> Tensor:
+def _amax_of_result(amax: Tensor, lines: int, options: _Options, by_row: bool) -> Tensor:
     """Return what an amax of ``_Encoded`` is in the result: [1], that of every line, or of every group."""
-    if options.groups is None:
-        return amax.flatten()[: lines if options.row_scaled else 1]
+    own = lines if options.row_scaled else 1
+    if options.groups is None or (options.row_scaled and by_row):
+        return amax.flatten()[:own]
     (blocks, *_), count = options.groups
     step = max(amax.shape[0] // max(blocks.shape[0], 1), 1)
-    return amax.new_zeros(count + 1).scatter(0, blocks, amax.flatten()[::step])[:count]
+    of_group = amax.new_zeros((count + 1, amax.shape[1]))
+    return of_group.index_copy(0, blocks, amax[::step])[:count, :own].flatten()
 
 
 def _pad(scales: Tensor) -> Tensor:
@@ -229,7 +231,12 @@ def _amaxes(size: Tensor, groups: list[tuple[int, int]], options: _Options) -> l
     size.nan_to_num_(nan=0.0, posinf=math.inf)
     lines = [1 if columns > 1 else 0 for _, columns in groups]
     if options.groups is not None:
-        amaxes = [_amax_of_groups(size, rows, *options.groups) for rows, _ in groups]
+        amaxes = [
+            _global_amax(size, 1, True)
+            if options.row_scaled and rows == 1
+            else _amax_of_groups(size, rows, options.row_scaled, *options.groups)
+            for rows, _ in groups
+        ]
     elif options.amaxes is None:
         amaxes = [_global_amax(size, line, options.row_scaled) for line in lines]
     else:
@@ -278,13 +285,14 @@ def _global_amax(size: Tensor, dim: int, per_line: bool) -> Tensor:
     return (size.amax() if size.numel() > 0 else size.sum()).reshape(1, 1)
 
 
-def _amax_of_groups(size: Tensor, rows: int, table: Tensor, count: int) -> Tensor:
-    """Return the amax of the group of every ``rows`` rows, as a column."""
+def _amax_of_groups(size: Tensor, rows: int, by_column: bool, table: Tensor, count: int) -> Tensor:
+    """Return the amax of the group of every ``rows`` rows, as a column, or of each of its columns."""
     blocks = table[0]
-    largest = size.amax(1) if size.shape[1] else size.sum(1)
+    largest = size if by_column else _global_amax(size, 1, True)
     of_block = largest.unflatten(0, (blocks.shape[0], SCALE_TILE_ROWS)).amax(1)
-    amax = of_block.new_zeros(count + 1).scatter_reduce(0, blocks, of_block, "amax")
-    return amax[blocks].repeat_interleave(SCALE_TILE_ROWS // rows).unsqueeze(1)
+    index = blocks.unsqueeze(1).expand(of_block.shape)
+    amax = of_block.new_zeros((count + 1, of_block.shape[1])).scatter_reduce(0, index, of_block, "amax")
+    return amax[blocks].repeat_interleave(SCALE_TILE_ROWS // rows, dim=0)
 
 
 def _global_scale(amax: Tensor, e4m3_max: int) -> Tensor:

@@ -323,7 +323,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     def to_dtype(self, dtype: torch.dtype) -> GroupedTensor:
         """Return the wrapper around the same buffers with another nominal dtype; nothing is requantized."""
         storage = self._mapped(lambda buffer: buffer)
-        storage.fake_dtype = dtype
+        storage.quantizer, storage.fake_dtype = storage.quantizer._keeping(self.fake_dtype), dtype
         return GroupedTensor(storage, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
