@@ -87,6 +87,8 @@ ELSEWHERE = {
         "state/test_replicas.py",
         "distributed/test_parallel_styles.py",
         "optimizers/test_weight_codes.py",
+        "nn/test_batch_invariant.py",
+        "distributed/test_shard.py",
     ),
 }
 # Of the tests of a room of which few files are silent, these alone.

@@ -686,6 +686,22 @@ def test_which_groups_are_gathered_quantized(one: Any) -> None:
     assert [one.reason for one in found] == ["its 192 rows per group are not whole 128-row tiles", ""]
 
 
+def test_shards_of_stored_weights_are_drawn_again(one: Any) -> None:
+    """In the parameter that FSDP2 has, to the values of a layer that is not sharded."""
+    from torch.distributed.fsdp import fully_shard
+
+    drawn = []
+    for shards in (False, True):
+        with nc.quantized_model_init(recipe=QUANTIZED["current"]):
+            layer = nc.Linear(64, 48, device="cpu")
+        if shards:
+            fully_shard(layer)
+        torch.manual_seed(3)
+        layer.reset_parameters()
+        drawn.append(layer.weight.full_tensor() if shards else layer.weight)  # type: ignore[union-attr]
+    assert torch.equal(drawn[0].dequantize(), drawn[1].dequantize())
+
+
 def test_rows_of_stored_weights_are_counted() -> None:
     with nc.quantized_model_init(recipe=QUANTIZED["current"]):
         model = torch.nn.Sequential(nc.Linear(32, 48, device="cpu"))

@@ -197,3 +197,21 @@ def test_either_form_loads_the_other(single):
     for kind, shape in (("weight", (3, 32, 16)), ("bias", (3, 32))):
         ours, theirs = (torch.stack(list(layer._parts_of(kind))).view(shape) for layer in layers)
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_stored_groups_made_without_gradients_get_columns(recipe: str) -> None:
+    """Of one parameter as of one per group: from the row-wise codes, in the backward."""
+    found = []
+    for single in (False, True):
+        torch.manual_seed(0)
+        with torch.no_grad(), nc.quantized_model_init(recipe=QUANTIZED[recipe]):
+            layer = nc.GroupedLinear(
+                3, 128, 256, bias=False, single_grouped_weight=single, params_dtype=BF16, device="cpu"
+            )
+        nc.set_recipe(torch.nn.ModuleList([layer]), {"": QUANTIZED[recipe]})
+        x = normal((33, 128), BF16).requires_grad_()
+        y = layer(x, [16, 0, 17])
+        found.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), x)))
+    for separate, joined in zip(*found, strict=True):
+        assert_bitwise(separate, joined)

@@ -1293,3 +1293,12 @@ def test_parameters_of_groups_are_none_beside_one_for_all(weight: bool, bias: bo
     again = nc.GroupedLinear(2, 32, 48, device="cpu", single_grouped_weight=weight, single_grouped_bias=bias)
     again.load_state_dict(layer.state_dict(), strict=True)
     layer(torch.randn(8, 32), [3, 5]).sum().backward()
+
+
+def test_codes_are_decoded_for_a_layer_in_high_precision() -> None:
+    """As a dispatch hands them on."""
+    layer = make_layer()
+    codes = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3).quantize(
+        torch.randn(sum(SPLITS), K, device=DEVICE).bfloat16()
+    )
+    assert torch.equal(layer(codes, SPLITS), layer(codes.dequantize(), SPLITS))
