@@ -20,7 +20,6 @@ from .grouped_quantize import group_ends
 from .launch import INTERPRETING, Launcher, check_device
 
 TILE_M = 128
-TILE_N = 128
 
 
 @triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
@@ -127,10 +126,11 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
     (T, M), N, groups = left.shape, right.shape[1], splits.shape[0]
     out = torch.empty((groups, M, N), dtype=dtype, device=left.device)
     if out.numel():
+        tile_n, tile_k = _tile(left)
         _contraction(
-            (cdiv(M, TILE_M) * cdiv(N, TILE_N), groups, 1),
+            (cdiv(M, TILE_M) * cdiv(N, tile_n), groups, 1),
             (out, left, right, splits, T, M, N, groups),
-            (triton.next_power_of_2(groups), TILE_M, TILE_N, _tile_k(left), INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k, INTERPRETING),
         )
     return out
 
@@ -143,17 +143,18 @@ def rows(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Ten
     (T, K), N, groups = left.shape, right.shape[1], splits.shape[0]
     out = torch.empty((T, N), dtype=dtype, device=left.device)
     if out.numel() and groups:
+        tile_n, tile_k = _tile(left)
         _rows(
-            (cdiv(T, TILE_M) + groups, cdiv(N, TILE_N), 1),
+            (cdiv(T, TILE_M) + groups, cdiv(N, tile_n), 1),
             (out, left, right, splits, T, N, K, groups, *right.stride()),
-            (triton.next_power_of_2(groups), TILE_M, TILE_N, _tile_k(left), INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k, INTERPRETING),
         )
     return out
 
 
-def _tile_k(left: Tensor) -> int:
-    """Return 128 bytes of a row."""
-    return 128 // left.element_size()
+def _tile(left: Tensor) -> tuple[int, int]:
+    """Return TILE_N and TILE_K; tensor cores do not multiply fp32, and its factors need registers."""
+    return (64, 32) if left.dtype == torch.float32 else (128, 64)
 
 
 def _check(left: Tensor, right: Tensor, fits: bool) -> None:
