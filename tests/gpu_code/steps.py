@@ -128,7 +128,8 @@ class Compiled(Eager):
             ):
                 for name, tensor in ours:
                     twins.give_twin(tensor, theirs[name])
-            self.run = torch.compile(self.model, fullgraph=True)
+            # with a function around: alone, the model would renew its scales in eager code, on fakes without memory
+            self.run = torch.compile(lambda x: self.model(x), fullgraph=True)
 
     def _fake(self, x: Tensor) -> Tensor:
         with FAKE:

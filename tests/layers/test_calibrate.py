@@ -193,18 +193,28 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         nc.calibrate_delayed_scaling(model.eval(), step)
 
 
-@pytest.mark.parametrize("how", ["root", "own", "autocast"])
+class Chain(nn.Sequential):
+    """Of a class of its own: Dynamo traces the calls of PyTorch's with their hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["root", "compiled root", "own", "autocast"])
 def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
     """Gradients of a sum are 1, where the first scale holds 7/8."""
     model, x = two_layers(), torch.randn(32, 64)
-    if how == "root":
+    called: Any = model
+    if how == "compiled root":
+        called = torch.compile(nc.set_recipe(Chain(*model), RECIPE), backend="aot_eager", fullgraph=True)
+    elif how == "root":
         nc.set_recipe(model, RECIPE)
     elif how == "own":
         model[0].recipe = model[1].recipe = RECIPE
 
     def run(x: Tensor) -> Tensor:
         with nc.autocast(enabled=how == "autocast", recipe=RECIPE) if how == "autocast" else nullcontext():
-            return model(x)  # type: ignore[no-any-return]
+            return called(x)  # type: ignore[no-any-return]
 
     gradients(run, model, x)
     with pytest.warns(UserWarning, match="saturated .* tensors, the largest at 1.14 times") as told:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import narrowcast as nc
 from narrowcast.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, recipes_to_json
@@ -253,6 +255,38 @@ def test_a_compiled_model_renews_the_layers_from_its_first_forward() -> None:
     assert not any(layer._renewed_by_root for layer in model)
     torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(16, 32)).sum().backward()
     assert all(layer._renewed_by_root and layer._root == model._renews_as for layer in model)
+
+
+def test_the_renewal_of_a_compiled_model_is_part_of_no_graph() -> None:
+    """A graph of its own would have all states as inputs; a graph around the model holds it."""
+    torch.manual_seed(0)
+    made = [nc.set_recipe(Model(), nc.recipe.DelayedScaling(amax_history_len=3)) for _ in range(3)]
+    for other in made[1:]:
+        other.load_state_dict(made[0].state_dict())
+    counter, around = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
+
+    def call(model: Model, x: Tensor) -> Tensor:
+        return model(x)
+
+    runs = [
+        made[0],
+        torch.compile(made[1], fullgraph=True, backend=counter),
+        partial(torch.compile(call, fullgraph=True, backend=around), made[2]),
+    ]
+    for seed in range(3):
+        x = torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))
+        outs = [run(x) for run in runs]
+        for out in outs:
+            out.sum().backward()
+            assert torch.equal(out, outs[0])
+    for other in made[1:]:
+        for ours, theirs in zip(other.buffers(), made[0].buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+    renewals = [
+        sum("renew_delayed_scaling" in str(node.target) for graph in one.graphs for node in graph.graph.nodes)
+        for one in (counter, around)
+    ]
+    assert (counter.frame_count, around.frame_count, renewals) == (1, 1, [0, 1])
 
 
 def test_a_compiled_model_under_an_autocast_of_another_history() -> None:

@@ -16,6 +16,7 @@ from ..functional.recomputation import RUNNING
 from ..recipe import DelayedScaling, Recipe, recipes_from_json
 from ..state import THREAD, Agreement, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
+from ..upstream.compiler import never_compiled
 from ..upstream.modules import calling_frame, forward_hooks, forward_pre_hooks, modules_of
 from .delayed import DelayedLayer
 from .patterns import matching_names
@@ -103,16 +104,17 @@ def renew_from(model: nn.Module) -> None:
         layer for layer in model.modules() if isinstance(layer, DelayedLayer) and layer.delayed_slots()
     ]
     hooks: Any = forward_pre_hooks(model)
-    if delayed and _enter_root not in hooks.values():
+    if delayed and _start_root not in hooks.values():
         model.__dict__["_renews_as"] = f"root{next(_ROOTS)}"
-        model.register_forward_pre_hook(_enter_root)
+        model.register_forward_pre_hook(_renew_root)
+        model.register_forward_pre_hook(_start_root)
         model.register_forward_hook(_leave_root, always_call=True)
 
 
 def stop_renewing_from(model: nn.Module) -> None:
     """Undo :func:`renew_from`."""
     for hooks in (forward_pre_hooks(model), forward_hooks(model)):
-        for key in [key for key, hook in hooks.items() if hook in (_enter_root, _leave_root)]:
+        for key in [key for key, hook in hooks.items() if hook in (_renew_root, _start_root, _leave_root)]:
             del hooks[key]
     model.__dict__.pop("_renews_as", None)
 
@@ -126,9 +128,18 @@ def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:
 _ROOTS = itertools.count()
 
 
-def _enter_root(model: nn.Module, args: Any) -> None:
-    """Renew, and until the forward ends keep the layers from doing so: the forward pre-hook of a model."""
+@never_compiled
+def _renew_root(model: nn.Module, args: Any) -> None:
+    """Renew: a forward pre-hook of a model.
+
+    Dynamo compiles the hooks of a compiled model one by one. A graph of this one would have all states as inputs, to
+    run one operator.
+    """
     renew_layers(model)
+
+
+def _start_root(model: nn.Module, args: Any) -> None:
+    """Keep the layers from renewing until the forward ends: a forward pre-hook of a model."""
     _note_root(model.__dict__["_renews_as"], True)
 
 
