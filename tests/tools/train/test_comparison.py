@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,20 @@ from narrowcast_tools.train.progress import Progress
 from narrowcast_tools.train.session import run_in, series
 
 
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shelf")
+
+
 @pytest.fixture
-def runs(config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path) -> Path:
-    config = replace(config, steps=2)
-    configs = [replace(config, recipe=name, seed=seed) for name in ("bf16", "nvfp4") for seed in (0, 1)]
-    series(tmp_path / "runs", configs, corpus, progress, resume=False)
-    return tmp_path / "runs"
+def runs(config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, shelf: Path) -> Path:
+    """A copy, for this test, of runs that the first test has trained."""
+    trained = shelf / "runs"
+    if not trained.exists():
+        config = replace(config, steps=2)
+        configs = [replace(config, recipe=name, seed=seed) for name in ("bf16", "nvfp4") for seed in (0, 1)]
+        series(trained, configs, corpus, progress, resume=False)
+    return Path(shutil.copytree(trained, tmp_path / "runs"))
 
 
 def changed(run: Path, **settings: object) -> None:
