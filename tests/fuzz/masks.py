@@ -137,8 +137,9 @@ def run(program: Program) -> dict[str, float]:
     out = out.transpose(1, 2)
     with torch.no_grad():
         probabilities = weights / total.clamp_min(1e-300)
-        dp = dy.double().reshape(b, n_q, h, d).transpose(1, 2) @ wide[2].transpose(-1, -2)
-        larger = probabilities * (dp.abs() + (probabilities * dp).sum(-1, keepdim=True).abs()) * d**-0.5
+        # a sum over channels, whose terms may cancel, of values that have the rounding of their dtype
+        dp = dy.double().abs().reshape(b, n_q, h, d).transpose(1, 2) @ wide[2].abs().transpose(-1, -2)
+        larger = probabilities * (dp + (probabilities * dp).sum(-1, keepdim=True)) * d**-0.5
         terms = {"dq": larger @ wide[1].abs(), "dk": larger.transpose(-1, -2) @ wide[0].abs()}
     expected = [out, *torch.autograd.grad((out.reshape(b, n_q, h * d) * dy.double()).sum(), leaves)]
     for name, a, e in zip(("the output", "dq", "dk", "dv"), results, expected, strict=True):
