@@ -11,7 +11,7 @@ from torch import nn
 
 import narrowcast as nc
 
-from .programs import Invalid, Program, attempt, compare, normal, refusal
+from .programs import Difference, Invalid, Program, attempt, compare, normal, refusal
 
 STEP = 0.1  # learning rate, and how far an element moves in a step of Adam
 
@@ -51,8 +51,9 @@ def _item(rng: random.Random) -> Program:
             "scaler",
             "deepcopy",
             "multi",
+            "inside",
         ),
-        (10, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1),
+        (10, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2),
     )[0]
     return {
         "do": do,
@@ -149,6 +150,24 @@ class Twins:
             scaler.update()
         elif do == "deepcopy":
             optimizer.state_dict()
+        elif do == "inside":
+            self._step_inside(item, ours, parameters, optimizer)
+
+    def _step_inside(self, item: Program, ours: bool, parameters: list[nn.Parameter], optimizer: Any) -> None:
+        """Ours steps in the backward: a part of some parameters, whose gradients may not all come, and the others."""
+        self._gradients(item, parameters)
+        terms = [(p * p.grad).sum() for p in parameters if p.grad is not None]
+        optimizer.zero_grad()
+        if not terms:
+            return
+        part = nn.ParameterList(parameters[: item["count"] % (len(parameters) + 1)])
+        steps = nc.optimizers.step_in_backward(optimizer, [part]) if ours else None
+        torch.stack(terms).sum().backward()
+        if steps is not None and len(part) == 0 and any(p.grad is not None for p in parameters):
+            raise Difference("step_in_backward leaves gradients of parameters that are parts of their own")
+        optimizer.step()
+        if steps is not None:
+            steps.remove()
 
 
 def run(program: Program) -> dict[str, float]:
