@@ -293,3 +293,20 @@ def test_a_guard_s_copy_keeps_the_quantizer_that_has_state() -> None:
     copied = copy.deepcopy(context)
     assert copied is not context and copied.keys() == context.keys()
     assert all(copied[name] is context[name] for name in context)
+
+
+@each_quantizer
+def test_a_flattening_repeats_what_the_last_one_told_until_that_changes(name: str) -> None:
+    """Guards of compiled code flatten every weight at every call."""
+    weight = parameter(name)
+    names, told = weight.__tensor_flatten__()
+    assert weight.__tensor_flatten__()[1] is told and copy.deepcopy(told) == told
+    assert (told["quantizer"], told["fake_dtype"], told["requires_grad"]) == (weight._quantizer, BF16, True)
+    weight.requires_grad_(False)
+    frozen = weight.__tensor_flatten__()[1]
+    assert frozen == {**told, "requires_grad": False} != told
+    assert weight.to_dtype(torch.float16).__tensor_flatten__()[1]["fake_dtype"] is torch.float16
+    weight._quantizer = weight._quantizer.replace(internal=True)
+    assert weight.__tensor_flatten__()[1]["quantizer"] is weight._quantizer
+    setattr(weight, names[0], None)
+    assert weight.__tensor_flatten__()[0] == names[1:]

@@ -271,22 +271,38 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         arguments = (type(self), self.get_metadata(), isinstance(self, torch.nn.Parameter))
         return rebuild_quantized_tensor, (*arguments, self._begins) if self._begins else arguments
 
+    _flattened: tuple[bool, Any, torch.dtype, _Context] | None = None
+    """What the last flattening told besides buffers. Guards of compiled code flatten every weight, twice a call."""
+
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        present = [a for a, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, a) is not None]
-        context = flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+        known = self._flattened
+        present = [name for name, _ in self._FLATTEN_TENSOR_BUFFERS if getattr(self, name) is not None]
         if self._is_part or self._begins:  # else a graph made for a whole tensor would write to a part
-            context["part"] = self._is_part, self._begins
-        return present, context if self._quantizer._value_text() else _ByIdentity(context)
+            return present, _Context(self._told(), part=(self._is_part, self._begins))
+        if (
+            known is None
+            or known[0] is not self.requires_grad
+            or known[1] is not self._quantizer
+            or known[2] is not self._dtype
+        ):
+            told = _Context(self._told())
+            known = self._flattened = told["requires_grad"], self._quantizer, self._dtype, told
+        return present, known[3]
+
+    def _told(self) -> dict[str, Any]:
+        self._quantizer._value_text()  # type: ignore[attr-defined]  # its value, if it has one, is final from now on
+        return flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
 
 
-class _ByIdentity(dict[str, Any]):
-    """The flattening context of a tensor whose quantizer equals only itself.
+class _Context(dict[str, Any]):
+    """The flattening context of a tensor.
 
-    The compiler guards a deep copy of it, which must keep the quantizer, or the guard would fail at once.
+    The compiler guards a deep copy of it. That must keep the quantizer: one without a value equals only itself, and one
+    that is the same object is compared without a call.
     """
 
-    def __deepcopy__(self, memo: Any) -> _ByIdentity:
-        return _ByIdentity(self)
+    def __deepcopy__(self, memo: Any) -> _Context:
+        return _Context(self)
 
 
 def plain_gradient(grad: Tensor) -> Tensor:
