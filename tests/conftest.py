@@ -15,7 +15,7 @@ import pytest
 import torch
 from covering import covering
 from interpreting import fast_interpreter
-from ranks import process_group_removed
+from ranks import collect_garbage_less, process_group_removed
 
 if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,6 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     if not config.getoption("--full-matrix"):
         _thin_out(config, items)
+
+
+def pytest_collection_finish() -> None:
+    collect_garbage_less()
 
 
 def _thin_out(config: pytest.Config, items: list[pytest.Item]) -> None:
