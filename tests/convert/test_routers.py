@@ -43,7 +43,7 @@ def test_routers_beside_experts_stay(gate: str, kind: str) -> None:
     assert "routers=True converts it" in str(receipt)
 
 
-@pytest.mark.parametrize("name", ["gate", "wg", "router"])
+@pytest.mark.parametrize("name", ["gate", "wg", "expert_gate", "router"])
 def test_a_gate_of_as_many_experts_as_inputs_stays(name: str) -> None:
     """Where the sizes do not tell it from a projection, its name does."""
     experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(16))

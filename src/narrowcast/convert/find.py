@@ -85,7 +85,7 @@ def router_modules(model: nn.Module) -> set[int]:
 
     A router is beside the experts, in the module that holds both: as its child, or as the only linear layer of a child,
     such as ``gate.wg`` or ``router.classifier``. It has as many outputs as there are experts, and fewer than inputs
-    unless the child is a gate (``gate``, ``wg``) or router by name. A child with one output, such as
+    unless the child is a router or gate by name (``wg``, ``expert_gate``). A child with one output, such as
     ``shared_expert_gate``, weighs what an expert adds.
     """
     found = set()
@@ -100,9 +100,10 @@ def router_modules(model: nn.Module) -> set[int]:
                 continue
             inside = [one for one in child.modules() if isinstance(one, nn.Linear)]
             named = "router" in f"{name} {type(child).__name__}".lower()
+            gates = name == "wg" or name.endswith("gate")
             for linear in inside if named else inside[: len(inside) == 1]:
                 outputs, inputs = linear.out_features, linear.in_features
-                chooses = outputs in experts and (outputs < inputs or named or name in ("gate", "wg"))
+                chooses = outputs in experts and (outputs < inputs or named or gates)
                 if chooses or (outputs == 1 and linear is child):
                     found.add(id(linear))
     return found
