@@ -326,6 +326,19 @@ def test_killed_during_a_save_and_resumed_is_the_same_run(recipe: str, text_file
     assert histories[0] == histories[1]
 
 
+@pytest.mark.parametrize("name, expected", [("NO_SETTING", "5000"), ("OMP_WAIT_POLICY", None)])
+def test_threads_wait_in_a_short_loop_unless_told_otherwise(
+    name: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another program the demo was twelve times as slow: its threads waited for each other in a loop."""
+    for one in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(one, "")  # so that it is put back
+        monkeypatch.delenv(one)
+    monkeypatch.setenv(name, "PASSIVE")
+    assert main(["--version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
 def test_an_interrupt_is_one_line(
     text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

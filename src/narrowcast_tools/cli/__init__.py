@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
+from .threads import spin_less
+
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
 RESUMABLE = {"train", "demo"}
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(_install(MISSING), 2)
     words = list(sys.argv[1:] if arguments is None else arguments)
     typed = shlex.join(["narrowcast", *words])
+    spin_less()
     # Typer exports BadParameter and not its base class, which every wrong command line raises.
     usage_error = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
     try:
