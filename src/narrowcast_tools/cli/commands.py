@@ -145,7 +145,7 @@ def demo(
     context: typer.Context,
     data: o.Data = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: half a minute on two CPU cores.")
+        bool, typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: about a minute on two CPU cores.")
     ] = False,
     out: Annotated[
         Path | None,

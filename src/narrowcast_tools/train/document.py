@@ -48,7 +48,7 @@ def compose(
         ),
         f"```\n{command}\n```",
         _wrap(
-            "With `--quick` the runs are shorter and need less than a minute on two cores. After Ctrl-C, the same "
+            "With `--quick` the runs are shorter and need about a minute on two cores. After Ctrl-C, the same "
             "command with `--resume` continues from the last checkpoint."
         ),
         markdown_table(rows),
