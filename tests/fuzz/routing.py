@@ -68,13 +68,13 @@ def scores(program: Program) -> None:
     theirs = _scored(other, function)
     compare(ours, theirs, f"scores of {function}", 1e-5)
     weight = normal(program["seed"] + 1, *ours.shape)
-    terms = (theirs * weight).norm()
+    terms = (theirs * weight).norm().item()
     ours, theirs = ((y * weight).sum() for y in (ours, theirs))
     (a,), (e,) = torch.autograd.grad(ours, leaf), torch.autograd.grad(theirs, other)
     if e.norm() > 1e-6:
         tolerance = 2e-2 if logits.dtype == torch.bfloat16 else 1e-4
         # terms that cancel leave their roundings: of two experts whose weights are nearly equal
-        compare(a, e, f"gradient of scores of {function}", tolerance, least=0.01 * float(terms))
+        compare(a, e, f"gradient of scores of {function}", tolerance, least=0.01 * terms)
 
 
 def topk(program: Program) -> None:
