@@ -57,7 +57,6 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
 
 def collect_garbage_less() -> None:
     """Leave out what was imported, and look after more objects: it took a tenth of the time of compiled tests."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
