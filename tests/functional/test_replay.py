@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -445,6 +446,31 @@ def test_descriptors_of_tensors_are_made_again() -> None:
     assert type(made) is type(descriptor) and made.base is y
     for name in ("shape", "strides", "block_shape", "layout"):
         assert getattr(made, name) == getattr(descriptor, name)
+
+
+def test_a_launch_that_a_profiler_wants_to_see_is_the_stage_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of launches are called by Triton's own way to start a kernel, which a recording goes around."""
+    hooks = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]))
+    ran, started = [], []
+
+    def stage(x: Tensor) -> Tensor:
+        ran.append(x)
+        y = torch.empty_like(x)
+        recording.launched((lambda *given: started.append(given), (), False, None), (3,), [y], hooks)
+        return y
+
+    monkeypatch.setattr(replay, "current_stream", lambda device: 5)
+    x = torch.zeros(7)
+    recording = replay.Recording(stage, [x])
+    with recording:
+        result = stage(x)
+    replayed = recording.function_of(result, [])
+    assert replayed is not None
+    y = replayed([x], x)
+    assert started == [(3, 5, y.data_ptr())] and len(ran) == 1
+    hooks.launch_enter_hook.calls.append(print)
+    replayed([x], x)
+    assert len(started) == 1 and len(ran) == 2
 
 
 def test_random_numbers_differ(device: torch.device) -> None:

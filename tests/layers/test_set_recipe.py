@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -308,6 +309,38 @@ def test_a_compiled_model_under_an_autocast_of_another_history() -> None:
     for eager, ours in zip(results[:4], results[4:]):
         for a, b in zip(ours, eager, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_compiled_layers_renew_by_the_rule_of_the_recipe_in_force(own: bool) -> None:
+    """Two recipes give the same graph and renew by different rules: it serves the second with the rule of the first."""
+    recent = nc.recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent")
+    largest = nc.recipe.DelayedScaling(amax_history_len=3, margin=1)
+
+    def train(compiles: bool) -> list[tuple[str, float]]:
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nc.Linear(7, 5)), []
+        if own:
+            nc.set_recipe(model, recent)
+        run = torch.compile(model, backend="eager") if compiles else model
+        for step, magnitude in enumerate((1.0, 8.0, 0.1, 0.1, 0.1)):
+            x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
+            recipe = largest if step in (1, 2) else recent
+            with contextlib.nullcontext() if own and recipe is recent else nc.autocast(recipe=recipe):
+                run(x).square().sum().backward()
+            seen.append((model[0].delayed_slots()[0].recipe.amax_compute_algo, float(model[0].scale_fwd[0])))
+        return seen
+
+    eager = train(compiles=False)
+    assert [algorithm for algorithm, _ in eager] == [
+        "most_recent",
+        "max",
+        "max",
+        "most_recent",
+        "most_recent",
+    ]
+    for (algorithm, scale), expected in zip(train(compiles=True), eager, strict=True):
+        assert (algorithm, scale) == (expected[0], pytest.approx(expected[1], rel=1e-5))
 
 
 def test_an_unknown_policy_is_refused_before_anything_is_set() -> None:

@@ -484,11 +484,15 @@ def test_recomputation_uses_the_scales_of_its_forward(backend: str | None) -> No
 @pytest.mark.parametrize("name", ["current", "delayed", "nvfp4"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen weights"])
 def test_compiled_recomputation_saves_no_activation(name: str, frozen: bool) -> None:
-    """The partitioner finds nothing to share between the first forward and the recomputation."""
+    """The partitioner finds nothing to share between the first forward and the recomputation.
+
+    That waits for the gradient: recomputations of several layers could run at the begin of a graph otherwise.
+    """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     saved: list[list[tuple[int, ...]]] = []
+    waits: list[bool] = []
 
     def forward_compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         names = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
@@ -497,9 +501,17 @@ def test_compiled_recomputation_saves_no_activation(name: str, frozen: bool) -> 
         saved.append([tuple(node.meta["val"].shape) for node in made])
         return make_boxed_func(graph.forward)
 
+    def backward_compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        after = {node for node in graph.graph.nodes if node.op == "placeholder" and "tangent" in node.name}
+        for node in graph.graph.nodes:
+            if any(needed in after for needed in node.all_input_nodes):
+                after.add(node)
+            waits.extend([node in after] if "norm_quantize" in str(node.target) else [])
+        return make_boxed_func(graph.forward)
+
     backend = aot_autograd(
         fw_compiler=forward_compiler,
-        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        bw_compiler=backward_compiler,
         partition_fn=min_cut_rematerialization_partition,
     )
     mlp, x = make_mlp(checkpoint=True), make_input(H, 3 * TOKENS)
@@ -508,6 +520,7 @@ def test_compiled_recomputation_saves_no_activation(name: str, frozen: bool) -> 
         mlp.fc2_weight.requires_grad_(False)
     eager = step(copy.deepcopy(mlp), x, RECIPES[name])
     assert_same(step(mlp, x, RECIPES[name], torch.compile(mlp, fullgraph=True, backend=backend)), eager)
+    assert waits == [True]
     (shapes,) = saved
     by_token = [shape for shape in shapes if 3 * TOKENS in shape and shape != (3 * TOKENS, H)]
     assert not by_token, shapes

@@ -13,7 +13,7 @@ from delayed_simulation import clean_autocast
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.state import THREAD
+from narrowcast.state import THREAD, AutocastState
 
 __all__ = ["clean_autocast"]
 CURRENT, MXFP8 = nc.recipe.Float8CurrentScaling(), nc.recipe.MXFP8BlockScaling()
@@ -124,7 +124,7 @@ def test_a_new_thread_begins_without_a_recipe() -> None:
 
 def nothing_in_force() -> bool:
     state = THREAD.state
-    return state.get() == (None, None, None, 0, None) and not state.entered
+    return state.get() == AutocastState().get() and not state.entered
 
 
 def leave(contexts: list[Any], values: list[Any], order: tuple[int, ...], in_force: Any) -> None:

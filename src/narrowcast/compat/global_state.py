@@ -135,7 +135,7 @@ class FP8GlobalStateManager(metaclass=_Named):
     def reset() -> None:
         """Leave every autocast and every ``quantized_model_init`` of this thread; layers keep their scales."""
         thread = state.THREAD.state
-        thread.set((None, None, None, 0, None))
+        thread.set(state.AutocastState().get())
         thread.recomputes = None
         thread.entered.clear()
         thread.init_entered.clear()

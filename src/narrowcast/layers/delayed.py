@@ -91,7 +91,9 @@ class DelayedLayer(RecipeOwner):
             stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
         """
         self._stage_names, self._delayed = stage_names, {}
-        self._registered_with: tuple[str, ...] = ()  # threads whose autocasts renew the state
+        self._registered_with: tuple[
+            str, ...
+        ] = ()  # threads and recipe of the autocasts that renew the state
         self._starts = self._has_trained = False
         for name in self._state_names():
             self.register_buffer(name, None)
@@ -121,7 +123,7 @@ class DelayedLayer(RecipeOwner):
                 has made on that object would fail at once.
         """
         state = THREAD.state
-        unknown = state.depth and state.thread not in self._registered_with
+        unknown = state.depth and f"{state.thread} {state.number}" not in self._registered_with
         if unknown and not (forward is None and backward is None):
             self._register_with(state)
         known = self._delayed.get(prefix)
@@ -131,6 +133,8 @@ class DelayedLayer(RecipeOwner):
             for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
                 if delayed is not None:
                     self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+            if not state.depth:
+                self.__dict__["_registered_with"] = ()  # no graph of an autocast fits these rules
         elif tracing:
             return
         self._delayed[prefix] = (forward, backward)
@@ -138,15 +142,18 @@ class DelayedLayer(RecipeOwner):
     def _register_with(self, state: AutocastState) -> None:
         """Register with the autocasts of this thread for renewal, and do what the present one could not.
 
-        A layer that was restored or copied comes with the amax of its last step.
+        A layer that was restored or copied comes with the amax of its last step. One that ran under another recipe is
+        renewed as this one says from now on; no graph that was traced under the other fits it.
         """
-        self.__dict__["_registered_with"] = (*self._registered_with, state.thread)
+        is_new = self not in state.delayed
+        kept = [known for known in self._registered_with if known.endswith(f" {state.number}")]
+        self.__dict__["_registered_with"] = (*kept, f"{state.thread} {state.number}")
         register_delayed(self)
         recipe = state.recipe or state.calibrating
         if recipe is not None:
             self._keep_state_of(recipe)
         keeps_scales = any(context.graph for context in state.entered)
-        if state.recipe is not None and not keeps_scales and self.training and starts_a_step():
+        if is_new and state.recipe is not None and not keeps_scales and self.training and starts_a_step():
             renew([self])
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
@@ -179,14 +186,13 @@ class DelayedLayer(RecipeOwner):
             for prefix, (forward, backward) in zip(prefixes, states):
                 self._keep_state(prefix, forward, backward)
             return False
-        thread = (
-            THREAD.state.thread
-        )  # read to be guarded: another thread traces again, and so registers the layer
-        if thread:  # always
+        # read to be guarded: another thread, or an autocast with another recipe, traces again, and so registers
+        by = f"{THREAD.state.thread} {THREAD.state.number}"
+        if by:  # always
             while_tracing(_keep_states_while_tracing)
         # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded.
         # Under an autocast that the graph itself enters, the graph renews
-        if THREAD.state.depth and not THREAD.state.traced and thread not in self._registered_with:
+        if THREAD.state.depth and not THREAD.state.traced and by not in self._registered_with:
             raise RuntimeError(
                 "an autocast does not know a layer that is traced under it; report this with the code"
             )

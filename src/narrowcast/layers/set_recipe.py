@@ -177,16 +177,20 @@ def renew_layers(model: nn.Module) -> None:
             if isinstance(layer, DelayedLayer):
                 layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))
                 layers.append(layer)
-        _keep_state_of_autocast(layers)
+        _keep_state_in_force(layers)
         warn_of_saturation(layers)
         renew(layers)
 
 
-def _keep_state_of_autocast(layers: list[DelayedLayer]) -> None:
-    """Give layers the histories and the rule of the autocast in force, which a copy does not know."""
-    in_force = THREAD.state.recipe if THREAD.state.depth else None
-    if isinstance(in_force, DelayedScaling):
-        for layer in layers:
+def _keep_state_in_force(layers: list[DelayedLayer]) -> None:
+    """Give layers the histories and the rule of the autocast in force, which a copy does not know; or their own again.
+
+    A graph of theirs does not, where it serves again after an autocast.
+    """
+    depth, of_autocast = THREAD.state.depth, THREAD.state.recipe
+    for layer in layers:
+        in_force = of_autocast if depth else layer.recipe if layer._registered_with else None
+        if isinstance(in_force, DelayedScaling):
             layer._keep_state_of(in_force)
 
 
@@ -194,7 +198,7 @@ def _renewed_by_root_while_tracing(context: Any) -> None:
     model, layers = traced_local(context, "model"), traced_local(context, "layers")
     from ..upstream import dynamo  # loads Dynamo, which is there already where code is traced
 
-    _keep_state_of_autocast(layers)  # before the graph reads the histories of the layers' own recipes
+    _keep_state_in_force(layers)  # before the graph reads the histories of the layers' own recipes
     if model.training:
         for layer in layers:
             layer.__dict__.update(_renewed_by_root=True, _root=model.__dict__.get("_renews_as"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import enum
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -201,6 +202,9 @@ class Recipe(Sealable):
     _family: ClassVar[str] = ""
     _plans_by_name: ClassVar[bool] = False  # whether a plan depends on the layer's name
     _flags: ClassVar[tuple[str, ...]] = ()  # names of the fields that are True or False
+    _number: ClassVar[str] = (
+        ""  # of what :func:`share_plans` has seen: which of the recipes that are not equal
+    )
 
     high_precision_blocks: ClassVar[HighPrecisionBlocks | None] = None
     """What :func:`narrowcast.convert` leaves in high precision by default; None is no block."""
@@ -331,10 +335,18 @@ def remember(recipe: Recipe, key: str, plan: Any) -> None:
         object.__setattr__(owner, key, plan)
 
 
+_NUMBERS = itertools.count()
+
+
 def share_plans(recipe: Recipe) -> None:
-    """Give a recipe the plans of the first equal one: it then fits the graphs that were compiled under that."""
+    """Give a recipe the plans of the first equal one: it then fits the graphs that were compiled under that.
+
+    And its number, which differs between recipes that are not equal.
+    """
     recipe._seal()
     first = _first_equal(recipe)
+    if "_number" not in vars(first):
+        object.__setattr__(first, "_number", f"{next(_NUMBERS)}")
     if first is not recipe:
         for name in vars(first).keys() - vars(recipe).keys():
             object.__setattr__(recipe, name, getattr(first, name))

@@ -38,11 +38,11 @@ class AutocastState:
     """The requests of one thread's autocast contexts.
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
-    only. ``traced``: whether the outermost enabled context was entered in a graph; None outside any. ``entered``:
-    contexts that eager code has entered and not left, in order; ``init_entered``: those of
-    :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling and ran under an autocast of this
-    thread, with the group of the last one. ``thread``: which one; text, so that a graph may be guarded on it.
-    ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside any.
+    only. ``number``: of either; text, so that a graph may be guarded on it. ``traced``: whether the outermost enabled
+    context was entered in a graph; None outside any. ``entered``: contexts that eager code has entered and not left, in
+    order; ``init_entered``: those of :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling
+    and ran under an autocast of this thread, with the group of the last one. ``thread``: which one; text, like
+    ``number``. ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside any.
     """
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class AutocastState:
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.group: Any = None
+        self.number = ""
         self.depth = 0
         self.traced: bool | None = None
         self.init_entered: list[quantized_model_init] = []
@@ -72,11 +73,11 @@ class AutocastState:
 
     def get(self) -> tuple[Any, ...]:
         """Return the fields that entering a context changes, for :meth:`set`."""
-        return self.recipe, self.calibrating, self.group, self.depth, self.traced
+        return self.recipe, self.calibrating, self.group, self.number, self.depth, self.traced
 
     def set(self, values: tuple[Any, ...]) -> None:
         """Put back what :meth:`get` gave; scales are not renewed."""
-        self.recipe, self.calibrating, self.group, self.depth, self.traced = values
+        self.recipe, self.calibrating, self.group, self.number, self.depth, self.traced = values
 
 
 class _Thread(threading.local):
@@ -229,6 +230,8 @@ class autocast:
         if outermost:
             state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
+        if not compiling:
+            state.number = getattr(self.recipe or self.calibrating, "_number", "")
         state.depth += 1
         while_tracing(_end_writes)
 
