@@ -6,15 +6,17 @@ One sequence of 8192 tokens on each GPU, no recomputation; parameters, gradients
 plain PyTorch with its fused AdamW, sharded by ``fully_shard``; torchao converts its blocks' linear layers. The recipes
 are those of this library with weights gathered quantized, an FP8 head, and ``FusedAdam``. Blocks and head are compiled
 one by one, and all blocks run one graph. ``model TFLOP/s`` is of one GPU: 6 operations per GEMM weight and token, and
-causal attention; it is the same work for all contenders. ``retries``: so often the allocator waited for the GPU to get
-memory back, up to here; segments that can grow leave it more. ``--profile`` prints what the kernels of a step are and
-what they wait for, on the first GPU.
+causal attention; it is the same work for all contenders. ``host ms``: so long the host takes to issue a step that finds
+nothing queued. ``retries``: so often the allocator waited for the GPU to get memory back, up to here; segments that can
+grow leave it more. "kept": blocks stay gathered between forward and backward. ``--profile`` prints what the kernels of
+a step are and what they wait for, on the first GPU.
 ``--tiny`` tries the script on two ranks of a CPU.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import statistics
@@ -96,10 +98,11 @@ class Model(nn.Module):
 
 
 def sharded(name: str, sizes: Namespace) -> tuple[Model, torch.optim.Optimizer]:
-    """Return a contender's model over all ranks, and its optimizer."""
+    """Return a contender's model over all ranks, and its optimizer; "…, kept" keeps its blocks gathered."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    name, kept = name.removesuffix(", kept"), name.endswith(", kept")
     model = Model(name in RECIPES, sizes)
     mesh = init_device_mesh(sizes.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -116,7 +119,12 @@ def sharded(name: str, sizes: Namespace) -> tuple[Model, torch.optim.Optimizer]:
         for part in (*parts, model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    for part in model.blocks if kept else ():
+        part.set_reshard_after_forward(False)  # type: ignore[operator]
     model.head.set_reshard_after_forward(False)  # type: ignore[operator]  # the backward begins with it
+    model.embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # which reads no row of it
+    for part, following in itertools.pairwise(parts):  # gather before the block at hand is launched, not after
+        part.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     for part in parts[1:]:
         part.compile(fullgraph=True, backend=sizes.backend)
     return model, optimizer
@@ -154,6 +162,9 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
     losses += [step().item() for _ in range(3)]
     ms = torch.tensor(statistics.median(rank_ms(step, chosen.repeats) for _ in range(2)), device=sizes.device)
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)  # the slowest GPU says when a step is done
+    began = time.monotonic()
+    step()
+    host = time.monotonic() - began
     rate = sizes.length * 1e3 / ms.item()
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else math.nan
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if sizes.device == "cuda" else 0
@@ -161,8 +172,9 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
         print_streams(f"{name}, {ms.item():.1f} ms", step, shown=dist.get_rank() == 0)
     return {
         "layers": sizes.layers,
-        "classes at a time": sizes.chunk if name in RECIPES else sizes.vocabulary,
+        "classes at a time": model.head.chunk or sizes.vocabulary,
         "ms": round(ms.item(), 1),
+        "host ms": round(1e3 * host, 1),
         "tokens/s/GPU": round(rate),
         "model TFLOP/s": round(rate * operations(sizes) / 1e12),
         "peak GiB": round(peak / 2**30, 1),
@@ -181,7 +193,6 @@ def measure(chosen: Namespace) -> list[Row]:
 
 def main() -> None:
     options = parser(__doc__)
-    # in a row: the first of them finds nothing queued, as no step of a training does
     options.set_defaults(repeats=8)
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--contenders", default=";".join(NAMES), help="in order, between semicolons")

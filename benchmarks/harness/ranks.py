@@ -38,13 +38,17 @@ def report_of_ranks(stem: str, measure: Callable[[Namespace], list[Row]], chosen
 
 
 def rank_ms(step: Callable[[], object], count: int) -> float:
-    """Mean milliseconds of ``count`` steps of this rank, begun when all have come here."""
+    """Mean milliseconds of ``count`` steps of this rank, after one that all ranks begin together.
+
+    The first finds nothing queued, as no step of a training does, and is not counted.
+    """
     if not torch.cuda.is_available():
         dist.barrier()
         return 1e3 * seconds_of(step, count, "cpu")
     torch.cuda.synchronize()
     dist.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    step()
     begin.record()
     for _ in range(count):
         step()

@@ -31,30 +31,43 @@ class GradientExchange:
     """
 
     def __init__(self, dtype_stated: bool = True) -> None:
-        self._dtype_stated, self._sums = dtype_stated, torch.float32
+        self._dtype_stated = dtype_stated
+        self._kept: torch.dtype | None = None
         self._accumulates = self._leaves = False
         # in the backward of this forward, and of the one before
         self._reductions = self._reductions_before = 0
         self._contents = Contents()  # contents of the next buffer
+        self._stream: Any = None  # the model's stream, on a GPU
 
-    def begin(self, reduces: bool, sums: torch.dtype = torch.float32) -> None:
+    def begin(self, reduces: bool, kept: torch.dtype | None) -> None:
         """A forward begins. Ranks do alike, whichever have gradients by then.
 
         Args:
             reduces: whether its backward does.
-            sums: the dtype that FSDP2 casts sums to before anything reads them; fp32 if something does.
+            kept: the dtype of the gradients that FSDP2 makes of the sums; None if something else reads them before.
         """
-        self._sums = sums
+        self._kept = kept
         self._accumulates, self._leaves = self._leaves, not reduces
         self._reductions_before, self._reductions = self._reductions, 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a stand-in for the reduced modules' gradients; once filled, memory for their sums."""
+        """Return a stand-in for the reduced modules' gradients; once filled, memory for their sums.
+
+        Sums that stay until the optimizer's step get memory of the model's stream, which the backward gives back
+        meanwhile. FSDP2 takes that of its own stream, where nothing else can use it in a forward.
+        """
         if dtype == torch.float32 and not self._contents.tensors:
+            self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             return StandIn(self._contents, size, dtype, device)
-        if self._contents.tensors:
-            dtype, self._contents = self._sums, Contents()
-        return torch.empty(*size, dtype=dtype, device=device)
+        if not self._contents.tensors:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._contents = Contents()
+        if self._stream is None or self._kept is None:
+            return torch.empty(*size, dtype=self._kept or torch.float32, device=device)
+        with torch.cuda.stream(self._stream):  # which the current one has waited for
+            sums = torch.empty(*size, dtype=self._kept, device=device)
+        sums.record_stream(torch.cuda.current_stream(device))
+        return sums
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Any, group: Any, op: Any, async_op: bool = False
@@ -81,7 +94,7 @@ class GradientExchange:
             return work
         self._reductions += 1
         alone = self._reductions == self._reductions_before  # the last of a backward: no GEMM runs beside it
-        for own, others, part in _exchanged(gradients, output_tensor, group):
+        for own, others, part in _exchanged(gradients, output_tensor, group, one_by_one=alone):
             numerics_for(own).reduction.rank_sum(own, others, group.rank(), divisor, part, alone)
         return None
 
@@ -98,36 +111,43 @@ class GradientExchange:
 
 
 def _exchanged(
-    gradients: list[Tensor], output: Tensor, group: Any
+    gradients: list[Tensor], output: Tensor, group: Any, one_by_one: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield, of this rank's part of a gradient, its own values, the others' (ranks - 1, n), and the sum's place."""
+    """Yield, of this rank's part of a gradient, its own values, the others' (ranks - 1, n), and the sum's place.
+
+    Args:
+        one_by_one: start a transfer for each, so that the first sum need not wait for the last to arrive; else one
+            transfer, whose kernel has to find free processors beside the GEMMs once.
+    """
     ranks = group.size()
     counts = [-(-one.shape[0] // ranks) * one[0].numel() for one in gradients]  # as FSDP2 pads them
     parts = output.split(counts)
     small: list[int] = []
-    sent: list[tuple[Any, Tensor, Tensor, Tensor]] = []
+    sent: list[tuple[list[Any], Tensor, Tensor, Tensor]] = []
     # large ones first: the last sum hides behind nothing
     for index in sorted(range(len(gradients)), key=lambda at: -counts[at]):
         gradient, count, part = gradients[index], counts[index], parts[index]
         if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
             small.append(index)
         else:
-            sent.append((*_send(gradient.contiguous().view(ranks, count), group), part))
+            sent.append((*_transfers(gradient.contiguous().view(ranks, count), group), part))
     together = [counts[index] for index in small]
     rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
     if small:
         cat_chunks([gradients[index] for index in small], 0, ranks, out=rows)
-        sent.append((*_send(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
-    for works, own, others, part in sent:  # sum received rows while the next are in transit
-        for work in works:
+        sent.append((*_transfers(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
+    batches = [transfers for transfers, *_ in sent] if one_by_one else [sum((one[0] for one in sent), [])]
+    works = [dist.batch_isend_irecv(batch) for batch in batches]
+    for index, (_, own, others, part) in enumerate(sent):  # sum received rows while the next are in transit
+        for work in works[index] if index < len(works) else ():
             work.wait()
         yield own, others, part
     if small:
         torch._foreach_copy_([parts[index] for index in small], sent[-1][-1].split(together))
 
 
-def _send(rows: Tensor, group: Any) -> tuple[Any, Tensor, Tensor]:
-    """Send every rank its row: (what to wait for, this rank's own row, the rows that come from the others)."""
+def _transfers(rows: Tensor, group: Any) -> tuple[list[Any], Tensor, Tensor]:
+    """What sends every rank its row: (transfers to start, this rank's own row, the rows that come from the others)."""
     ranks, rank = group.size(), group.rank()
     others = rows.new_empty(ranks - 1, rows.shape[1])
     transfers = []
@@ -135,4 +155,4 @@ def _send(rows: Tensor, group: Any) -> tuple[Any, Tensor, Tensor]:
         to, of = (rank + step) % ranks, (rank - step) % ranks
         transfers.append(dist.P2POp(dist.isend, rows[to], group=group, group_peer=to))
         transfers.append(dist.P2POp(dist.irecv, others[of - (of > rank)], group=group, group_peer=of))
-    return dist.batch_isend_irecv(transfers), rows[rank], others
+    return transfers, rows[rank], others

@@ -401,17 +401,17 @@ def _exchange_gradients(modules: list[Any], dtype_stated: bool, reduces_once: bo
 
     def begin(model: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and starts_a_step():
-            exchange.begin(synchronizes(model), _dtype_of_sums(groups) if reduces_once else torch.float32)
+            exchange.begin(synchronizes(model), _dtype_of_sums(groups) if reduces_once else None)
 
     model.register_forward_pre_hook(begin)
 
 
-def _dtype_of_sums(groups: list[Any]) -> torch.dtype:
-    """Return the 16-bit dtype of all gradients that FSDP2 keeps; fp32 if it keeps others, or a hook reads the sums."""
+def _dtype_of_sums(groups: list[Any]) -> torch.dtype | None:
+    """Return the dtype of all gradients that FSDP2 keeps; None if it keeps several, or a hook reads the sums."""
     found = {dtype for group in groups for dtype in gradient_dtypes(group)}
     dtype = found.pop() if len(found) == 1 else None
-    if dtype not in (torch.bfloat16, torch.float16) or any(map(has_reduction_hook, groups)):
-        return torch.float32
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(map(has_reduction_hook, groups)):
+        return None
     return dtype
 
 
