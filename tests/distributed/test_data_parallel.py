@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 from typing import Any
 from unittest import mock
 
@@ -66,6 +67,21 @@ def compiled(model: Any) -> Any:
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     return model
+
+
+def with_ddp(model: Any, mesh: Any) -> Any:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model)
+
+
+def with_fsdp2(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh)
+
+
+ROOTS = {"ddp": with_ddp, "fsdp2": with_fsdp2}
 
 
 @functools.cache
@@ -153,6 +169,36 @@ def from_meta(name: str, delayed_first: bool, mesh: Any) -> dict[str, Any]:
     return {"scales": scales, "weights": weights, "finite": bool(out.isfinite().all())}
 
 
+class Pair(nn.Module):
+    """Two layers, of a class of its own: Dynamo traces the calls of PyTorch's with their hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nc.Linear(32, 48, device="cpu"), nc.Linear(48, 32, device="cpu")
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x).relu())
+
+
+def renewed(wrap: Any, compiles: bool) -> dict[str, Any]:
+    """Train a model that renews from its root, which is compiled or not, and count what renews in eager code."""
+    torch._dynamo.reset()
+    model = nc.set_recipe(Pair(), nc.recipe.DelayedScaling(amax_history_len=3))
+    renewing, losses = importlib.import_module("narrowcast.layers.set_recipe"), []
+    if compiles:
+        model.compile(backend="aot_eager")
+    wrapped = wrap(model)
+    with mock.patch.object(renewing, "renew", wraps=renewing.renew) as renewals:
+        for step in range(3):
+            seed = 10 * step + dist.get_rank()
+            loss = wrapped(torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))).square().mean()
+            loss.backward()
+            nc.reduce_delayed_scaling(model)
+            losses.append(loss.item())
+    return {"losses": losses, "state": dict(model.named_buffers()), "renewals": renewals.call_count}
+
+
 def checks_of_two(folder: str) -> dict[str, Any]:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
@@ -194,6 +240,9 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     checks["compiled_after-delayed"] = lambda: compare(
         "delayed", lambda m: compiled(fsdp2(m, mesh)), blocks=1
     )
+    for way, wrap in ROOTS.items():
+        for compiles in (False, True):
+            checks[f"renewed-{way}-{compiles}"] = lambda w=wrap, c=compiles: renewed(lambda m: w(m, mesh), c)
     checks["unequal"] = lambda: unequal(mesh)
     checks["50 steps"] = lambda: many_steps(mesh)
     return checks
@@ -230,6 +279,18 @@ def test_made_from_meta(name: str, delayed_first: bool, two: list[dict[str, Any]
             module.reset_delayed_scaling()
     own = torch.cat([value.reshape(-1) for key, value in whole.state_dict().items() if "scale_fwd" in key])
     assert torch.equal(own, first["scales"])
+
+
+@pytest.mark.parametrize("way", list(ROOTS))
+def test_a_compiled_root_renews_once_per_step(way: str, two: list[dict[str, Any]]) -> None:
+    """In eager code, with the bits of a root that is not compiled, and the same on all ranks."""
+    plain, compiled = of_all(two, f"renewed-{way}-False"), of_all(two, f"renewed-{way}-True")
+    for one, other in zip(plain, compiled, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["renewals"] == other["renewals"] == 3
+        for name, value in one["state"].items():
+            assert torch.equal(value, other["state"][name])
+            assert torch.equal(value, compiled[0]["state"][name])
 
 
 def test_ranks_that_do_different_work_never_wait(two: list[dict[str, Any]]) -> None:
