@@ -17,8 +17,12 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch ha
 def test_what_is_smaller_than_a_quarter_of_a_mebibyte_travels_together(
     one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To each rank; so does what does not divide into equal parts. Beside GEMMs all are one transfer."""
+    """To each rank; so does what does not divide into equal parts. Beside GEMMs all are one transfer, else in
+    pieces.
+    """
     from narrowcast.distributed import gradient_exchange
+
+    monkeypatch.setattr(gradient_exchange, "_PIECE", 100_000)
 
     sent: list[Tensor] = []
     batches: list[Any] = []
@@ -41,8 +45,9 @@ def test_what_is_smaller_than_a_quarter_of_a_mebibyte_travels_together(
     two: Any = SimpleNamespace(size=lambda: 2)
     for own, others, part in gradient_exchange._exchanged(gradients, output, two, one_by_one):
         part.copy_(own.float() + others.float().sum(0))
-    assert batches == ([[1], [2]] if one_by_one else [[1, 2]])
-    assert [tuple(rows.shape) for rows in sent] == [(2, parts[1]), (2, parts[0] + parts[2])]
+    pieces = [(2, 100_000), (2, parts[1] - 100_000)] if one_by_one else [(2, parts[1])]
+    assert batches == ([[1], [2], [3]] if one_by_one else [[1, 2]])
+    assert [tuple(rows.shape) for rows in sent] == [*pieces, (2, parts[0] + parts[2])]
     whole, alone, padded = output.split(parts)
     assert (whole == 2).all() and (alone == 2).all()
     assert (padded[:70000] == 2).all() and (padded[70000:] == 1).all()  # one rank has two rows, the other one

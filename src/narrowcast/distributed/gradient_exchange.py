@@ -22,6 +22,7 @@ from ..upstream.fsdp import cat_chunks
 from .stand_in import Contents, StandIn
 
 _LARGE = 1 << 18  # bytes to one rank; what is smaller travels together
+_PIECE = 1 << 26  # elements to one rank of a transfer that nothing runs beside, at most
 
 
 class GradientExchange:
@@ -116,8 +117,8 @@ def _exchanged(
     """Yield, of this rank's part of a gradient, its own values, the others' (ranks - 1, n), and the sum's place.
 
     Args:
-        one_by_one: start a transfer for each, so that the first sum need not wait for the last to arrive; else one
-            transfer, whose kernel has to find free processors beside the GEMMs once.
+        one_by_one: start a transfer for each, in pieces, so that the first sum need not wait for the last to arrive;
+            else one transfer, whose kernel has to find free processors beside the GEMMs once.
     """
     ranks = group.size()
     counts = [-(-one.shape[0] // ranks) * one[0].numel() for one in gradients]  # as FSDP2 pads them
@@ -130,7 +131,11 @@ def _exchanged(
         if gradient.shape[0] % ranks or count * gradient.itemsize < _LARGE:
             small.append(index)
         else:
-            sent.append((*_transfers(gradient.contiguous().view(ranks, count), group), part))
+            rows, piece = gradient.contiguous().view(ranks, count), _PIECE if one_by_one else count
+            sent += [
+                (*_transfers(some, group), place)
+                for some, place in zip(rows.split(piece, 1), part.split(piece), strict=True)
+            ]
     together = [counts[index] for index in small]
     rows = output.new_empty(ranks, sum(together), dtype=gradients[0].dtype)
     if small:
