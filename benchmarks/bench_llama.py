@@ -143,6 +143,7 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
         torch.cuda.reset_peak_memory_stats()
     model, optimizer = sharded(name, sizes)
     gc.collect()
+    gc.freeze()  # a search for garbage among what stays would hold the host up in some steps
     torch.cuda.empty_cache()
     generator = torch.Generator(sizes.device).manual_seed(dist.get_rank())
     words = torch.randint(sizes.vocabulary, (1, sizes.length + 1), device=sizes.device, generator=generator)
@@ -168,6 +169,7 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
     rate = sizes.length * 1e3 / ms.item()
     peak = torch.cuda.max_memory_allocated() if sizes.device == "cuda" else math.nan
     retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if sizes.device == "cuda" else 0
+    gc.unfreeze()
     if chosen.profile and sizes.device == "cuda":
         print_streams(f"{name}, {ms.item():.1f} ms", step, shown=dist.get_rank() == 0)
     return {
