@@ -141,7 +141,8 @@ def _exchanged(
     if small:
         cat_chunks([gradients[index] for index in small], 0, ranks, out=rows)
         sent.append((*_transfers(rows, group), rows.new_empty(rows.shape[1], dtype=output.dtype)))
-    batches = [transfers for transfers, *_ in sent] if one_by_one else [sum((one[0] for one in sent), [])]
+    batches = [transfers for transfers, *_ in sent]
+    batches = batches if one_by_one else [[one for batch in batches for one in batch]]
     works = [dist.batch_isend_irecv(batch) for batch in batches]
     for index, (_, own, others, part) in enumerate(sent):  # sum received rows while the next are in transit
         for work in works[index] if index < len(works) else ():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
@@ -410,7 +411,7 @@ def _dtype_of_sums(groups: list[Any]) -> torch.dtype | None:
     """Return the dtype of all gradients that FSDP2 keeps; None if it keeps several, or a hook reads the sums."""
     found = {dtype for group in groups for dtype in gradient_dtypes(group)}
     dtype = found.pop() if len(found) == 1 else None
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(map(has_reduction_hook, groups)):
+    if dtype not in HIGH_PRECISION or any(map(has_reduction_hook, groups)):
         return None
     return dtype
 
