@@ -123,7 +123,7 @@ def sharded(name: str, sizes: Namespace) -> tuple[Model, torch.optim.Optimizer]:
         part.set_reshard_after_forward(False)  # type: ignore[operator]
     model.head.set_reshard_after_forward(False)  # type: ignore[operator]  # the backward begins with it
     model.embedding.set_unshard_in_backward(False)  # type: ignore[operator]  # which reads no row of it
-    for part, following in itertools.pairwise(parts):  # gather before the block at hand is launched, not after
+    for part, following in itertools.pairwise(parts):  # gather it before the block at hand is launched
         part.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     for part in parts[1:]:
         part.compile(fullgraph=True, backend=sizes.backend)
