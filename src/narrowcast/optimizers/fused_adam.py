@@ -478,7 +478,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         Also of ``torch.optim.Adam`` and ``AdamW``, which load this optimizer's, too, and of Transformer Engine, whose
         groups count steps. A quantized parameter whose master weight comes along, and that was loaded before, has the
-        codes and the scales that it was saved with.
+        codes and the scales that it was saved with. So has a weight with ``weight_codes``.
 
         Raises:
             ValueError: the state of another optimizer, or of options that this one does not have.
@@ -525,6 +525,7 @@ class FusedAdam(torch.optim.Optimizer):
                 group.setdefault(name, value)
             if self.capturable:  # a CUDA graph reads it
                 group["lr"] = rate.fill_(group["lr"])
+        self.write_weight_codes()  # under the scales of the model's state, as the last step of the run that saved it
 
     def _parameters(self) -> Iterator[Any]:
         for group in self.param_groups:
