@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .upstream import opaque
@@ -107,12 +108,31 @@ def once_differentiable(backward: Any) -> Any:
     return run
 
 
+record: Any = tuple.__new__
+"""``record(Class, (first, second))`` is ``Class(first, second)`` of a named tuple, given every field.
+
+The compiler takes two steps for it and some fifty for the call of a class. Eager code calls no Python for it.
+"""
+
+
+def slice_of(places: Sequence[int]) -> slice | None:
+    """Return the slice that takes these elements of a list, which the compiler reads at once; None if there is none."""
+    if not places:
+        return slice(0, 0, 1)
+    step = places[1] - places[0] if len(places) > 1 else 1
+    taken = slice(places[0], places[-1] + 1, step)
+    return taken if [*range(places[-1] + 1)][taken] == [*places] else None
+
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no more than memory, whose shapes are numbers."""
 
 
 # In a graph, tensors under torch.func report requires_grad=False (seen on 2.11 and 2.13, not on 2.15).
 _HIDES_GRADIENTS = TorchVersion(torch.__version__) < "2.15"
+
+records_transforms: Callable[[], bool] = bool if _HIDES_GRADIENTS else is_dynamo_compiling
+"""Return whether code is traced that need not ask for a transform, as its backward is right there."""
 
 
 def refuse_in_transform(what: str, instead: str = "", plans_backward: bool = True) -> None:

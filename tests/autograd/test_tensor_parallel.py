@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,7 +161,7 @@ def test_a_split_layer_is_the_whole_one(name: str, mode: str, sequence_parallel:
         bias = torch.randn(48, dtype=torch.bfloat16, requires_grad=True) if biased else None
         wanted = [weight] if bias is None else [weight, bias]
         alone = LinearFwdArgs(plan, torch.bfloat16, DelayedScales(), None, LinearWgrad(), biased)
-        split = replace(alone, parallel=TensorParallel(mode, None, sequence_parallel))
+        split = alone._replace(parallel=TensorParallel(mode, None, sequence_parallel))
         inp, dy = (normal((rows, 2, size), torch.bfloat16, seed) for size, seed in ((32, 1), (48, 2)))
         both = [torch.cat([one, one]) for one in (inp, dy)]
         given, expected = inp.requires_grad_(), (both[0] if sequence_parallel else inp).requires_grad_()
@@ -197,7 +196,7 @@ def test_a_norm_before_a_split_layer(name: str, rows: int, equals: None) -> None
         x = (share if parallel else torch.cat([share, share])).clone().requires_grad_()
         parameters = [normal(shape, torch.bfloat16).requires_grad_() for shape in ((32,), (48, 32))]
         linear = LinearFwdArgs(plan, torch.bfloat16, DelayedScales(), None, LinearWgrad(), False)
-        linear = replace(linear, parallel=parallel) if parallel else linear
+        linear = linear._replace(parallel=parallel) if parallel else linear
         stages = program.Program([program.Norm(1, 2), program.Linear(3, 4)], 5)
         call = program.ProgramArgs(stages, (program.NormArgs(norm, False, False), linear))
         y = program.ProgramFunction.apply(call, x, parameters[0], None, parameters[1], None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def test_autograd_gets_it() -> None:
 @pytest.mark.parametrize("dummy", ["", "zeros", "empty"])
 def test_main_grad_gets_it(dummy: str, overwrite: bool) -> None:
     (deferred, expected), main_grad = operands(overwrite), torch.ones(3, 5)
-    args = dataclasses.replace(ARGS, wgrad=LinearWgrad(main_grad, overwrite, dummy))
+    args = ARGS._replace(wgrad=LinearWgrad(main_grad, overwrite, dummy))
     returned, grad_bias = weight_gradient(args, deferred)
     torch.testing.assert_close(main_grad, expected if overwrite else expected + 1)
     assert grad_bias is deferred.grad_bias
@@ -47,7 +45,7 @@ def test_main_grad_gets_it(dummy: str, overwrite: bool) -> None:
 
 def test_the_queue_gets_it_with_the_bias_gradient() -> None:
     (deferred, expected), store = operands(), WeightGradStore()
-    args = dataclasses.replace(ARGS, wgrad=LinearWgrad(store=store))
+    args = ARGS._replace(wgrad=LinearWgrad(store=store))
     assert weight_gradient(args, deferred) == (None, None)
     later = store.pop()
     assert later is deferred

@@ -93,3 +93,23 @@ def test_without_a_recipe_a_linear_layer_is_that_of_torch() -> None:
     """So that layers which a policy leaves in high precision cost no more than before."""
     layer, x = nc.Linear(64, 64, **PLACE), torch.randn(32, 64, **PLACE)
     assert calls_of(lambda: layer(x)).count <= 2
+
+
+@pytest.mark.parametrize(
+    "recipe, most", [(nc.recipe.Float8CurrentScaling(), 5_200), (nc.recipe.DelayedScaling(), 6_400)]
+)
+def test_the_compiler_traces_few_instructions(recipe: Any, most: int, monkeypatch: Any) -> None:
+    """Of a layer's first forward and backward: most of the time to compile a layer goes there."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+    count, step_of = 0, Translator.step
+
+    def counted(translator: Any) -> Any:
+        nonlocal count
+        count += 1
+        return step_of(translator)
+
+    monkeypatch.setattr(Translator, "step", counted)
+    layer = nc.set_recipe(nc.LayerNormMLP(64, 64, **PLACE), recipe)
+    torch.compile(layer, fullgraph=True, backend="eager")(torch.randn(32, 64, **PLACE, requires_grad=True))
+    assert 0 < count <= most

@@ -8,6 +8,7 @@ from reference.checks import normal
 
 import narrowcast as nc
 from narrowcast import functional
+from narrowcast._tracing import slice_of
 from narrowcast.quantizers import DelayedFloat8Quantizer, Operand, buffers_of
 
 from .catalog import E4M3, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
@@ -60,3 +61,11 @@ def test_operands_are_values() -> None:
     assert ours == theirs and hash(ours) == hash(theirs)
     assert (any(ours.rowwise), any(ours.columnwise)) == (True, True)
     assert ours != Operand.of(nc.MXFP8Quantizer(E4M3), columnwise=False)
+
+
+def test_a_slice_takes_what_stands_at_equal_distances() -> None:
+    buffers = list("abcdef")
+    for places in ([], [2], [0, 1], [0, 2], [1, 2], [1, 3, 5]):
+        taken = slice_of(places)
+        assert taken is not None and buffers[taken] == [buffers[place] for place in places]
+    assert slice_of([0, 1, 4]) is None

@@ -1,9 +1,12 @@
-"""Records that cross a linear layer's autograd boundary besides its tensors, grouped by owner."""
+"""Records that cross a linear layer's autograd boundary besides its tensors, grouped by owner.
+
+Most are named tuples, of which the compiler traces the least.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +30,7 @@ class DelayedScales:
     amax_bwd: Tensor | None = None
 
 
-@dataclass(slots=True)
-class LinearWgrad:
+class LinearWgrad(NamedTuple):
     """The destination of the weight gradient, owned by the layer and its parameter; by default autograd.
 
     ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned instead of
@@ -43,8 +45,10 @@ class LinearWgrad:
     ticket: Tensor | None = None
 
 
-@dataclass(slots=True)
-class LinearFwdArgs:
+TO_AUTOGRAD = LinearWgrad()
+
+
+class LinearFwdArgs(NamedTuple):
     """The inputs of the forward besides weight, input and bias.
 
     ``plan``: owned by the recipe. ``dtype``: of the activations. ``scales``: owned by the layer. ``workspace``: the
@@ -80,8 +84,7 @@ class LinearFwdArgs:
         return values, [*state, *kept.rowwise, *columnwise]
 
 
-@dataclass(slots=True)
-class LinearBwdArgs:
+class LinearBwdArgs(NamedTuple):
     """The inputs of the backward besides the gradient and saved tensors; never changed, so that it may run again.
 
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import after, is_known, release
+from .._tracing import after, is_known, record, release
 from ..functional import (
     draw_seed,
     gemm,
@@ -183,7 +183,7 @@ def _split_forward(
     Raises:
         TypeError: a quantized input that would have to be gathered.
     """
-    plan, alone = args.plan, replace(args, parallel=None)
+    plan, alone = args.plan, args._replace(parallel=None)
     if not parallel.gathers_input:
         dtype = parallel.dtype_of_part(args.dtype, plan.batch_invariant)
         how = {"dtype": dtype, "processes": parallel.processes_of_sum}
@@ -280,7 +280,7 @@ def linear_bwd_args(
     saved_weight: SavedOperand,
 ) -> LinearBwdArgs:
     """Return the backward's arguments besides saved tensors; depends on metadata only."""
-    return LinearBwdArgs(
+    fields = (
         args.plan,
         args.dtype,
         args.scales.amax_bwd,
@@ -295,12 +295,12 @@ def linear_bwd_args(
         args.parallel,
         None if args.stored is None else args.stored.quantizer,
     )
+    return record(LinearBwdArgs, fields)
 
 
 def with_saved(args: LinearBwdArgs, saved_input: SavedOperand, saved_weight: SavedOperand) -> LinearBwdArgs:
     """Return the same arguments for operands that a recomputation made."""
-    return replace(
-        args,
+    return args._replace(
         saved_input=(len(saved_input.tensors), saved_input.quantizer),
         saved_weight=(len(saved_weight.tensors), saved_weight.quantizer),
     )
@@ -381,7 +381,7 @@ def _gradients_of_share(
     plan, rows = args.plan, rows_of(grad_output)
     quantized = plan.backward_override is None and (plan.needs_input or plan.needs_weight)
     if not (quantized and parallel.joins(plan.grad_output, rows)):
-        whole = replace(args, parallel=replace(parallel, sequence_parallel=False))
+        whole = args._replace(parallel=replace(parallel, sequence_parallel=False))
         return linear_backward(whole, gather_rows(grad_output, parallel.group), inp, weight, scale_bwd)
     operand, dy = plan.grad_output, grad_output.reshape(rows, grad_output.shape[-1])
     share = parallel.share(dy, operand, operand.seed(dy), scale_bwd, args.amax_bwd)
@@ -405,32 +405,32 @@ def quantized_gradients(
 
     ``grad_bias`` comes back, or goes with the weight gradient where ``args.wgrad`` sends that.
     """
-    plan, dgrad, parallel = args.plan, None, args.parallel
-    joins = plan.input.joins[1] if args.saved_input[1] is not None else "r"
+    plan, dgrad, parallel, (rowwise, columnwise, quantizer) = args.plan, None, args.parallel, grad
+    input_quantizer = args.saved_input[1]
+    joins = plan.input.joins[1] if input_quantizer is not None else "r"
     gathers = parallel is not None and parallel.gathers_input and plan.needs_weight
     if gathers:  # meanwhile, the GEMM of dgrad runs
-        seen = (grad.rowwise or grad.columnwise)[0]
+        seen = (rowwise or columnwise)[0]
         inp = parallel.start_joining([after(seen, buffer) for buffer in inp], joins)  # type: ignore[union-attr]
     if plan.needs_input:
-        columns, quantizer = weight_of_dgrad(args, weight, grouped, (grad.rowwise or grad.columnwise)[0])
-        operands = grad.rowwise, grad.quantizer, columns, quantizer
+        columns, of_weight = weight_of_dgrad(args, weight, grouped, (rowwise or columnwise)[0])
+        how = rows, args.shape[1], plan.fast_dgrad, plan.emulate
         if thin is not None:
-            how = args.dtype, rows, args.shape[1], plan.fast_dgrad, plan.emulate
-            dgrad = gemm_with_product("dgrad", *operands, *thin, *how)
+            operands = rowwise, quantizer, columns, of_weight
+            dgrad = gemm_with_product("dgrad", *operands, *thin, args.dtype, *how)
+            del operands
         elif grouped is None:
-            how = plan.fast_dgrad, plan.emulate
-            dgrad = gemm("dgrad", *operands, None, args.dtype, rows, args.shape[1], *how)
+            dgrad = gemm("dgrad", rowwise, quantizer, columns, of_weight, None, args.dtype, *how)
         else:
-            dgrad = grouped.gemm("dgrad", plan, *operands, [], args.dtype, rows)
-        del columns, operands
+            dgrad = grouped.gemm("dgrad", plan, rowwise, quantizer, columns, of_weight, [], args.dtype, rows)
+        del columns
         if parallel is not None and parallel.mode == "column":  # meanwhile, that of wgrad
             dgrad = parallel.start_grad_input(dgrad)
-    release(grad.rowwise, weight)  # the memory is free for the weight gradient
+    release(rowwise, weight)  # the memory is free for the weight gradient
     if not plan.needs_weight:
         return None, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
     if gathers:
         inp = parallel.joined(inp, joins)  # type: ignore[union-attr]
-    input_quantizer = args.saved_input[1]
     if input_quantizer is None:
         # column-wise only: the other way than in the forward, so that the compiler finds nothing to merge it with
         if grouped is None:
@@ -439,8 +439,9 @@ def quantized_gradients(
             original = grouped.quantize(inp[0], plan.original_input)
         inp, input_quantizer = original.columnwise, original.quantizer
     how = args.wgrad.overwrite, plan.fast_wgrad, plan.emulate
-    groups = [] if grouped is None else grouped.of_wgrad(grad.columnwise[0], rows)
-    deferred = DeferredWgrad(grad.columnwise, grad.quantizer, inp, input_quantizer, grad_bias, *how, groups)
+    groups = [] if grouped is None else grouped.of_wgrad(columnwise[0], rows)
+    operands = columnwise, quantizer, inp, input_quantizer
+    deferred = record(DeferredWgrad, (*operands, grad_bias, *how, groups))
     wgrad, grad_bias = weight_gradient(args, deferred)
     return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
 

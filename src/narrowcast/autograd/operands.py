@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tracing import after
+from .._tracing import after, record
 from ..functional import dequantize, draw_seed, grouped_quantize_keeping_amax, quantize, quantize_keeping_amax
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..tensors import Float8TensorStorage, QuantizedTensorStorage, transposed
@@ -74,13 +74,13 @@ def saved_operand(
         needed: whether any gradient reads it.
     """
     if not needed:
-        return SavedOperand([], None)
+        return record(SavedOperand, ([], None))
     if override == "high_precision":
         if high_precision is None:
             return SavedOperand(operand.rowwise, operand.quantizer)
         return plain_or_rowwise(high_precision)
     kept = operand.columnwise if override is None and operand.columnwise else operand.rowwise
-    return SavedOperand(kept, operand.quantizer)
+    return record(SavedOperand, (kept, operand.quantizer))
 
 
 def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:
@@ -106,18 +106,18 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
         else:
             *buffers, amax = quantize_keeping_amax(weight, operand.quantizer)
         w = by_direction(buffers, operand) if grouped else operand.split(buffers)
-        return w, SavedOperand([*saved, amax], None)
+        return w, record(SavedOperand, ([*saved, amax], None))
     if grouped:
         w = quantize_weights(weight, operand, scales.scale_fwd, scales.amax_fwd)
     else:
         seed = draw_seed(weight) if operand.stochastic else None
         w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
     if w.columnwise:  # made only where dgrad reads it
-        return w, SavedOperand(w.columnwise, w.quantizer)
+        return w, record(SavedOperand, (w.columnwise, w.quantizer))
     if repeated is None:
         return w, saved_operand(w, original, plan.needs_input, plan.backward_override)
     kept: list[Any] = [*saved, scales.scale_fwd] if repeated.delayed else saved
-    return w, SavedOperand(kept, None)
+    return w, record(SavedOperand, (kept, None))
 
 
 def weight_of_dgrad(

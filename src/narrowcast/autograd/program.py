@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tracing import after, once_differentiable
+from .._tracing import after, once_differentiable, record, slice_of
 from ..functional import (
     act,
     act_backward,
@@ -33,7 +33,7 @@ from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..recipe import LinearPlan
 from ..tensors import QuantizedTensorStorage
 from .activation import ActivationSettings
-from .arguments import DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from .arguments import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, LinearFwdArgs
 from .gemms import (
     SavedOperand,
     fprop,
@@ -142,7 +142,7 @@ class Norm:
         saved: list[Any] = [None, None, None, None]
         if plan.needs_input:
             saved = [*(kept_in_codes(inp) if plan.saves_codes else (inp,)), weight, mean, rstd]
-        return Value(output, operand, value.lead, x.shape[0]), [SavedOperand(saved, None)]
+        return record(Value, (output, operand, value.lead, x.shape[0])), [record(SavedOperand, (saved, None))]
 
     def backward(
         self,
@@ -167,7 +167,7 @@ class Norm:
         grads[self.weight], grads[self.bias] = dweight, dbias
         if self.residual is not None and args.returns_input:
             grads[self.residual] = dx
-        flow.append(Grad(dx))
+        flow.append(record(Grad, (dx, None, None, 0)))
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Activation:
         kept: list[Any] = [hidden if plan.needs_input else None]
         if plan.needs_input and plan.saves_codes:
             kept = kept_in_codes(hidden)
-        saved = [SavedOperand(kept, None)]
+        saved = [record(SavedOperand, (kept, None))]
         if plan.few_rows and has_few_rows(behind, value.rows):
             return value._replace(plain=act(hidden, name, parameters)), saved
         if plan.needs_weight and plan.backward_override == "high_precision":
@@ -199,7 +199,7 @@ class Activation:
         buffers = act_quantize(
             hidden, name, plan.input.quantizer, parameters, seed, scales.scale_fwd, scales.amax_fwd
         )
-        return Value(None, plan.input.split(buffers), value.lead, value.rows), saved
+        return record(Value, (None, plan.input.split(buffers), value.lead, value.rows)), saved
 
     def backward(
         self,
@@ -234,7 +234,7 @@ class Activation:
         )
         if front.needs_bias:
             *buffers, sums = buffers
-        flow.append(Grad(None, operand.split(buffers), sums, grad.shape[0]))
+        flow.append(record(Grad, (None, operand.split(buffers), sums, grad.shape[0])))
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class Linear:
         elif parallel is not None:
             out = parallel.reduced_output(out, args.dtype, args.plan.batch_invariant)
             rows = out.shape[0]
-        return Value(out, None, lead, rows), saved
+        return record(Value, (out, None, lead, rows)), saved
 
     def backward(
         self,
@@ -312,12 +312,23 @@ class Linear:
             del grad
             dw, dx, db = quantized_gradients(args, operand, db, inp, weight, rows)
         grads[self.weight], grads[self.bias] = dw, db
-        flow.append(Grad(dx))
+        flow.append(record(Grad, (dx, None, None, 0)))
+
+
+def _tensors_of(kept: list[list[SavedOperand]]) -> list[Any]:
+    tensors: list[Any] = []
+    for stage in kept:
+        for operand in stage:
+            tensors += operand.tensors
+    return tensors
 
 
 def _pop_last(tensors: list[Any], count: int) -> list[Any]:
     """Return the last ``count`` tensors, in order, which the list loses."""
-    return [tensors.pop() for _ in range(count)][::-1]
+    first = len(tensors) - count
+    last = tensors[first:]
+    del tensors[first:]
+    return last
 
 
 # -- the interpreter ---------------------------------------------------------------------------------------------------
@@ -326,7 +337,7 @@ Stage = Norm | Activation | Linear
 
 
 class Program:
-    """Stages in a row, the last one a linear layer; ``slots``: how many tensors they read.
+    """Stages in a row, the last one a linear layer, as every second one may be; ``slots``: how many tensors they read.
 
     Programs are equal where they are one: of each kind of layer there is one, and its recordings are known by it.
     """
@@ -335,6 +346,14 @@ class Program:
         self.stages, self.slots = tuple(stages), slots
         self.linears = tuple([at for at, stage in enumerate(stages) if isinstance(stage, Linear)])
         self.others = tuple([at for at, stage in enumerate(stages) if not isinstance(stage, Linear)])
+        self.linear_places: Any = slice_of(self.linears)
+        self.other_places: Any = slice_of(self.others)
+        # of each stage from the last to the first: where the scale of its backward is, that of the linear layer which
+        # it is or which is before it; behind the last one without
+        places = {at: place for place, at in enumerate(self.linears)}
+        self.backwards = tuple(
+            [(stage, at, places.get(at, places.get(at - 1, -1))) for at, stage in enumerate(stages)][::-1]
+        )
 
 
 def run_forward(
@@ -346,15 +365,15 @@ def run_forward(
         args: what each stage reads besides its tensors.
         last_gemm: else there is no output.
     """
-    inp, last = tensors[0], len(stages) - 1
-    value, beside, kept = Value(inp, None, inp.shape[:-1], 0), [], []  # type: ignore[var-annotated]
-    for at, stage in enumerate(stages):
-        if at == last and not last_gemm:
-            *_, saved = stage.operands(value, tensors, args[at])  # type: ignore[union-attr]
-            return None, beside, [*kept, saved]
-        behind: Any = None if at == last else args[at + 1]
-        value, saved = stage.forward(value, tensors, args[at], behind, beside)
+    inp, beside, kept = tensors[0], [], []  # type: ignore[var-annotated]
+    value, following = record(Value, (inp, None, inp.shape[:-1], 0)), (*args[1:], None)
+    behind: Any
+    for stage, own, behind in zip(stages if last_gemm else stages[:-1], args, following):
+        value, saved = stage.forward(value, tensors, own, behind, beside)
         kept.append(saved)
+    if not last_gemm:
+        *_, saved = stages[-1].operands(value, tensors, args[-1])  # type: ignore[union-attr]
+        return None, beside, [*kept, saved]
     out: Any = value.plain
     if len(value.lead) != 1:
         out = out.view(*value.lead, out.shape[-1])
@@ -378,19 +397,16 @@ def run_backward(
         scales: of the linear layers.
     """
     grads: list[Tensor | None] = [None] * program.slots
-    flow, scale_of = [Grad(dy)], dict(zip(program.linears, scales))
-    for at in range(len(program.stages) - 1, -1, -1):
-        front: Any = records[at - 1] if at else None
-        scale = scale_of.get(at, scale_of.get(at - 1))
-        program.stages[at].backward(flow, saved, records[at], front, scale, grads, beside)
+    flow, scale_of, fronts = [record(Grad, (dy, None, None, 0))], [*scales, None], (None, *records)
+    for stage, at, place in program.backwards:
+        stage.backward(flow, saved, records[at], fronts[at], scale_of[place], grads, beside)  # type: ignore[arg-type]
         if flow[0].plain is None and flow[0].operand is None:
             return grads
     grads[0] = flow[0].plain
     return grads
 
 
-@dataclass(slots=True)
-class ProgramArgs:
+class ProgramArgs(NamedTuple):
     """What a call reads besides its tensors. ``args``: by stage; of a linear one, ``plan.needs_input`` says whether
     the stage before it has a backward. ``forward_plans``: of the linear stages, for a forward that makes nothing
     for the backward, which computes it again.
@@ -401,8 +417,7 @@ class ProgramArgs:
     forward_plans: tuple[LinearPlan, ...] | None = None
 
 
-@dataclass(slots=True)
-class Recomputation:
+class Recomputation(NamedTuple):
     """The forward that the backward runs again, without tensors.
 
     ``weights``: of the linear stages, where the weight was quantized already: how many buffers it has row-wise and
@@ -414,8 +429,7 @@ class Recomputation:
     weights: list[tuple[int, int, Quantizer] | None]
 
 
-@dataclass(slots=True)
-class ProgramBwdArgs:
+class ProgramBwdArgs(NamedTuple):
     """The inputs of the backward besides saved tensors; never changed, so that it may run again.
 
     ``records``: by stage. ``recompute``: how to compute the forward once more, where only its tensors were saved.
@@ -469,7 +483,7 @@ def _for_recomputation(
         )
         buffers += [] if operand is None else [*operand.rowwise, *operand.columnwise]
         to_save.append(own.scales.scale_fwd)
-        args[at] = replace(own, scales=DelayedScales(), workspace=None, wgrad=LinearWgrad())
+        args[at] = own._replace(scales=DelayedScales(), workspace=None, wgrad=TO_AUTOGRAD)
     return Recomputation(stages, args, weights), [*to_save, *buffers]
 
 
@@ -485,7 +499,7 @@ def _recomputed(
             rowwise, columnwise, quantizer = weight
             own, buffers = buffers[: rowwise + columnwise], buffers[rowwise + columnwise :]
             workspace = OperandBuffers(own[:rowwise], own[rowwise:], quantizer)
-        args[at] = replace(args[at], workspace=workspace, scales=DelayedScales(scale))
+        args[at] = args[at]._replace(workspace=workspace, scales=DelayedScales(scale))
     place = again.stages[0].weight  # type: ignore[union-attr]
     norm_weight = tensors[place]
     tensors[place] = after(dy, norm_weight)
@@ -494,7 +508,7 @@ def _recomputed(
         kept[0][0].tensors[-3] = norm_weight
     for at in program.linears:
         records[at] = with_saved(records[at], *kept[at])
-    return records, [x for stage in kept for operand in stage for x in operand.tensors]
+    return records, _tensors_of(kept)
 
 
 # -- the boundary ------------------------------------------------------------------------------------------------------
@@ -512,14 +526,14 @@ class ProgramFunction(torch.autograd.Function):
     def forward(ctx: Any, call: ProgramArgs, *tensors: Any) -> Any:
         program, args = call.program, call.args
         if call.forward_plans is None:
-            linears, how = [args[at] for at in program.linears], [args[at] for at in program.others]
+            linears, how = args[program.linear_places], args[program.other_places]
             forward = replay_of(run_forward, [*tensors], linears, program, *how)
             out, beside, kept = forward(program.stages, args, tensors)
-            recompute, to_save = None, [x for stage in kept for operand in stage for x in operand.tensors]
+            recompute, to_save = None, _tensors_of(kept)
         else:
             first = [*args]
             for at, plan in zip(program.linears, call.forward_plans):
-                first[at] = replace(args[at], plan=plan)
+                first[at] = args[at]._replace(plan=plan)
             out, beside, kept = run_forward(program.stages, first, tensors)
             recompute, to_save = _for_recomputation(call, tensors, beside)
         records = [*args]
@@ -528,7 +542,7 @@ class ProgramFunction(torch.autograd.Function):
             records[at] = linear_bwd_args(args[at], tensors[stage.weight], tensors[stage.bias], *kept[at])  # type: ignore[union-attr]
         ctx.save_for_backward(*[args[at].scales.scale_bwd for at in program.linears], *to_save)
         # a tuple, for the backward empties the lists that it is given, and a retained graph runs again
-        ctx.backward_objects = ProgramBwdArgs(program, tuple(records), recompute)
+        ctx.backward_objects = record(ProgramBwdArgs, (program, tuple(records), recompute))
         out = out.detach()
         return (out, *[tensor.view_as(tensor) for tensor in beside]) if beside else out
 
@@ -545,7 +559,7 @@ class ProgramFunction(torch.autograd.Function):
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
         if objects.recompute is not None:
             records, saved = _recomputed(objects, objects.recompute, saved, dy)
-        linears, how = [records[at] for at in program.linears], [records[at] for at in program.others]
+        linears, how = records[program.linear_places], records[program.other_places]
         backward = replay_of(
             run_backward, [dy, *scales, *beside, *saved], linears, program, len(beside), *how
         )

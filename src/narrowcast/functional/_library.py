@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._tracing import PLAIN, while_tracing
@@ -27,10 +28,10 @@ from ..upstream.functionalization import (
     save_in_checkpoint,
     state_key,
 )
-from ..upstream.tensors import autocast_off, schema_of, version_of
+from ..upstream.tensors import autocast_off, is_exporting, schema_of, version_of
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
-from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, watcher, watcher_in_graph
+from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, watcher_in_graph
 
 
 def _library() -> torch.library.Library:
@@ -215,11 +216,16 @@ def _with_shortcut(
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
+    def with_texts(args: tuple[Any, ...]) -> Any:
+        return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
+
     def call(*args: Any) -> Any:
-        route = watcher(of_state).operator
-        if route == TEXT and texts_at:
-            return as_text(*[_text_of(arg) if i in texts_at else arg for i, arg in enumerate(args)])
-        if route in (DISPATCHED, TEXT):
+        if is_dynamo_compiling():  # here, as every line of a trace costs
+            return with_texts(args) if is_exporting() else overload(*args)
+        route = eager_watcher(of_state).operator
+        if route == TEXT:
+            return with_texts(args)
+        if route == DISPATCHED:
             return overload(*args)
         x: Any = args[first]
         if in_list:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._environment import read_flag
 from ..upstream.functionalization import FunctionalTensor, is_export
@@ -87,8 +88,13 @@ def watcher(of_state: bool = False) -> Watcher:
     Args:
         of_state: the tensors never have gradients, so that it does not matter whether any are recorded.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return EXPORT if is_exporting() else GRAPH
+    return eager_watcher(of_state)
+
+
+def eager_watcher(of_state: bool = False) -> Watcher:
+    """Return :func:`watcher` where Dynamo traces nothing."""
     if count_modes() or is_profiled():
         return EXPORT if is_exporting() else MODES  # torch.export may trace without Dynamo
     if torch.is_grad_enabled() and not of_state:

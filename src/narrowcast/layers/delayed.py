@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tracing import can_read_tables, traced_local, while_tracing
+from .._tracing import can_read_tables, record, traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..functional.recomputation import ASIDE, RUNNING, UNKNOWN_FORWARD, put_back, run_now
@@ -91,9 +91,7 @@ class DelayedLayer(RecipeOwner):
             stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
         """
         self._stage_names, self._delayed = stage_names, {}
-        self._registered_with: tuple[
-            str, ...
-        ] = ()  # threads and recipe of the autocasts that renew the state
+        self._registered_with: tuple[str, ...] = ()  # thread and recipe of autocasts that renew it
         self._starts = self._has_trained = False
         for name in self._state_names():
             self.register_buffer(name, None)
@@ -271,12 +269,16 @@ class DelayedLayer(RecipeOwner):
         self._put_back()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
+    def _slots(
+        self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, renews: bool | None = True
+    ) -> DelayedSlots:
+        """Return the state of a stage in one direction; in a graph that does not renew it, without history."""
         scale, history, amax = _buffer_names(prefix, direction)
         if can_read_tables():
             buffers: Any = own_buffers(self)
-            return DelayedSlots(delayed, mode, buffers[scale], buffers[history], buffers[amax])
-        return DelayedSlots(delayed, mode, getattr(self, scale), getattr(self, history), getattr(self, amax))
+            return record(DelayedSlots, (delayed, mode, buffers[scale], buffers[history], buffers[amax]))
+        state = getattr(self, scale), getattr(self, history) if renews else None, getattr(self, amax)
+        return record(DelayedSlots, (delayed, mode, *state))
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -324,10 +326,10 @@ class DelayedLayer(RecipeOwner):
         for layer, prefix, plan, own in zip(layers, prefixes, plans, scales):
             fwd = bwd = None
             if plan.forward_state is not None:
-                fwd = layer._slots(prefix, "fwd", "forward", plan.forward_state)
+                fwd = layer._slots(prefix, "fwd", "forward", plan.forward_state, renews)
                 own.scale_fwd, own.amax_fwd = fwd.scale, fwd.amax if collects else None
             if plan.backward_state is not None:
-                bwd = layer._slots(prefix, "bwd", "backward", plan.backward_state)
+                bwd = layer._slots(prefix, "bwd", "backward", plan.backward_state, renews)
                 own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
             states.append((fwd, bwd))
         if compiling:

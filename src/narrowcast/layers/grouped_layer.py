@@ -266,7 +266,7 @@ class GroupedLinearLayer(LinearLayer):
         args = self._fwd_args(
             self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales, made
         )
-        args.needs_bias = needs_bias
+        args = args._replace(needs_bias=needs_bias)
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
         return args, Groups(*shape, *split, covered, out, dgrad_out)

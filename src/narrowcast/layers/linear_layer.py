@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from .._checks import function
 from .._determinism import DETERMINISM
-from .._tracing import refuse_in_transform, warn
+from .._tracing import record, records_transforms, refuse_in_transform, warn
 from ..autograd import (
+    TO_AUTOGRAD,
     DelayedScales,
     LinearFunction,
     LinearFwdArgs,
@@ -275,7 +276,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         hands_over: bool = False,
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
-        if recipe is not None and in_transform():
+        if recipe is not None and not records_transforms() and in_transform():
             refuse_in_transform(
                 self.name or type(self).__name__, ", or no recipe: narrowcast.autocast(enabled=False)"
             )
@@ -336,13 +337,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
                     "make the layer with gradients enabled, or quantize the weight with columnwise=True, or run it "
                     "under torch.no_grad()"
                 )
-        wgrad = LinearWgrad()
+        wgrad = TO_AUTOGRAD
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
         needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        return LinearFwdArgs(
-            plan, dtype, scales, workspace, wgrad, needs_bias, lacks_columns, parallel, decoded
-        )
+        how = lacks_columns, parallel, decoded
+        return record(LinearFwdArgs, (plan, dtype, scales, workspace, wgrad, needs_bias, *how))
 
     def _workspace(
         self,

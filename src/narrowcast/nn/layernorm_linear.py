@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import autograd
 from .._checks import flags, positive, text
-from .._tracing import in_eager
+from .._tracing import in_eager, record
 from ..autograd import (
     NormArgs,
     Program,
@@ -182,8 +182,8 @@ class LayerNormLinear(NormLinearLayer):
             return self._returned(out, learned_bias, normalized, (given,) if return_input else ())
         plan = self._plan(recipe, stage, self._norm_has_backward(inp), weight, hands_over=hands_over)
         linear = self._fwd_args(stage, plan, inp.dtype, weight, bias, first)
-        how = NormArgs(self.norm, self.return_layernorm_output, passes)
-        call = ProgramArgs(NORM_LINEAR, (how, linear))
+        how = record(NormArgs, (self.norm, self.return_layernorm_output, passes))
+        call = record(ProgramArgs, (NORM_LINEAR, (how, linear), None))
         if fp8_grad and inp.requires_grad:
             inp = quantize_input_gradient(inp, plan.grad_input, linear.scales)
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias

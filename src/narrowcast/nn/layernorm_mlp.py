@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
 from .._checks import flags, positive, text
-from .._tracing import in_eager
+from .._tracing import in_eager, record
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
 from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import MLPOptions, check_neutral
@@ -225,13 +225,13 @@ class LayerNormMLP(NormLinearLayer):
             )
         first, dtype = is_first_microbatch, inp.dtype
         args = (
-            NormArgs(self.norm, self.return_layernorm_output, residual is not None),
+            record(NormArgs, (self.norm, self.return_layernorm_output, residual is not None)),
             self._fwd_args(fc1, plans[0], dtype, fc1_weight, fc1_bias, first, scales[0]),
             self.activation,
             self._fwd_args(fc2, plans[1], dtype, fc2_weight, fc2_bias, first, scales[1]),
         )
         norm = (self.layer_norm_weight, self.layer_norm_bias)
-        call = ProgramArgs(NORM_MLP, args, forward_plans)
+        call = record(ProgramArgs, (NORM_MLP, args, forward_plans))
         operands = (call, inp, *norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual)
         if plans[0].eager_only or plans[1].eager_only:
             result = in_eager(ProgramFunction.apply, *operands)

@@ -12,7 +12,7 @@ loops over the operations, and the contexts of the forward that was recorded ser
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .._tracing import release
-from ..autograd import DelayedScales, LinearBwdArgs, LinearWgrad
+from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs
 from ..functional import Metadata, replay_of
 from ..layers import GroupedLinearLayer, LinearLayer
 from ..quantizers import Operand
@@ -102,7 +102,7 @@ class Call:
         if self.key is None:
             return stored
         own: Any = self.arguments[index]["args"]
-        return replace(stored, amax_bwd=own.scales.amax_bwd, wgrad=own.wgrad)
+        return stored._replace(amax_bwd=own.scales.amax_bwd, wgrad=own.wgrad)
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +226,7 @@ def _taken_off(contexts: list[OperationContext], state: bool) -> tuple[list[Tens
         if state:
             context.scales = context.prev_op_grad_output_quantizer = None
             if "backward_args" in vars(context):
-                context.backward_args = replace(context.backward_args, amax_bwd=None, wgrad=LinearWgrad())
+                context.backward_args = context.backward_args._replace(amax_bwd=None, wgrad=TO_AUTOGRAD)
     flat, objects = prepare_for_saving(*to_save)
     return flat, Kept(contexts, ranges, objects)
 

@@ -6,13 +6,14 @@ PyTorch versions an error. An operand stands beside it and says what the code ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._tracing import record, slice_of
 from ..functional import draw_seed, quantize
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
 from ..tensors.storage import resolve_storage_class
@@ -51,6 +52,12 @@ class Operand:
     shared: Quantizer | None = None
     joins: tuple[str, str] = ("", "")
     joined_rows: int = 1
+    _row_places: slice | None = field(init=False, repr=False, compare=False)
+    _column_places: slice | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, which in (("_row_places", self.rowwise), ("_column_places", self.columnwise)):
+            object.__setattr__(self, name, slice_of([place for place, one in enumerate(which) if one]))
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
@@ -88,8 +95,10 @@ class Operand:
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
         """Return the result of a quantizing operator, by direction."""
-        rowwise, columnwise = compress(buffers, self.rowwise), compress(buffers, self.columnwise)
-        return OperandBuffers(list(rowwise), list(columnwise), self.quantizer)
+        rows, columns = self._row_places, self._column_places
+        rowwise = list(compress(buffers, self.rowwise)) if rows is None else buffers[rows]
+        columnwise = list(compress(buffers, self.columnwise)) if columns is None else buffers[columns]
+        return record(OperandBuffers, (rowwise, columnwise, self.quantizer))
 
     def quantize(self, x: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> OperandBuffers:
         """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, in traced or eager code, without gradient.

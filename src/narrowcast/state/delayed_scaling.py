@@ -188,10 +188,12 @@ def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, r
         for state in states:
             _renew_with_callables([state], root)
         renews = False
-    scales, histories, amaxes, *rules = _states_and_rules(states)
-    histories, rules = (histories, rules) if renews else ([], [[], [], []])
     collects = [state.mode == "forward" for state in states]
-    return scales_of_run(scales, histories, amaxes, *rules, collects, recorded, root, 0)  # type: ignore[no-any-return]
+    if renews:
+        of_states = _states_and_rules(states)
+    else:
+        of_states = [state.scale for state in states], [], [state.amax for state in states], [], [], []
+    return scales_of_run(*of_states, collects, recorded, root, 0)  # type: ignore[no-any-return]
 
 
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:

@@ -139,7 +139,7 @@ def _object_of(variable: Any, translator: Any) -> Any:
     read_field = next((getattr(variable, n) for n in _FIELD_READERS if hasattr(variable, n)), None)
     if read_field is None:
         raise _FIELD.error(f"{type(variable).__name__} without either")
-    names = [field.name for field in dataclasses.fields(kind)]
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
     return kind(**{name: _object_of(read_field(translator, name), translator) for name in names})
 
 

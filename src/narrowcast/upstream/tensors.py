@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .private import entry, needed, private
 
@@ -190,17 +191,14 @@ _flag = private(
     without="torch.compiler.is_exporting() is called, which later releases answer right",
     fallback=None,
 )
-if _flag is not None:
+if _flag is not None and TorchVersion(torch.__version__) < "2.15":
 
     def is_exporting() -> bool:
-        """Return whether a graph is traced for ``torch.export``; for traced code."""
         # Dynamo of PyTorch 2.11 answers torch.compiler.is_exporting() with True in whatever it traces
         return torch.compiler._is_exporting_flag
 else:
-
-    def is_exporting() -> bool:
-        """Return whether a graph is traced for ``torch.export``; for traced code."""
-        return torch.compiler.is_exporting()
+    is_exporting = torch.compiler.is_exporting
+"""Return whether a graph is traced for ``torch.export``; for traced code, where later releases have a constant."""
 
 
 unsafe_view: Any = private(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -317,5 +316,5 @@ def _replay_of(stage: Any, given: Any, operand: Operand, tensors: list[Any], arg
 def _of_input(args: LinearFwdArgs, input_: TensorOrQuantized) -> LinearFwdArgs:
     """Return the arguments for this input: a quantized one says the dtype of the activations."""
     if isinstance(input_, QuantizedTensorStorage) and input_.dtype != args.dtype:
-        return replace(args, dtype=input_.dtype)
+        return args._replace(dtype=input_.dtype)
     return args
