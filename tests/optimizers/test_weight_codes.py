@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.layers import WeightCodes
+from narrowcast.layers import WeightCodes, written_weights
 from narrowcast.optimizers import FusedAdam
 
 BF16 = torch.bfloat16
@@ -229,6 +229,32 @@ def test_compiled(name: str) -> None:
         made.append(losses(model, optimizer_of(model, True), call))
     assert made[0] == made[1]
     assert graphs.frame_count == 1
+
+
+def test_no_step_fits_first_scales_of_blocks_that_run_the_graph_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They do not know that they have trained. A step fitted them anew, in a dozen launches for each layer."""
+    torch.compiler.reset()
+    fitted: list[Any] = []
+    steps = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nc.Linear(32, 32, params_dtype=BF16, device="cpu") for _ in range(3)))
+        nc.set_recipe(model, "delayed")
+        graphs = CompileCounterWithBackend("aot_eager")
+        optimizer = optimizer_of(model, True)
+        with monkeypatch.context() as patch:
+            patch.setattr(written_weights, "fit_first_scales", lambda layer, *rest: fitted.append(layer))
+            for block in model if compiled else ():
+                block.compile(fullgraph=True, backend=graphs)
+            steps.append((losses(model, optimizer), [dict(model.named_buffers())]))
+    assert not fitted
+    assert graphs.frame_count == 3  # of inputs without a gradient, of those with one, and of an evaluation
+    (plain, (state,)), (found, (other,)) = steps
+    assert plain == found
+    for name, value in state.items():
+        assert torch.equal(value, other[name])
 
 
 def test_a_weight_that_other_code_changes_is_quantized_again() -> None:

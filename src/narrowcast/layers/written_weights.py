@@ -100,11 +100,15 @@ class WeightCodes:
         self._kept: dict[tuple[int, str], tuple[tuple[str, OperandBuffers], list[Tensor]]] = {}
         weakref.finalize(self, _leave, self._layers).atexit = False
 
-    def weights(self) -> list[WrittenWeight]:
-        """Return the weights; those that have no codes, or codes under another recipe, are quantized now."""
-        return [found for layer in self._layers for found in self._of(layer)]
+    def weights(self, steps: bool = False) -> list[WrittenWeight]:
+        """Return the weights; those that have no codes, or codes under another recipe, are quantized now.
 
-    def _of(self, layer: LinearLayer) -> Iterator[WrittenWeight]:
+        Args:
+            steps: a step is to write them, so a forward has read the first scales of delayed scaling.
+        """
+        return [found for layer in self._layers for found in self._of(layer, steps)]
+
+    def _of(self, layer: LinearLayer, steps: bool) -> Iterator[WrittenWeight]:
         recipe, layer.codes_are_written = layer._recipe, False
         if recipe is None or not layer.takes_codes() or is_managed(layer):
             return
@@ -113,16 +117,20 @@ class WeightCodes:
             weights = layer._parts_of(stage.weight)
             if len(weights) == 1 and _is_written(weights[0], plan):
                 layer.codes_are_written = True
-                yield self._written(layer, stage, weights[0], plan)
+                yield self._written(layer, stage, weights[0], plan, steps)
 
-    def _written(self, layer: LinearLayer, stage: Stage, weight: Tensor, plan: LinearPlan) -> WrittenWeight:
+    def _written(
+        self, layer: LinearLayer, stage: Stage, weight: Tensor, plan: LinearPlan, steps: bool
+    ) -> WrittenWeight:
         operand, scale, amax = plan.kept_weight, None, None
         layout = grouped_layout(operand.storage_name) if weight.dim() == 3 else ""
         if plan.forward_state is not None:
             layer._keep_state(stage.prefix, plan.forward_state, plan.backward_state)
             slots = layer._slots(stage.prefix, "fwd", "forward", plan.forward_state)
             scale, amax = slots.scale, slots.amax
-            if not layer._has_trained:  # as the first training forward, whatever weights were here before
+            # as the first training forward, whatever weights were here before; blocks that run the graph of another
+            # do not know of theirs
+            if not (layer._has_trained or steps):
                 fit_first_scales(layer, stage.prefix, plan, slots)
                 slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(slots.has_begun())
         kept = self._kept.get((id(layer), stage.weight))

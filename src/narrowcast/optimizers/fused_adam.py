@@ -311,7 +311,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._codes is None:
             return {}
         refuse_in_graphs("compiled code takes no weight_codes; step outside it", NotImplementedError)
-        return {weight.weight: weight for weight in self._codes.weights()}
+        return {weight.weight: weight for weight in self._codes.weights(steps=True)}
 
     def _step_and_quantize(
         self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], codes: dict[Tensor, WrittenWeight]
