@@ -249,10 +249,10 @@ def test_formats_without_a_native_gemm(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_high_precision_in_both_operands_needs_no_emulation() -> None:
-    case = Case("rows and plain", [20, 12])
-    for kind in ("dgrad", "wgrad"):
-        assert torch.equal(case.multiply(kind), case.multiply(kind, emulate=True))
+@pytest.mark.parametrize("name, kind", [("plain and tensor", "fprop"), ("rows and plain", "wgrad")])
+def test_high_precision_in_both_operands_needs_no_emulation(name: str, kind: str) -> None:
+    case = Case(name, [20, 12])
+    assert torch.equal(case.multiply(kind), case.multiply(kind, emulate=True))
 
 
 def refuse_reads(patch: pytest.MonkeyPatch) -> None:
