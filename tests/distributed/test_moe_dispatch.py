@@ -36,6 +36,12 @@ PARTED: dict[str, dict[str, Any]] = {
     "fixed": {"capacity": 30, "align_size": 16},
     "dropped": {"capacity": 10},
 }
+IN_ROWS = nc.recipe.NVFP4BlockScaling(
+    row_scaled_activation=True,
+    backward_override="high_precision",
+    disable_rht=True,
+    disable_stochastic_rounding=True,
+)
 EVERYWHERE = {"quantizer": MX, "combine_quantizer": MX, "grad_quantizer": MX}
 PLAIN = dict.fromkeys(EVERYWHERE)
 # one wire at a time, and which of the results it changes
@@ -103,10 +109,12 @@ def share(rank: int, load: str, forward: Any, dtype: torch.dtype = torch.float32
     return results_of(y, x, logits, experts, grad)
 
 
-def whole(load: str, quantizer: Any) -> Results:
+def whole(load: str, quantizer: Any, recipe: Any = None, dtype: torch.dtype = torch.float32) -> Results:
     x, logits, grad = (torch.cat(parts) for parts in draw(load))
-    x, logits = x.requires_grad_(True), logits.requires_grad_(True)
-    experts = experts_of(0, EXPERTS)
+    x, logits, grad = x.to(dtype).requires_grad_(True), logits.requires_grad_(True), grad.to(dtype)
+    experts = experts_of(0, EXPERTS).to(dtype)
+    if recipe is not None:
+        nc.set_recipe(experts, recipe)
     probs, routing = nc.fused_topk_with_score_function(logits, TOPK)
     rows, row_map = nc.moe_permute(x, routing, len(x) * TOPK)
     y = nc.moe_unpermute(experts(StraightThrough.apply(rows, quantizer), routing.sum(0)), row_map, probs)
@@ -187,6 +195,17 @@ def beside_a_shared_expert(rank: int, options: dict[str, Any]) -> tuple[Results,
     return ours, after, notes, share(rank, "uneven", in_graph)
 
 
+def in_rows(rank: int) -> Results:
+    """With experts in row-scaled NVFP4."""
+    layer = nc.distributed.MoEDispatch(EXPERTS, capacity=24, align_size=16)
+
+    def forward(*given: Any) -> Tensor:
+        nc.set_recipe(given[-1], IN_ROWS)
+        return layer(*given)
+
+    return share(rank, "uneven", forward, torch.bfloat16)
+
+
 def compiled(rank: int, options: dict[str, Any]) -> tuple[list[Results], int]:
     """Several routings through one graph, and how many graphs there were."""
     torch._dynamo.reset()
@@ -215,6 +234,7 @@ def work(rank: int) -> Any:
             rank, "even", nc.distributed.MoEDispatch(EXPERTS, **{**PLAIN, **options})
         )
     results["shared"] = beside_a_shared_expert(rank, {"capacity": 24, **EVERYWHERE})
+    results["rows"] = in_rows(rank)
     results["bytes"] = [
         bytes_sent(rank, {**one, "capacity": capacity})
         for capacity in (None, 24)
@@ -276,6 +296,12 @@ def test_a_shared_expert_runs_while_rows_travel(ranks: list[Any]) -> None:
         counts, wire = ["start", "wait"], ["start", "start", "wait", "wait"]
         forward = [*counts, "start", "start", "shared", "wait", "wait", *wire]
         assert notes == [*forward, *wire, "start", "start", "shared backward", "wait", "wait"]
+
+
+def test_experts_in_row_scaled_nvfp4_are_one_process(ranks: list[Any]) -> None:
+    ours, theirs = joined([rank["rows"] for rank in ranks]), whole("uneven", MX, IN_ROWS, torch.bfloat16)
+    for key in theirs:
+        assert_bitwise(ours[key], theirs[key], key)
 
 
 @pytest.mark.parametrize("name", WIRES)
