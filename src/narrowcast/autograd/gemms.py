@@ -76,16 +76,17 @@ def fprop(
     ``processes``: over which the contraction is split.
     """
     operands = inp.rowwise, inp.quantizer, weight.rowwise, weight.quantizer
+    if thin is None and grouped is None and not plan.batch_invariant:
+        how = plan.fast_fprop, plan.emulate
+        return gemm("fprop", *operands, bias, dtype, rows, out_features, *how)  # type: ignore[no-any-return]
     if thin is not None:
         how = dtype, rows, out_features, plan.fast_fprop, plan.emulate
         out = gemm_with_product("fprop", *operands, *thin, *how)
         return out if bias is None else out + bias.to(dtype)  # type: ignore[no-any-return]
     if grouped is not None:
         return grouped.gemm("fprop", plan, *operands, bias, dtype, rows)
-    if plan.batch_invariant:
-        how = plan.batch_invariant, processes
-        return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features, *how)
-    return gemm("fprop", *operands, bias, dtype, rows, out_features, plan.fast_fprop, plan.emulate)
+    how = plan.batch_invariant, processes
+    return gemm_batch_invariant("fprop", *operands, bias, dtype, rows, out_features, *how)  # type: ignore[no-any-return]
 
 
 def has_few_rows(args: LinearFwdArgs, rows: int) -> bool:
@@ -438,11 +439,14 @@ def quantized_gradients(
         else:
             original = grouped.quantize(inp[0], plan.original_input)
         inp, input_quantizer = original.columnwise, original.quantizer
-    how = args.wgrad.overwrite, plan.fast_wgrad, plan.emulate
-    groups = [] if grouped is None else grouped.of_wgrad(columnwise[0], rows)
-    operands = columnwise, quantizer, inp, input_quantizer
-    deferred = record(DeferredWgrad, (*operands, grad_bias, *how, groups))
-    wgrad, grad_bias = weight_gradient(args, deferred)
+    operands, (main_grad, overwrite, _, store, _) = (columnwise, quantizer, inp, input_quantizer), args.wgrad
+    if main_grad is None and store is None and grouped is None:  # compute_wgrad, in fewer lines of a trace
+        how = *args.shape, plan.fast_wgrad, plan.emulate
+        wgrad = gemm("wgrad", *operands, None, args.weight_dtype, *how)
+    else:
+        groups = [] if grouped is None else grouped.of_wgrad(columnwise[0], rows)
+        how = overwrite, plan.fast_wgrad, plan.emulate, groups
+        wgrad, grad_bias = weight_gradient(args, DeferredWgrad(*operands, grad_bias, *how))
     return wgrad, dgrad if parallel is None else _arrived(dgrad, parallel), grad_bias
 
 

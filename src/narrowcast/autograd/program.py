@@ -540,7 +540,8 @@ class ProgramFunction(torch.autograd.Function):
         for at in program.linears:
             stage = program.stages[at]
             records[at] = linear_bwd_args(args[at], tensors[stage.weight], tensors[stage.bias], *kept[at])  # type: ignore[union-attr]
-        ctx.save_for_backward(*[args[at].scales.scale_bwd for at in program.linears], *to_save)
+        linears = args[program.linear_places]
+        ctx.save_for_backward(*[linear.scales.scale_bwd for linear in linears], *to_save)
         # a tuple, for the backward empties the lists that it is given, and a retained graph runs again
         ctx.backward_objects = record(ProgramBwdArgs, (program, tuple(records), recompute))
         out = out.detach()

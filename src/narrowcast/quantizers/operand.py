@@ -52,12 +52,14 @@ class Operand:
     shared: Quantizer | None = None
     joins: tuple[str, str] = ("", "")
     joined_rows: int = 1
-    _row_places: slice | None = field(init=False, repr=False, compare=False)
-    _column_places: slice | None = field(init=False, repr=False, compare=False)
+    _places: tuple[slice, slice] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, which in (("_row_places", self.rowwise), ("_column_places", self.columnwise)):
-            object.__setattr__(self, name, slice_of([place for place, one in enumerate(which) if one]))
+        places = [
+            slice_of([place for place, one in enumerate(which) if one])
+            for which in (self.rowwise, self.columnwise)
+        ]
+        object.__setattr__(self, "_places", None if None in places else tuple(places))
 
     @staticmethod
     def of(quantizer: Quantizer, rowwise: bool = True, columnwise: bool = True) -> Operand:
@@ -95,10 +97,11 @@ class Operand:
 
     def split(self, buffers: list[Tensor]) -> OperandBuffers:
         """Return the result of a quantizing operator, by direction."""
-        rows, columns = self._row_places, self._column_places
-        rowwise = list(compress(buffers, self.rowwise)) if rows is None else buffers[rows]
-        columnwise = list(compress(buffers, self.columnwise)) if columns is None else buffers[columns]
-        return record(OperandBuffers, (rowwise, columnwise, self.quantizer))
+        if self._places is None:
+            rowwise, columnwise = compress(buffers, self.rowwise), compress(buffers, self.columnwise)
+            return record(OperandBuffers, (list(rowwise), list(columnwise), self.quantizer))
+        rows, columns = self._places
+        return record(OperandBuffers, (buffers[rows], buffers[columns], self.quantizer))
 
     def quantize(self, x: Tensor, scale: Tensor | None = None, amax: Tensor | None = None) -> OperandBuffers:
         """Quantize ``x`` (*lead, K), fp32, bf16 or fp16, in traced or eager code, without gradient.
