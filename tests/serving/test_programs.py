@@ -112,6 +112,13 @@ def test_strict_export() -> None:
     assert "float32" in held and torch.float32 not in held
 
 
+def test_a_program_runs_without_gradients_also_where_they_are_recorded() -> None:
+    model = made("Linear", "block", "plain").requires_grad_(True)
+    program = exported(model, dynamic=False)
+    y = program.module()(*inputs(model))
+    assert torch.equal(y, model(*inputs(model))) and not y.requires_grad
+
+
 @pytest.mark.requested
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("weights", ["plain", "quantized", "stored"])

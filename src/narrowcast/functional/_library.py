@@ -152,7 +152,8 @@ def _define_text_overload(
 
     run, full_name = with_values(implementation), f"narrowcast::{name}.text"
     unseen = _without_autocast(run, _amaxes_at(getattr(torch.ops.narrowcast, name).text))
-    _LIBRARY.impl(f"{name}.text", unseen, "CompositeExplicitAutograd")
+    # a program's graph does without the autograd functions, in which no gradients are recorded
+    _LIBRARY.impl(f"{name}.text", torch.no_grad()(unseen), "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
         full_name, FunctionalMode, _inline(run, None, shared=False), lib=_LIBRARY
