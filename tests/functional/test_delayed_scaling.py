@@ -111,7 +111,7 @@ def test_captures_into_a_graph(device: torch.device) -> None:
 def test_read_scales_are_a_copy(device: torch.device) -> None:
     scales = [torch.rand(n, device=device) for n in (3, 2)]
     expected = [scale.clone() for scale in scales]
-    read = functional.read_scales(scales)
+    read = functional.read_scales(scales, [16.0, 65536.0])
     for scale in scales:
         scale.zero_()
     assert all(map(torch.equal, read, expected))
@@ -130,13 +130,13 @@ def test_a_backward_takes_nothing_and_renews_nothing(device: torch.device) -> No
 
     def inside(grad: Tensor) -> None:
         seen.extend(functional.take_amaxes(amaxes))
-        seen.extend(functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"]))
+        seen.extend(functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"], [16.0]))
 
     x.register_hook(inside)
     x.sum().backward()
     assert [tensor.tolist() for tensor in seen] == [[0.0] * 3, [2.0] * 3]
     assert all((tensor == 2).all() for (tensor,) in (scales, histories, amaxes))
-    (renewed,) = functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"])
+    (renewed,) = functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"], [16.0])
     assert renewed.tolist() == scales[0].tolist() == [224.0] * 3
     assert not amaxes[0].any() and histories[0][-1].tolist() == [2.0] * 3
 
@@ -179,10 +179,10 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
 
     def step(x: Tensor, scale: Tensor, history: Tensor, amax: Tensor) -> Tensor:
         functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
-        return Scaled.apply(x, functional.read_scales([scale])[0], amax)
+        return Scaled.apply(x, functional.read_scales([scale], [-448.0])[0], amax)
 
     def run(step):  # type: ignore[no-untyped-def]
-        scale, history, amax = torch.ones(2), torch.zeros(4, 2), torch.zeros(2)
+        scale, history, amax = torch.zeros(2), torch.zeros(4, 2), torch.zeros(2)
         results = []
         for index in range(4):
             generator = torch.Generator().manual_seed(index)

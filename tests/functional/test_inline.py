@@ -91,8 +91,8 @@ def states(x, renews=True):
     scales, histories, amaxes = (
         [x.new_ones(*lead, n, dtype=torch.float32) for n in (3, 2)] for lead in ((), (16,), ())
     )
-    rules = [448.0, 57344.0], [0, 0], ["max", "max"]
-    return (scales, histories, amaxes, *rules) if renews else (scales, [], amaxes, [], [], [])
+    rules, unseen = ([448.0, 57344.0], [0, 0], ["max", "max"]), [-448.0, -57344.0]
+    return (scales, histories, amaxes, *rules, unseen) if renews else (scales, [], amaxes, [], [], [], unseen)
 
 
 def renewing(x):
@@ -127,7 +127,7 @@ for renews in (True, False):
     noted = entered[0].meta.get("eager_input_vals", (entered[0].args,))[0]
     assert [len(x) for x in noted if isinstance(x, list)] == [len(x) for x in entered[0].args if isinstance(x, list)]
     assert set(entered[0].all_input_nodes) == {node for node in inputs if node.users}
-    assert entered[0].args[7] == [0, 0, 0, 0, 1, 1]
+    assert entered[0].args[8] == [0, 0, 0, 0, 1, 1]
     assert all(node.meta["recompute"] is CheckpointPolicy.MUST_SAVE for node in (*entered, *started))
 with torch.fx.traceback.preserve_node_meta():
     torch.fx.traceback.current_meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE

@@ -515,13 +515,14 @@ def adam_quantize_cases(x: Tensor) -> Iterator[Arguments]:
 
 @family("read_scales")
 def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
-    yield ([torch.ones(n, device=x.device) for n in (3, 2)],)
+    yield [torch.ones(n, device=x.device) for n in (3, 2)], [16.0, -448.0]
 
 
 @family("fit_to_weights")
 def fit_to_weights_cases(x: Tensor) -> Iterator[Arguments]:
     scales = torch.ones(6, device=x.device)
-    yield scales, [x, x[:1], x[:0]], [2, 2, 3], 448.0, 1
+    for one in (scales, scales.new_ones(4, 6)):
+        yield one, [x, x[:1], x[:0]], [2, 2, 3], 448.0, 1
 
 
 @family("scales_of_run")
@@ -530,7 +531,7 @@ def scales_of_run_cases(x: Tensor) -> Iterator[Arguments]:
         for root in ("", "root7"):
             yield *states, [True, False], True, root, 0
     scales, _, amaxes, *_ = states
-    yield scales, [], amaxes, [], [], [], [True, False], False, "", 0
+    yield scales, [], amaxes, [], [], [], [16.0, 65536.0], [True, False], False, "", 0
 
 
 @family("enters_graph")
@@ -538,7 +539,7 @@ def enters_graph_cases(x: Tensor) -> Iterator[Arguments]:
     for states in renewed_scales_cases(x):
         yield *states, [True, False], [0, 0], True, ""
     scales, _, amaxes, *_ = states
-    yield scales, [], amaxes, [], [], [], [True, False], [0, 1], False, "root7"
+    yield scales, [], amaxes, [], [], [], [-448.0, -448.0], [True, False], [0, 1], False, "root7"
 
 
 @family("renewed_scales")
@@ -549,7 +550,7 @@ def renewed_scales_cases(x: Tensor) -> Iterator[Arguments]:
         histories = [torch.rand(5, n, device=x.device).mul_(used) for n in (3, 2)]
         # no write is declared: nothing is to be written
         amaxes = [torch.zeros(n, device=x.device) for n in (3, 2)]
-        yield scales, histories, amaxes, [448.0, 57344.0], [0, 1], [algorithm] * 2
+        yield scales, histories, amaxes, [448.0, 57344.0], [0, 1], [algorithm] * 2, [-448.0, 65536.0]
 
 
 @family("take_amaxes")

@@ -16,7 +16,6 @@ from torch import Tensor
 from .programs import Difference
 
 OPERANDS = ("input", "weight", "grad_output")
-_FIRST = {"input": 28.0, "grad_output": 0.875}  # what a first scale of "range" holds
 _ROUNDED = 1e-5
 
 
@@ -47,9 +46,11 @@ class Read(NamedTuple):
         """Return what the operand is after a cast to FP8, decoded, fp64."""
         e5m2 = kind == "grad_output"
         largest = 57344.0 if e5m2 else 448.0
-        scaled = operand.float() * torch.tensor(self.scales[kind])
+        # 0: nothing was seen, and the scale is that of the operand's own amax
+        scale = self.scales[kind] or _scale_of(self.recipe, kind, _amax(operand), 1.0)
+        scaled = operand.float() * torch.tensor(scale)
         codes = scaled.clamp(-largest, largest).to(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
-        return codes.double() / self.scales[kind]
+        return codes.double() / scale
 
 
 class Exact:
@@ -163,10 +164,8 @@ class Exact:
             wanted = _scale_of(recipe, kind, max(past.steps[-length:]), found)
         elif self.changed or not self.knows_first:
             return
-        elif recipe.initial_scale == "one":
-            wanted = 1.0
         else:
-            wanted = _scale_of(recipe, kind, _amax(weight) if kind == "weight" else _FIRST[kind], found)
+            wanted = _scale_of(recipe, kind, _amax(weight), found) if kind == "weight" else 0.0
         if not abs(wanted - found) <= _FIRST_ROUNDING[bool(past.steps)] * wanted:
             raise Difference(f"scale of {kind}: {found:.6g}, the calls before make it {wanted:.6g}")
 

@@ -570,7 +570,7 @@ class World:
                 for layer in self.delayed()
                 for slots in layer.delayed_slots()
                 if not slots.has_begun()
-                for buffer in slots[2:]
+                for buffer in slots[2:5]
             ]
             for name, tensor in self.model.state_dict().items():
                 if (

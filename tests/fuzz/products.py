@@ -143,8 +143,14 @@ def _operands(
             scales = getattr(module, f"scale_{direction[0]}wd" if direction == "forward" else "scale_bwd")
             at = slot * groups + group
             element = nc.DType.kFloat8E5M2 if direction == "backward" else nc.DType.kFloat8E4M3
+            scale = scales.view(-1)[at : at + 1].clone()
+            if not scale and tensor.any():  # nothing was seen yet
+                largest = (
+                    57344.0 if direction == "backward" else 448.0
+                ) / 2 ** recipe.delayed_scaling().margin
+                scale = torch.full_like(scale, largest) / tensor.abs().max().float()
             quantizer: nc.Quantizer = nc.Float8Quantizer(
-                scales.view(-1)[at : at + 1].clone(), torch.zeros(1, device=tensor.device), element
+                scale if scale else torch.ones_like(scale), torch.zeros(1, device=tensor.device), element
             )
         else:
             quantizer = recipe.resolve(direction, [nc.QuantizerRole("linear", name, "")])[0][0]

@@ -218,12 +218,12 @@ def test_the_sum_with_a_residual_is_what_is_seen() -> None:
 
 
 def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
-    recipe = nc.recipe.DelayedScaling(initial_scale="one")
     model = nn.Sequential(nc.Linear(32, 32, device="cpu", bias=False))
-    nc.set_recipe(model, recipe)
-    watch = nc.watch(model)
+    nc.set_recipe(model, nc.recipe.DelayedScaling())
     x = torch.ones(16, 32)
-    x[:, :4] = 1000.0  # the scale is still 1: 448 is the most
+    model(x).sum().backward()
+    watch = nc.watch(model)
+    x[:, :4] = 1000.0  # the scale is still that of the step before: 1 is the most
     model(x).sum().backward()
     (one,) = (one for one in watch.step() if one.operand == "input")
     assert one.saturation == 4 / 32 and one.amax == 1000

@@ -117,7 +117,8 @@ def test_a_cast_without_outputs_takes_the_amax(dtype: torch.dtype, device: torch
 
 @pytest.mark.parametrize("lengths", [(1,), (2, 2, 2), (65, 3), (1100, 1024)], ids=str)
 def test_renewing_in_place_equals_the_reference(lengths: tuple[int, ...], device: torch.device) -> None:
-    for algos, copies, starts in (("max", False, None), ("most_recent", True, 1), ("max", True, 0)):
+    seen, unseen = [16.0, 512.0, 65536.0][: len(lengths)], [-448.0, 16.0, -57344.0][: len(lengths)]
+    for algos, values, starts in (("max", None, None), ("most_recent", seen, 1), ("max", unseen, 0)):
         widths = (3, 40, 5)[: len(lengths)]
         states = [
             [torch.rand(n) for n in widths],
@@ -126,10 +127,11 @@ def test_renewing_in_place_equals_the_reference(lengths: tuple[int, ...], device
         ]
         for amax in states[2]:
             amax[1], amax[2] = 0.0, math.nan
+        states[0][0][1] = 0.0
         expected, actual = ([[x.clone() for x in some] for some in states] for _ in range(2))
         actual = [[x.to(device) for x in some] for some in actual]
         options = {"fp8_maxes": [448.0, 57344.0, 448.0][: len(lengths)], "margins": [0, 1, 0][: len(lengths)]}
-        options |= {"algos": [algos, "max", "max"][: len(lengths)], "copies": copies}
+        options |= {"algos": [algos, "max", "max"][: len(lengths)], "unseen": values}
         flag = None if starts is None else torch.tensor([starts], dtype=torch.int32)
         read = reference.renew(*expected, **options, starts=flag)
         copied = kernels.delayed.renew(*actual, **options, starts=None if flag is None else flag.to(device))
@@ -144,7 +146,10 @@ def test_renewing_in_place_equals_the_reference(lengths: tuple[int, ...], device
 @pytest.mark.parametrize("sizes", [(3,), (3, 2), (130, 1, 260)])
 def test_copies_of_scales(sizes: tuple[int, ...], device: torch.device) -> None:
     scales = [torch.rand(size, device=device) for size in sizes]
-    copies = kernels.delayed.copy_scales(scales)
-    for scale, copy in zip(scales, copies, strict=True):
-        assert_bitwise(copy, scale)
+    scales[0][0] = 0.0
+    unseen = [-448.0, 16.0, 1.0][: len(sizes)]
+    copies = kernels.delayed.copy_scales(scales, unseen)
+    expected = reference.copy_scales([scale.cpu() for scale in scales], unseen)
+    for scale, copy, value in zip(scales, copies, expected, strict=True):
+        assert_bitwise(copy, value)
         assert copy.data_ptr() != scale.data_ptr()

@@ -267,7 +267,9 @@ functions = {
     "nvfp4": (2, lambda x, scale, codes: kernels.nvfp4.quantize(x, **both)),
     "dequantize": (1, lambda x, scale, codes: kernels.dequantize.float8_transpose(
         codes, scale, E4M3, torch.bfloat16)),
-    "scales": (1, lambda x, scale, codes: kernels.delayed.copy_scales([scale, scale])),
+    "scales": (1, lambda x, scale, codes: kernels.delayed.copy_scales([scale, scale], [-448.0, -57344.0])),
+    "first": (1, lambda x, scale, codes: kernels.float8.quantize(
+        x, scale.expand(12).view(4, 3).contiguous()[:, 1:2], E4M3, amax=scale, **both)),
 }
 for name, (launches, function) in functions.items():
     nodes = make_fx(dispatch_functionalize(function), tracing_mode="fake")(x, scale, codes).graph.nodes
@@ -276,8 +278,9 @@ for name, (launches, function) in functions.items():
     for node in launched:
         read = [value for value in node["kwargs"].values() if isinstance(value, torch.fx.Node)]
         assert len(read) >= 2 and node["grid"][0][0] > 0, (name, node)
-        if name == "given":  # the amax of delayed scaling is raised behind the graph's back
+        if name in ("given", "first"):  # the amax of delayed scaling is raised behind the graph's back
             assert "amax_ptr" in node["kwargs"] and "amax_ptr" not in node["tensors_to_clone"]
+            assert "scale_ptr" in node["kwargs"] and "scale_ptr" not in node["tensors_to_clone"]
 for constants in wrap.kernel_side_table.constant_args.values():
     assert not any(isinstance(value, torch.Tensor) for value in constants.values()), constants
 """

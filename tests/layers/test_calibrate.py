@@ -1,4 +1,4 @@
-"""The first step of delayed scaling: that it saturates is said, and ``calibrate_delayed_scaling`` prevents it."""
+"""The first step of delayed scaling with constants: that it saturates is said, and a calibration prevents it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
 
 
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers have the first scales of those whose codes are joined with other ranks'."""
+    constant = property(lambda slots: delayed_scaling.first_scale(slots.recipe, slots.mode))
+    monkeypatch.setattr(delayed_scaling.DelayedSlots, "unseen", constant)
+
+
 def two_layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nc.Linear(64, 64, device="cpu"), nc.LayerNormMLP(64, 128, device="cpu"))
@@ -49,6 +56,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.covering
+@pytest.mark.usefixtures("joined")
 def test_the_first_step_is_as_right_as_current_scaling(initial: Any, compiled: bool, rows: int) -> None:
     model, x = two_layers(), torch.randn(32, 64)
     plain = gradients(model, model, x)
@@ -201,6 +209,7 @@ class Chain(nn.Sequential):
 
 
 @pytest.mark.parametrize("how", ["root", "compiled root", "own", "autocast"])
+@pytest.mark.usefixtures("joined")
 def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
     """Gradients of a sum are 1, where the first scale holds 7/8."""
     model, x = two_layers(), torch.randn(32, 64)
@@ -229,6 +238,7 @@ def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded", "loaded, a history of one row"])
+@pytest.mark.usefixtures("joined")
 def test_nothing_is_told_where_nothing_was_lost(change: str) -> None:
     """An infinite gradient is one that a GradScaler skips; loaded scales are no first ones."""
     recipe = DelayedScaling(amax_history_len=1) if "one row" in change else RECIPE

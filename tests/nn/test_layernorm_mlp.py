@@ -441,7 +441,7 @@ def test_recomputation_saves_the_seven_operands(name: str) -> None:
     others = [t for t in saved if t.data_ptr() not in operands]
     assert len(saved) - len(others) == 7
     # delayed scaling also keeps the scales that either layer's backward, and its recomputation, will read
-    assert [t.numel() for t in others] == ([2, 2, 3, 3] if name == "delayed" else [])
+    assert [t.numel() for t in others] == ([8, 8, 12, 12] if name == "delayed" else [])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -563,9 +563,9 @@ def test_state_dict_of_delayed_scaling_continues() -> None:
     with pytest.warns(UserWarning, match="scales start anew"):
         mlp.load_state_dict(fresh)  # saved before the first step
     for stage, weight in (("fc1", mlp.fc1_weight), ("fc2", mlp.fc2_weight)):
-        expected = torch.tensor([16, 448 / weight.detach().float().abs().max(), 16], device=DEVICE)
+        expected = torch.tensor([0, 448 / weight.detach().float().abs().max(), 0], device=DEVICE)
         assert torch.equal(getattr(mlp, f"{stage}_scale_fwd"), expected)
-        assert (getattr(mlp, f"{stage}_scale_bwd") == 65536).all()
+        assert not getattr(mlp, f"{stage}_scale_bwd").any()
 
 
 def test_a_copy_takes_part_in_the_update_of_scales() -> None:

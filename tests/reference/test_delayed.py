@@ -121,8 +121,8 @@ def test_an_unknown_algorithm_is_named(update: Callable) -> None:
 
 
 @pytest.mark.parametrize("starts", [None, 1, 0])
-@pytest.mark.parametrize("copies", [True, False])
-def test_renewal_in_place_is_the_update_of_each_state(copies: bool, starts: int | None) -> None:
+@pytest.mark.parametrize("unseen", [[16.0, 65536.0], None])
+def test_renewal_in_place_is_the_update_of_each_state(unseen: list[float] | None, starts: int | None) -> None:
     scales, amaxes = (
         [torch.tensor([2.0, 3.0]), torch.tensor([5.0])],
         [torch.tensor([1.5, 0.0]), torch.tensor([7.0])],
@@ -138,18 +138,27 @@ def test_renewal_in_place_is_the_update_of_each_state(copies: bool, starts: int 
             kept if starts == 0 else (*delayed.update(scale, begun, **one), torch.zeros_like(amax))
         )
     flag = None if starts is None else torch.tensor([starts], dtype=torch.int32)
-    returned = delayed.renew(scales, histories, amaxes, **how, copies=copies, starts=flag)
+    returned = delayed.renew(scales, histories, amaxes, **how, unseen=unseen, starts=flag)
     for states, wanted in zip(zip(scales, histories, amaxes), expected):
         for state, value in zip(states, wanted):
             assert_bitwise(state, value)
-    assert len(returned) == (2 if copies else 0)
+    assert len(returned) == (2 if unseen else 0)
     for copied, scale in zip(returned, scales):
         assert_bitwise(copied, scale)
         assert copied.data_ptr() != scale.data_ptr()
 
 
 def test_copies_of_scales_are_fresh() -> None:
-    scales = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    copied = delayed.copy_scales(scales)
-    assert [one.tolist() for one in copied] == [[1.0, 2.0], [3.0]]
+    scales = [torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]
+    copied = delayed.copy_scales(scales, [16.0, -448.0])
+    assert [one.tolist() for one in copied] == [[1.0, 16.0], [[3.0, -448.0], *[[0.0, 0.0]] * 3]]
     assert_fresh(copied, scales)
+
+
+def test_what_was_not_seen_stays_unseen_until_an_amax_gives_a_scale() -> None:
+    for amax in (0.0, math.inf, math.nan):
+        state = torch.zeros(2), torch.zeros(3, 2), torch.tensor([amax, 7.0])
+        (copied,) = delayed.renew(
+            *([one] for one in state), fp8_maxes=[448.0], margins=[1], algos=["most_recent"], unseen=[-224.0]
+        )
+        assert copied[0].tolist() == [-224.0, 32.0] and state[0].tolist() == [0.0, 32.0]

@@ -47,7 +47,9 @@ def ours_outside(layer: nc.Linear, **kwargs: Any) -> Step:
 
 
 def scales_of(layer: nc.Linear) -> list[float]:
-    return [1.0] * 3 if layer.scale_fwd is None else layer.scale_fwd.tolist()
+    if layer.scale_fwd is not None:
+        return layer.scale_fwd.tolist()
+    return [0.0, (torch.tensor(448.0) / layer.weight.detach().abs().max()).item(), 0.0]  # as it will begin
 
 
 WAYS = {"torch_inside": torch_inside, "ours_inside": ours_inside, "ours_outside": ours_outside}

@@ -35,7 +35,7 @@ def _renew(
     delayed = numerics_for(scales[0]).delayed
     in_place = _in_place(scales, histories, amaxes)
     if in_place and len(scales) <= _FEW:
-        delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)), copies=False)
+        delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)))
         return
     if in_place and delayed.renew_many(scales, histories, amaxes, *rules):
         return
@@ -93,12 +93,14 @@ Raises:
 _read_scales = computed_by("delayed", "copy_scales")
 
 
-def _read_scales_fake(scales: list[Tensor]) -> list[Tensor]:
-    return [scale.new_empty(scale.shape) for scale in scales]
+def _read_scales_fake(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
+    return [
+        scale.new_empty((4, *scale.shape) if m < 0.0 else scale.shape) for scale, m in zip(scales, unseen)
+    ]
 
 
 read_scales = define(
-    "read_scales(Tensor[] scales) -> Tensor[]",
+    "read_scales(Tensor[] scales, float[] unseen) -> Tensor[]",
     _read_scales,
     _read_scales_fake,
     inlined=always,
@@ -106,6 +108,8 @@ read_scales = define(
     saved=True,
 )
 """Copies of ``scales``, (n,) each, for a forward and its backward, out of reach of a later renewal.
+
+``unseen``: of each, what its copy has instead of a scale of 0, as ``reference.delayed.copy_scales`` takes it.
 
 No plain ``clone``, for Inductor drops it and lets the backward save the buffer itself; of both directions at once, for
 the compiler moves what only the backward reads into the backward.
@@ -117,7 +121,7 @@ def _renewed_scales(
 ) -> list[Tensor]:
     states = tuple(scales), tuple(histories), tuple(amaxes), *map(tuple, rules)
     if is_in_backward():
-        return _read_scales(scales)  # type: ignore[no-any-return]
+        return _read_scales(scales, rules[-1])  # type: ignore[no-any-return]
     if ASIDE:
         put_back([*scales, *amaxes])
     stage = replay_of(_renewed_and_read, [*scales, *histories, *amaxes], (), *states[3:], of_state=True)
@@ -132,17 +136,17 @@ def _renewed_and_read(
     starts: Tensor | None = None,
 ) -> list[Tensor]:
     if not _in_place(scales, histories, amaxes):
-        _renew(scales, histories, amaxes, *rules)
-        return _read_scales(scales)  # type: ignore[no-any-return]
-    options = {**dict(zip(_RULES, rules)), "copies": True, "starts": starts}
+        _renew(scales, histories, amaxes, *rules[:3])
+        return _read_scales(scales, rules[3])  # type: ignore[no-any-return]
+    options = {**dict(zip((*_RULES, "unseen"), rules)), "starts": starts}
     return numerics_for(scales[0]).delayed.renew(scales, histories, amaxes, **options)  # type: ignore[no-any-return]
 
 
 renewed_scales = define(
     "renewed_scales(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
-    "str[] algorithms) -> Tensor[]",
+    "str[] algorithms, float[] unseen) -> Tensor[]",
     _renewed_scales,
-    lambda scales, *_: _read_scales_fake(scales),
+    lambda scales, *given: _read_scales_fake(scales, given[-1]),
     of_state=True,
 )
 """Renew the state of a layer that renews its own, one entry per direction, and read its scales.
@@ -159,21 +163,22 @@ def _scales_of_run(
     fp8_maxes: list[float],
     margins: list[int],
     algorithms: list[str],
+    unseen: list[float],
     collects: list[bool],
     recorded: bool,
     root: str,
     call: int,
 ) -> list[Tensor]:
     states = tuple(scales), tuple(histories), tuple(amaxes)
-    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms)
+    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)
     if isinstance(scales[0], FunctionalTensor):
         starts = None
         if scales[0].is_cuda:
-            given = (fp8_maxes, margins, algorithms, collects, [call] * len(scales), recorded, root)
+            given = (fp8_maxes, margins, algorithms, unseen, collects, [call] * len(scales), recorded, root)
             starts = shared_call(torch.ops.narrowcast.enters_graph.default, scales, histories, amaxes, *given)
         if histories:
             return _renewed_and_read(*states, *rules, starts=starts)
-        return numerics_for(scales[0]).delayed.copy_scales(scales, starts)  # type: ignore[no-any-return]
+        return numerics_for(scales[0]).delayed.copy_scales(scales, unseen, starts)  # type: ignore[no-any-return]
 
     read = partial(_read_in_run, *states, *rules, root, call)
     return read_in_graph(scales, amaxes, collects, recorded, read)
@@ -186,13 +191,14 @@ def _read_in_run(
     fp8_maxes: tuple[float, ...],
     margins: tuple[int, ...],
     algorithms: tuple[str, ...],
+    unseen: tuple[float, ...],
     root: str,
     call: int,
 ) -> list[Tensor]:
     """Return copies of the scales, renewed first where that is up to the layers of the graph."""
     if not _renews(histories, root, call):
-        return _read_scales(scales)  # type: ignore[no-any-return]
-    return _renewed_and_read(scales, histories, amaxes, fp8_maxes, margins, algorithms)
+        return _read_scales(scales, unseen)  # type: ignore[no-any-return]
+    return _renewed_and_read(scales, histories, amaxes, fp8_maxes, margins, algorithms, unseen)
 
 
 def _renews(histories: Sequence[Tensor], root: str, call: int) -> bool:
@@ -212,9 +218,9 @@ def _renews(histories: Sequence[Tensor], root: str, call: int) -> bool:
 
 scales_of_run = define(
     "scales_of_run(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
-    "str[] algorithms, bool[] collects, bool recorded, str root, int call) -> Tensor[]",
+    "str[] algorithms, float[] unseen, bool[] collects, bool recorded, str root, int call) -> Tensor[]",
     _scales_of_run,
-    lambda scales, *_: _read_scales_fake(scales),
+    lambda *given: _read_scales_fake(given[0], given[6]),
     tags=(torch.Tag.cudagraph_unsafe,),
     inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
     of_state=True,
@@ -242,12 +248,13 @@ def _enters_graph(
     fp8_maxes: list[float],
     margins: list[int],
     algorithms: list[str],
+    unseen: list[float],
     collects: list[bool],
     calls: list[int],
     recorded: bool,
     root: str,
 ) -> Tensor:
-    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms)
+    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)
     starts = _renews(histories, root, max(calls)) and recorded and run_now() is None
 
     states = tuple(scales), tuple(histories), tuple(amaxes)
@@ -263,7 +270,7 @@ def _enters_graph(
 
 enters_graph = define(
     "enters_graph(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
-    "str[] algorithms, bool[] collects, int[] calls, bool recorded, str root) -> Tensor",
+    "str[] algorithms, float[] unseen, bool[] collects, int[] calls, bool recorded, str root) -> Tensor",
     _enters_graph,
     lambda scales, *_: scales[0].new_empty(1, dtype=torch.int32),
     # flexible_layout: else Inductor pairs the arguments with those of the first of the shared calls, and drops what the
@@ -282,12 +289,13 @@ It looks at what runs on the host, so that no CUDA graph may hold it.
 def _fit_to_weights(
     scales: Tensor, weights: Sequence[Tensor], slots: Sequence[int], fp8_max: float, margin: int
 ) -> Tensor:
-    amax = torch.zeros_like(scales)
-    _raise_amax(weights, None, [amax[slot : slot + 1] for slot in slots])
     fitted = scales.clone()
+    known = fitted[0] if fitted.dim() == 2 else fitted
+    amax = torch.zeros_like(known)
+    _raise_amax(weights, None, [amax[slot : slot + 1] for slot in slots])
     rule = {"fp8_maxes": [fp8_max], "margins": [margin], "algos": ["most_recent"]}
     history = torch.zeros_like(amax).unsqueeze(0)
-    numerics_for(scales).delayed.renew([fitted], [history], [amax], **rule, copies=False)
+    numerics_for(scales).delayed.renew([known], [history], [amax], **rule)
     return fitted
 
 
@@ -297,7 +305,7 @@ fit_to_weights = define(
     lambda scales, *_: torch.empty_like(scales),
     of_state=True,
 )
-"""Copies of ``scales``, fp32 (n,), in which those of weights follow from the weights as they are.
+"""Copies of ``scales``, fp32 (n,) or (4, n), in which those of weights follow from the weights as they are.
 
 Args:
     weights: any shape. slots: of each one's scale; several parts of a weight share one.

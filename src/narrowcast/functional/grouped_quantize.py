@@ -92,10 +92,10 @@ class _PaddedNumerics:
 
 
 def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
-    """Return the entries of a delayed quantizer's slot in its state (slots * groups); None for other quantizers."""
+    """Return the columns of a delayed quantizer's slot in its state (..., slots * groups); None for others."""
     if state is None or not quantizer._is_delayed():
         return None
-    return state.view(-1)[quantizer.slot * groups : (quantizer.slot + 1) * groups]
+    return state[..., quantizer.slot * groups : (quantizer.slot + 1) * groups]
 
 
 def encode_groups(
@@ -126,6 +126,7 @@ def encode_groups(
         return _encode_arenas(x, splits, quantizer, seed)
     if layout == "tensor":
         scales, amaxes = (_slots_of_groups(state, quantizer, groups) for state in (scale, amax))
+        amaxes = None if amaxes is None else amaxes.view(-1)
         of_groups = numerics.grouped_gated if gated else numerics.grouped_quantize
         parts, numerics = [x], _GroupedNumerics(of_groups, splits, groups, scales, amaxes, keep_amax)
     elif layout == "padded":

@@ -72,7 +72,7 @@ def _observe_groups(
     for group, count in enumerate(splits.tolist()):
         own, first = rows[first : first + count], first + count
         if own.numel():
-            of_group = None if scale is None else scale.view(-1, groups)[:, group].contiguous()
+            of_group = None if scale is None else scale.unflatten(-1, (-1, groups))[..., group].contiguous()
             found.append(_statistics(own, quantizer, of_group))
     if found:
         table = torch.stack(found)

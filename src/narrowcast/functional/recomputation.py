@@ -219,5 +219,5 @@ def show(scales: list[Tensor], copies: list[Tensor]) -> None:
     set_aside(scales)
     for scale, copy in zip(scales, copies):
         with version_preserved([scale]):
-            scale.copy_(copy)
+            scale.copy_((copy[0] if copy.dim() == 2 else copy).clamp(min=0.0))  # 0: nothing was seen
     after_backward(_put_all_back)

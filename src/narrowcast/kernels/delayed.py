@@ -102,11 +102,13 @@ def _renew_columns(
     copy_ptr,
     starts_ptr,
     scaled_max,
+    unseen,
     L,
     n,
     RENEW: tl.constexpr,
     ASKS: tl.constexpr,
     COPY: tl.constexpr,
+    WORDS: tl.constexpr,
     MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -126,7 +128,9 @@ def _renew_columns(
         tl.store(scale_ptr + column, scale, mask=written)
         tl.store(amax_ptr + column, tl.zeros(last.shape, tl.float32), mask=written)
     if COPY:
-        tl.store(copy_ptr + column, scale, mask=inside)
+        tl.store(copy_ptr + column, tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale), mask=inside)
+        for row in tl.static_range(1, 1 + WORDS):
+            tl.store(copy_ptr + row * n + column, tl.zeros(scale.shape, tl.float32), mask=inside)
 
 
 _STATE = [
@@ -147,6 +151,8 @@ def _delayed_renew_kernel(
     starts_ptr,
     first_max,
     second_max,
+    first_unseen,
+    second_unseen,
     first_L,
     second_L,
     first_n,
@@ -155,6 +161,8 @@ def _delayed_renew_kernel(
     ASKS: tl.constexpr,
     COPY: tl.constexpr,
     BOTH: tl.constexpr,
+    FIRST_WORDS: tl.constexpr,
+    SECOND_WORDS: tl.constexpr,
     FIRST_MAXIMUM: tl.constexpr,
     SECOND_MAXIMUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -162,13 +170,13 @@ def _delayed_renew_kernel(
 ):
     if tl.program_id(1) == 0:
         _renew_columns(
-            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, first_max, first_L,
-            first_n, RENEW, ASKS, COPY, FIRST_MAXIMUM, ROWS, COLUMNS,
+            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, first_max, first_unseen,
+            first_L, first_n, RENEW, ASKS, COPY, FIRST_WORDS, FIRST_MAXIMUM, ROWS, COLUMNS,
         )  # fmt: skip
     elif BOTH:
         _renew_columns(
             second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, starts_ptr, second_max,
-            second_L, second_n, RENEW, ASKS, COPY, SECOND_MAXIMUM, ROWS, COLUMNS,
+            second_unseen, second_L, second_n, RENEW, ASKS, COPY, SECOND_WORDS, SECOND_MAXIMUM, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -187,8 +195,8 @@ def _delayed_renew_many_kernel(
     history_ptr = tl.load(addresses_ptr + state * 3 + 1).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(addresses_ptr + state * 3 + 2).to(tl.pointer_type(tl.float32))
     _renew_columns(
-        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, tl.load(largest_ptr + state),
-        tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, False, MAXIMUM, ROWS, COLUMNS,
+        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, tl.load(largest_ptr + state), 0.0,
+        tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, False, 0, MAXIMUM, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -231,14 +239,14 @@ def renew(
     fp8_maxes: list[float],
     margins: list[int],
     algos: list[str],
-    copies: bool,
+    unseen: list[float] | None = None,
     starts: Tensor | None = None,
 ) -> list[Tensor]:
     """Compute ``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
 
     All tensors are contiguous.
     """
-    return _run(scales, copies, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
+    return _run(scales, unseen, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
 
 
 _TABLES: dict[Any, list[tuple[tuple[Tensor, ...], tuple[int, int, int], tuple[Any, ...]]]] = {}
@@ -299,15 +307,15 @@ def _tables(
     return launches
 
 
-def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
+def copy_scales(scales: list[Tensor], unseen: list[float], starts: Tensor | None = None) -> list[Tensor]:
     """Compute ``reference.delayed.copy_scales``, two vectors in a launch; in a graph after what makes ``starts``."""
     nothing: list[None] = [None] * len(scales)
-    return _run(scales, True, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts)
+    return _run(scales, unseen, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts)
 
 
 def _run(
     scales: list[Tensor],
-    copying: bool,
+    unseen: list[float] | None,
     histories: list[Any],
     amaxes: list[Any],
     rules: list[tuple[float, int, str]],
@@ -326,13 +334,16 @@ def _run(
             if history is not None:
                 length = history.shape[0]
                 tensors += (history, amax)
-            if copying:
-                copies.append(new((size,), (1,), torch.float32))
+            value = 0.0
+            if unseen is not None:
+                value, rows = unseen[one], 4 if unseen[one] < 0.0 else 1
+                shape = ((size,), (1,)) if rows == 1 else ((rows, size), (size, 1))
+                copies.append(new(*shape, torch.float32))
                 tensors.append(copies[-1])
-            states.append((size, length, *rules[one]))
+            states.append((size, length, *rules[one], value))
         if starts is not None:
             tensors.append(starts)
-        launch = launch_of(tuple(states), histories[at] is not None, starts is not None, copying)
+        launch = launch_of(tuple(states), histories[at] is not None, starts is not None, unseen is not None)
         if launch is not None:
             launch(tensors)
     return copies
@@ -340,20 +351,20 @@ def _run(
 
 @remembered
 def _launch(
-    states: tuple[tuple[int, int, float, int, str], ...], renewing: bool, asks: bool, copying: bool
+    states: tuple[tuple[int, int, float, int, str, float], ...], renewing: bool, asks: bool, copying: bool
 ) -> Launch | None:
-    """Return the launch for one or two states with sizes, history lengths and a rule; None if empty."""
-    sizes, lengths, *_ = zip(*(states[0], states[-1]))
-    largest = [math.ldexp(fp8_max, -margin) for _, _, fp8_max, margin, _ in (states[0], states[-1])]
-    maxima = [_takes_maximum(algo) for *_, algo in (states[0], states[-1])]
+    """Return the launch for one or two states with sizes, lengths, a rule and what is unseen; None if empty."""
+    sizes, lengths, fp8_maxes, margins, algos, unseen = zip(*(states[0], states[-1]))
+    largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
+    maxima, words = [_takes_maximum(algo) for algo in algos], [3 if value < 0.0 else 0 for value in unseen]
     both, size = len(states) > 1, max(sizes)
     if not size:
         return None
     one = [TENSOR, *[TENSOR if renewing else None] * 2, TENSOR if copying else None]
     arguments = [
-        *one, *(one if both else [None] * 4), TENSOR if asks else None, *largest, *lengths, *sizes,
+        *one, *(one if both else [None] * 4), TENSOR if asks else None, *largest, *unseen, *lengths, *sizes,
     ]  # fmt: skip
-    options = (renewing, asks, copying, both, *maxima, _rows_at_once(max(lengths)), COLUMNS)
+    options = (renewing, asks, copying, both, *words, *maxima, _rows_at_once(max(lengths)), COLUMNS)
     return Launch(_renew, (cdiv(size, COLUMNS), 1 + both, 1), arguments, options)
 
 

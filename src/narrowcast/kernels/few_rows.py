@@ -35,7 +35,7 @@ from .launch import (
     contiguous,
     remembered,
 )
-from .scaling import OVERFLOW_BY_DTYPE, scale_from_amax
+from .scaling import OVERFLOW_BY_DTYPE, scale_from_amax, scale_or_own
 
 SMALL = 1 << 16
 """Elements up to which every program finds the amax of all rows itself."""
@@ -58,9 +58,19 @@ def _scale_of_all(
     AMAX_BLOCK: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Return the encoding scale of the whole tensor: given, or from its amax; 1 if each block has its own."""
+    """Return the encoding scale of the whole tensor: given, or from its amax; 1 if each block has its own.
+
+    "first": given, or from the amax if it is negative.
+    """
     if SCALING == "given":
         return tl.load(scale_ptr + SLOT)
+    elif SCALING == "first":
+        scale = tl.load(scale_ptr + SLOT)
+        if scale < 0.0:
+            start = tl.full([], 0, tl.int32)
+            largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK, EMULATE)
+            scale = scale_or_own(scale, tl.maximum(largest, 0.0))
+        return scale
     elif SCALING == "current":
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)
@@ -235,7 +245,7 @@ def _few_rows_kernel(
             of_weight = weight_scale_ptr + first // _BLOCK * row_stride + step // _BLOCK * block_stride
             part = part * (inverse * tl.load(of_weight))[None, :]
         total += part
-    if SCALING == "current" or SCALING == "given":
+    if SCALING == "current" or SCALING == "given" or SCALING == "first":
         total = total * (tl.div_rn(1.0, scale) * tl.load(weight_scale_ptr))
     place = m[None, :] * N + n[:, None]
     inside = (m < M)[None, :] & (n < N)[:, None]
@@ -298,7 +308,7 @@ def _launches(
     partials: int,
 ) -> tuple[int, Launch, Launch | None]:
     """Return the parts of the contraction, the launch that multiplies, and the one that adds the parts, if any."""
-    given = scaling in ("given", "codes") or partials > 0
+    given = scaling in ("given", "first", "codes") or partials > 0
     overflow = OVERFLOW_BY_DTYPE[str(dtype)] if scaling == "1x128" else FLT_MAX
     amax_block = min(max(triton.next_power_of_2(M * K), 512), AMAX_BLOCK)
     options = (
@@ -363,13 +373,15 @@ def matmul(
         bias: (N,) or None.
         dtype: of the result.
         scaling: of ``x``: "current", "given" or "1x128".
-        scale: fp32, whose element ``slot`` is given.
+        scale: fp32 (n,), whose element ``slot`` is given, or (4, n), where it may be negative.
         power_2, epsilon: as the quantize functions take them.
     """
     check_input(x, 2)
     x = x.contiguous()
     partial = amax_parts(x) if scaling == "current" and x.numel() > SMALL else None
     given = scale if scaling == "given" else partial
+    if scale is not None and scaling == "given" and scale.dim() == 2:
+        scaling = "first"
     parts = 0 if partial is None else partial.numel()
     return _run(x, given, codes, weight_scale, bias, dtype, scaling, slot, power_2, epsilon, parts)
 

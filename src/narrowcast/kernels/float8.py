@@ -24,6 +24,7 @@ from torch import Tensor
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
 from .adam import parameter_of
 from .codecs import fp8_code, fp8_codes, magnitude, magnitude_of_four, pack_codes, scaled_float32
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, take_part
 from .graph_amax import amax_parts_in_graph
 from .launch import (
     INTERPRETING,
@@ -113,6 +114,15 @@ def _accumulate_amax(amax_ptr, previous, value):
 
 
 @triton.jit
+def _magnitudes(xs, ys, PAIRED: tl.constexpr, EMULATE: tl.constexpr):
+    """Return the largest |x| of four interleaved rows, and if ``PAIRED`` of four more, by position."""
+    size = magnitude_of_four(*xs, EMULATE)
+    if PAIRED:
+        size = tl.maximum(size, magnitude_of_four(*ys, EMULATE))
+    return size
+
+
+@triton.jit
 def _emit_tile(
     xs,
     scale,
@@ -150,53 +160,49 @@ def _emit_tile(
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
+@triton.jit
+def _own_scale(
+    scale, scale_ptr, operands, M, K, width, FIRST: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    PAIRED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return the scale of the amax of all tiles, instead of a negative one."""
+    columns = tl.cdiv(width, TILE_COLUMNS)
+    parts = (tl.cdiv(M, TILE_ROWS) * columns).to(tl.int32)
+    part = take_part(scale_ptr, FIRST)
+    while part < parts:
+        m = (part // columns).to(tl.int64) * TILE_ROWS
+        k = (part % columns).to(tl.int64) * TILE_COLUMNS
+        largest = tl.zeros([ROWS_AT_ONCE // 4, TILE_COLUMNS], tl.float32)
+        left = tl.minimum(width - k, TILE_COLUMNS).to(tl.int32)
+        for row in range(0, tl.minimum(M - m, TILE_ROWS).to(tl.int32), ROWS_AT_ONCE):
+            below = tl.minimum(M - m - row, ROWS_AT_ONCE).to(tl.int32)
+            xs, ys = load_four_rows(
+                operands, m + row, k, K, below, left, ROWS_AT_ONCE, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2, PAIRED,
+                EVEN, EMULATE,
+            )  # fmt: skip
+            largest = tl.maximum(largest, _magnitudes(xs, ys, PAIRED, EMULATE))
+        raise_own_amax(scale_ptr, FIRST, tl.max(largest))
+        end_part(scale_ptr, FIRST)
+        part = take_part(scale_ptr, FIRST)
+    return own_scales(scale, scale_ptr, FIRST, parts, 0, None)
+
+
 @triton.jit(
     do_not_specialize=["band_bits", "partials"],
     do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
 )
 def _float8_cast_tile_kernel(
-    operand_0,
-    operand_1,
-    operand_2,
-    operand_3,
-    operand_4,
-    operand_5,
-    operand_6,
-    operand_7,
-    scale_ptr,
-    data_ptr,
-    transpose_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    sums_ptr,
-    M,
-    K,
-    band_bits,
-    partials,
-    epsilon,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    AMAX: tl.constexpr,
-    SUMS: tl.constexpr,
-    CURRENT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    SOURCE: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    P0: tl.constexpr,
-    P1: tl.constexpr,
-    P2: tl.constexpr,
-    PAIRED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
+    operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7, scale_ptr, data_ptr,
+    transpose_ptr, scale_inv_ptr, amax_ptr, sums_ptr, M, K, band_bits, partials, epsilon, E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUMS: tl.constexpr, CURRENT: tl.constexpr,
+    FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr,
+    SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    PAIRED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    # FIRST: the scale may be negative (``first_scale.py``), and the words of that are so many floats apart; 0: it is
+    # not.
     operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The pass before, over all rows, ends at the last ones, so what L2 still holds is there: start there.
     REVERSE: tl.constexpr = CURRENT or SOURCE == "norm" or SOURCE == "norm_backward"
@@ -212,21 +218,39 @@ def _float8_cast_tile_kernel(
     rows_left = tl.minimum(M - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(width - k0, TILE_COLUMNS).to(tl.int32)
 
-    # The tile first: under current scaling its latency covers that of the partial maxima.
-    xs, ys = load_four_rows(
-        operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
-        PAIRED, EVEN, EMULATE,
-    )  # fmt: skip
-    if AMAX:
-        previous = tl.load(amax_ptr)
+    # The tile first: its latency covers that of what gives the scale. A tile that is computed takes registers, which a
+    # scale that may be unknown needs before it.
+    EARLY: tl.constexpr = FIRST == 0 or SOURCE == "tensor"
+    if EARLY:
+        xs, ys = load_four_rows(
+            operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
+            PAIRED, EVEN, EMULATE,
+        )  # fmt: skip
+        if AMAX:
+            previous = tl.load(amax_ptr)
     scale = _tensor_scale(
         scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
     )  # fmt: skip
+    if FIRST:
+        if scale < 0.0:
+            scale = _own_scale(
+                scale, scale_ptr, operands, M, K, width, FIRST, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
+                PAIRED, EVEN, EMULATE,
+            )  # fmt: skip
+            if EARLY:  # once more, so that its registers are free until here
+                xs, ys = load_four_rows(
+                    operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1,
+                    P2, PAIRED, EVEN, EMULATE,
+                )  # fmt: skip
+    if not EARLY:
+        xs, ys = load_four_rows(
+            operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
+            PAIRED, EVEN, EMULATE,
+        )  # fmt: skip
+        if AMAX:
+            previous = tl.load(amax_ptr)
     if AMAX:
-        size = magnitude_of_four(*xs, EMULATE)
-        if PAIRED:
-            size = tl.maximum(size, magnitude_of_four(*ys, EMULATE))
-        _accumulate_amax(amax_ptr, previous, tl.max(size))
+        _accumulate_amax(amax_ptr, previous, tl.max(_magnitudes(xs, ys, PAIRED, EMULATE)))
     _emit_tile(
         xs, scale, data_ptr, transpose_ptr, sums_ptr, m0, k0, M, K, rows_left, columns_left, E5M2, ROWWISE,
         COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
@@ -240,32 +264,24 @@ def _float8_cast_tile_kernel(
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
 
 
+@triton.jit
+def _load_flat(x_ptr, block, n, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+    """Return a block of a contiguous tensor, rounded as its source rounds; zeros after its end."""
+    start = block.to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
+    return convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED, EMULATE)
+
+
 @triton.jit(
     do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
 )
 def _float8_cast_kernel(
-    x_ptr,
-    scale_ptr,
-    data_ptr,
-    transpose_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    n,
-    partials,
-    epsilon,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    AMAX: tl.constexpr,
-    CURRENT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
+    x_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, n, partials, epsilon, E5M2: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, CURRENT: tl.constexpr, FP8_MAX: tl.constexpr,
+    OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
     # No transposition: row-wise data only, or a single row or column, whose transpose has the same bytes.
     program = tl.program_id(0)
     if CURRENT:
@@ -273,12 +289,23 @@ def _float8_cast_kernel(
     start = program.to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
-    x = convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED, EMULATE)
+    if FIRST:
+        scale = tl.load(scale_ptr)
+        if scale < 0.0:
+            part = take_part(scale_ptr, FIRST)
+            while part < tl.num_programs(0):
+                values = _load_flat(x_ptr, part, n, ROUNDED, BLOCK, EMULATE)
+                raise_own_amax(scale_ptr, FIRST, tl.max(magnitude(values, EMULATE), axis=0))
+                end_part(scale_ptr, FIRST)
+                part = take_part(scale_ptr, FIRST)
+            scale = own_scales(scale, scale_ptr, FIRST, tl.num_programs(0), 0, None)
+    x = _load_flat(x_ptr, program, n, ROUNDED, BLOCK, EMULATE)
     if AMAX:
         previous = tl.load(amax_ptr)
-    scale = _tensor_scale(
-        scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
-    )  # fmt: skip
+    if not FIRST:
+        scale = _tensor_scale(
+            scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
+        )  # fmt: skip
     if AMAX:
         _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
     code = fp8_code(scaled_float32(x, scale, CURRENT, EMULATE), E5M2, EMULATE)
@@ -332,11 +359,11 @@ def _float8_transpose_kernel(
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-_cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr",))
+_cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr", "scale_ptr"))
 _cast_stepped = Launcher(
-    _float8_cast_tile_kernel, num_warps=16, undeclared=("amax_ptr",)
+    _float8_cast_tile_kernel, num_warps=16, undeclared=("amax_ptr", "scale_ptr")
 )  # more is in flight
-_cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr",))
+_cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr", "scale_ptr"))
 _amax = Launcher(_float8_amax_kernel, num_warps=4)
 _transpose = Launcher(_float8_transpose_kernel, num_warps=4)
 
@@ -350,6 +377,7 @@ def _cast_launch(
     rowwise: bool,
     columnwise: bool,
     given: tuple[bool, bool, bool],
+    first: int,
     current: bool,
     power_2: bool,
     partials: int,
@@ -360,12 +388,14 @@ def _cast_launch(
     Args:
         shape, constants, operands: of the source.
         given: whether there are a scale, an amax and column sums.
+        first: how far apart the words of an unknown scale are; 0: the scale is known.
         partials: how many partial maxima the scale is.
     """
     M, K = math.prod(shape[:-1]), shape[-1]
     has_scale, has_amax, asks_sums = given
     rule = (
         current, FLOAT8_FORMATS[fmt].max, FLT_MAX, power_2 and current, partials and 1 << (partials - 1).bit_length(),
+        first,
     )  # fmt: skip
     outputs = (fmt == "e5m2", rowwise, columnwise, has_amax)
     pointers = [TENSOR if there else None for there in (has_scale, rowwise, columnwise, True, has_amax)]
@@ -416,6 +446,7 @@ def _run_cast(
     launch, count, rows, columns = launch_of(
         source.shape, source.constants, len(operands), fmt.name, rowwise, columnwise,
         (scale is not None, amax is not None, sums is not None),
+        scale.stride(0) if scale is not None and scale.dim() == 2 else 0,
         current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
     )  # fmt: skip
     new, buffers = beside(like), []

@@ -17,13 +17,17 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, take_part
 from .grouped_quantize import (
     encoding_scale,
     group_ends,
     groups_of,
+    loaded_scales,
     locate,
     raise_amax,
+    scale_of_rows,
     store_inverses,
+    store_reciprocals,
 )
 from .launch import INTERPRETING, Launcher
 from .sources import Source
@@ -88,6 +92,40 @@ def _grouped_gated_amax_kernel(
 
 
 @triton.jit
+def _load(
+    x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
+    P2: tl.constexpr, BACKWARD: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's values twice, or both gradients, as four interleaved rows; and what ``locate`` returns."""
+    T, F, groups = shape
+    column = tl.arange(0, COLUMNS)[None, :]
+    group, source, left = locate(splits_ptr, m0 + tl.arange(0, ROWS // 4) * 4, T, groups, ALIGNMENT, GROUPS)
+    inside = (column < tl.minimum(F - k0, COLUMNS).to(tl.int32)) & (group < groups)[:, None]
+    firsts = ()
+    seconds = ()
+    for j in tl.static_range(4):
+        row = (source + j)[:, None]
+        x = x_ptr + (row * (2 * F) + k0 + column)
+        grad = grad_ptr + (row * F + k0 + column)
+        first, second = _values(
+            x, grad, F, inside & (left > j), FUNCTION, P0, P1, P2, BACKWARD, EMULATE
+        )  # fmt: skip
+        firsts = firsts + (first,)
+        seconds = seconds + (second,)
+    return firsts, seconds, group, source, left
+
+
+@triton.jit
+def _magnitudes(firsts, seconds, BACKWARD: tl.constexpr, EMULATE: tl.constexpr):
+    """Return the largest magnitude of four interleaved rows, of both gradients, by position."""
+    largest = magnitude_of_four(*firsts, EMULATE)
+    if BACKWARD:
+        largest = tl.maximum(largest, magnitude_of_four(*seconds, EMULATE))
+    return largest
+
+
+@triton.jit
 def _emit(
     xs, scale, data_ptr, transpose_ptr, source, left, m0, k, K, rows, rows_left, columns_left, E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, CURRENT: tl.constexpr, WORDS: tl.constexpr,
@@ -103,48 +141,45 @@ def _emit(
         store_transposed(transpose_ptr, words, m0, k, rows, rows_left, columns_left, WORDS, EVEN)
 
 
+@triton.jit
+def _own_scales(
+    scales, index, x_ptr, grad_ptr, splits_ptr, scale_ptr, stride, rows, shape, FUNCTION: tl.constexpr,
+    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, BACKWARD: tl.constexpr, ALIGNMENT: tl.constexpr,
+    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of all groups, and instead of negative ones those of the amaxes."""
+    F, groups = shape[1], shape[2]
+    columns = tl.maximum(tl.cdiv(F, TILE_COLUMNS), 1)
+    parts = (tl.cdiv(rows, TILE_ROWS) * columns).to(tl.int32)
+    part = take_part(scale_ptr, stride)
+    while part < parts:
+        m = (part // columns).to(tl.int64) * TILE_ROWS
+        k = (part % columns).to(tl.int64) * TILE_COLUMNS
+        for row in range(0, tl.minimum(rows - m, TILE_ROWS).to(tl.int32), ROWS_AT_ONCE):
+            tile = _load(
+                x_ptr, grad_ptr, splits_ptr, m + row, k, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS,
+                ROWS_AT_ONCE, TILE_COLUMNS, EMULATE,
+            )  # fmt: skip
+            largest = _magnitudes(tile[0], tile[1], BACKWARD, EMULATE)
+            raise_amax(scale_ptr + stride, tile[2], tl.max(largest, axis=1), groups)
+        end_part(scale_ptr, stride)
+        part = take_part(scale_ptr, stride)
+    return own_scales(scales, scale_ptr, stride, parts, index, index < groups)
+
+
 @triton.jit(
     do_not_specialize=["groups", "band_bits"],
     do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
 )
 def _grouped_gated_cast_kernel(
-    x_ptr,
-    grad_ptr,
-    splits_ptr,
-    scale_ptr,
-    data_ptr,
-    transpose_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    T,
-    F,
-    rows,
-    groups,
-    band_bits,
-    epsilon,
-    FUNCTION: tl.constexpr,
-    P0: tl.constexpr,
-    P1: tl.constexpr,
-    P2: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    AMAX: tl.constexpr,
-    CURRENT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    # ``rows``: of the transposed codes, all groups padded.
+    x_ptr, grad_ptr, splits_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, F, rows, groups,
+    band_bits, epsilon, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    BACKWARD: tl.constexpr, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
+    CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
+    ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    # ``rows``: of the transposed codes, all groups padded. FIRST: as in ``grouped_quantize``.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
@@ -153,29 +188,40 @@ def _grouped_gated_cast_kernel(
     if WIDE:
         rows = rows.to(tl.int64)
         F = F.to(tl.int64)
+    shape = T, F, groups
+    # Registers are short in the forward if scales that may be unknown come after the tile, in the backward if before.
+    EARLY: tl.constexpr = FIRST == 0 or BACKWARD
+    if EARLY:
+        firsts, seconds, group, source, left = _load(
+            x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
+            TILE_COLUMNS, EMULATE,
+        )  # fmt: skip
+    if FIRST:
+        scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
+        if is_unseen:
+            scales = _own_scales(
+                scales, index, x_ptr, grad_ptr, splits_ptr, scale_ptr, FIRST * groups, rows, shape, FUNCTION, P0, P1,
+                P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS, TILE_COLUMNS, EMULATE,
+            )  # fmt: skip
+            if EARLY:  # once more, so that its registers are free until here
+                firsts, seconds, group, source, left = _load(
+                    x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS,
+                    TILE_ROWS, TILE_COLUMNS, EMULATE,
+                )  # fmt: skip
+    if not EARLY:
+        firsts, seconds, group, source, left = _load(
+            x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
+            TILE_COLUMNS, EMULATE,
+        )  # fmt: skip
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
-    quad = tl.arange(0, TILE_ROWS // 4) * 4
-    column = tl.arange(0, TILE_COLUMNS)[None, :]
-    group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
-    inside = (column < columns_left) & (group < groups)[:, None]
-    firsts = ()
-    seconds = ()
-    for j in tl.static_range(4):
-        row = (source + j)[:, None]
-        x = x_ptr + (row * (2 * F) + k0 + column)
-        grad = grad_ptr + (row * F + k0 + column)
-        first, second = _values(
-            x, grad, F, inside & (left > j), FUNCTION, P0, P1, P2, BACKWARD, EMULATE
-        )  # fmt: skip
-        firsts = firsts + (first,)
-        seconds = seconds + (second,)
     loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
+    if FIRST:
+        if is_unseen:
+            loaded = scale_of_rows(scales, index, group, groups)
     scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     if AMAX:
-        largest = magnitude_of_four(*firsts, EMULATE)
-        if BACKWARD:
-            largest = tl.maximum(largest, magnitude_of_four(*seconds, EMULATE))
+        largest = _magnitudes(firsts, seconds, BACKWARD, EMULATE)
         raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
     K = 2 * F if BACKWARD else F
     _emit(
@@ -188,7 +234,12 @@ def _grouped_gated_cast_kernel(
             ROWWISE, COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
-        store_inverses(scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS)
+        if FIRST:
+            store_reciprocals(scale_inv_ptr, scales, index, groups)
+        else:
+            store_inverses(
+                scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
+            )
 
 
 _amax = Launcher(_grouped_gated_amax_kernel, num_warps=8)
@@ -230,11 +281,12 @@ def _run(
     epsilon: float,
 ) -> list[Tensor]:
     operands, F, function = _operands(source)
-    groups, T = scale.shape[0], source.shape[0]
+    groups, T = scale.shape[-1], source.shape[0]
     rows, data, transpose, scale_inv = grouped_current.outputs(
         source.shape, source.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
+        first = scale.stride(0) // groups if scale.dim() == 2 else 0
         # One program at least, which writes the scales.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(F, TILE_COLUMNS), 1))
         absent = operands[0]  # the constants keep the kernel from touching it
@@ -247,7 +299,7 @@ def _run(
             ),
             (
                 *function, fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
-                power_2 and current, alignment, triton.next_power_of_2(max(groups, 1)), TILE_ROWS, TILE_COLUMNS,
+                power_2 and current, first, alignment, triton.next_power_of_2(max(groups, 1)), TILE_ROWS, TILE_COLUMNS,
                 rows % TILE_ROWS == 0 and F % TILE_COLUMNS == 0, rows % 4 == 0, is_wide(rows, 2 * F), INTERPRETING,
             ),
         )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, take_part
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import (
@@ -131,6 +132,23 @@ def locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.const
 
 
 @triton.jit
+def loaded_scales(splits_ptr, scale_ptr, groups, GROUPS: tl.constexpr):
+    """Return the scales of all groups [GROUPS], their places, and whether one of a group with rows is negative."""
+    index = tl.arange(0, GROUPS)
+    scales = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
+    splits = tl.load(splits_ptr + index, mask=index < groups, other=0)
+    # a group without rows has no amax, and no tensor: it may stay negative for ever
+    return scales, index, tl.max(((scales < 0.0) & (splits > 0)).to(tl.int32), axis=0) != 0
+
+
+@triton.jit
+def scale_of_rows(scales, index, group, groups):
+    """Return every row's scale [R] out of those of all groups; 1 for rows after the last group."""
+    own = tl.sum(tl.where(index[None, :] == group[:, None], scales[None, :], 0.0), axis=1)
+    return tl.where(group < groups, own, 1.0)
+
+
+@triton.jit
 def store_inverses(
     scale_inv_ptr,
     scale_ptr,
@@ -145,9 +163,72 @@ def store_inverses(
     """Store the reciprocals of all groups' scales."""
     index = tl.arange(0, GROUPS)
     scale = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
-    scale = encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
-    inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
-    tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
+    store_reciprocals(
+        scale_inv_ptr, encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2), index, groups
+    )
+
+
+@triton.jit
+def store_reciprocals(scale_inv_ptr, scale, index, groups):
+    """Store the reciprocals of scales; a negative one is of a group without rows, and reads as 1."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    tl.store(scale_inv_ptr + index, tl.where(scale < 0.0, 1.0, inverse), mask=index < groups)
+
+
+@triton.jit
+def _load(
+    x_ptr, splits_ptr, m0, k0, shape, member, RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return a tile as four interleaved rows, and of every fourth row [R] its group and, if RAGGED, where it is in
+    ``x`` and [R, 1] how many rows of its group are left.
+    """
+    T, K, rows, groups = shape
+    quad = tl.arange(0, TILE_ROWS // 4) * 4
+    column = tl.arange(0, TILE_COLUMNS)[None, :]
+    rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
+    if RAGGED:
+        group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
+        tile = x_ptr + (source[:, None] * K + k0 + column)
+        mask = (column < columns_left) & (group < groups)[:, None]
+        return load_rows(tile, K, left, mask, ""), group, source, left
+    else:
+        group = tl.zeros([TILE_ROWS // 4], tl.int32) + member.to(tl.int32)
+        tile = x_ptr + (member * rows * K + m0 * K + k0)
+        row = quad[:, None]
+        xs = load_tile(tile, row * K + column, row, column, K, rows_left, columns_left, EVEN)
+        return xs, group, quad, row
+
+
+@triton.jit
+def _own_scales(
+    scales, x_ptr, splits_ptr, scale_ptr, words, stride, shape, member, RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr,
+    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
+    EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Return scales, of all groups or of a matrix, and instead of negative ones those of the amaxes."""
+    K, rows, groups = shape[1], shape[2], shape[3]
+    columns = tl.maximum(tl.cdiv(K, TILE_COLUMNS), 1)
+    parts = (tl.cdiv(rows, TILE_ROWS) * columns).to(tl.int32)
+    part = take_part(words, stride)
+    while part < parts:
+        m = (part // columns).to(tl.int64) * TILE_ROWS
+        k = (part % columns).to(tl.int64) * TILE_COLUMNS
+        for row in range(0, tl.minimum(rows - m, TILE_ROWS).to(tl.int32), ROWS_AT_ONCE):
+            values, group, _, _ = _load(
+                x_ptr, splits_ptr, m + row, k, shape, member, RAGGED, ALIGNMENT, GROUPS, ROWS_AT_ONCE, TILE_COLUMNS,
+                EVEN,
+            )  # fmt: skip
+            largest = tl.max(magnitude_of_four(*values, EMULATE), axis=1)
+            raise_amax(scale_ptr + stride, group, largest, groups)
+        end_part(words, stride)
+        part = take_part(words, stride)
+    if RAGGED:
+        index = tl.arange(0, GROUPS)
+        return own_scales(scales, words, stride, parts, index, index < groups)
+    else:
+        return own_scales(scales, words, stride, parts, 0, None)
 
 
 @triton.jit(
@@ -155,38 +236,14 @@ def store_inverses(
     do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
 )
 def _grouped_quantize_cast_kernel(
-    x_ptr,
-    splits_ptr,
-    scale_ptr,
-    data_ptr,
-    transpose_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    T,
-    K,
-    rows,
-    groups,
-    band_bits,
-    epsilon,
-    E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    AMAX: tl.constexpr,
-    CURRENT: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    POWER_2: tl.constexpr,
-    RAGGED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
+    x_ptr, splits_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, K, rows, groups, band_bits,
+    epsilon, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
+    CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
+    RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
     # ``rows``: of the transposed codes, all groups padded; without RAGGED of every matrix of the batch.
+    # FIRST: scales may be negative (``first_scale.py``), and the words of that are so many times ``groups`` apart.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
@@ -195,24 +252,40 @@ def _grouped_quantize_cast_kernel(
     if WIDE:
         rows = rows.to(tl.int64)
         K = K.to(tl.int64)
+    member = tl.program_id(2).to(tl.int64)
+    shape = T, K, rows, groups
+    if FIRST:
+        stride = FIRST * groups
+        if RAGGED:
+            words = scale_ptr
+            scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
+        else:
+            words = scale_ptr + member
+            scales = tl.load(words)
+            is_unseen = scales < 0.0
+        if is_unseen:
+            scales = _own_scales(
+                scales, x_ptr, splits_ptr, scale_ptr, words, stride, shape, member, RAGGED, ALIGNMENT, GROUPS,
+                TILE_ROWS, TILE_COLUMNS, EVEN, EMULATE,
+            )  # fmt: skip
+
+    xs, group, source, left = _load(
+        x_ptr, splits_ptr, m0, k0, shape, member, RAGGED, ALIGNMENT, GROUPS, TILE_ROWS, TILE_COLUMNS, EVEN
+    )  # fmt: skip
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
-    quad = tl.arange(0, TILE_ROWS // 4) * 4
+    row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
     column = tl.arange(0, TILE_COLUMNS)[None, :]
+    offsets = row * K + column
     if RAGGED:
-        group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
-        tile = x_ptr + (source[:, None] * K + k0 + column)
-        mask = (column < columns_left) & (group < groups)[:, None]
-        xs = load_rows(tile, K, left, mask, "")
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
+        if FIRST:
+            if is_unseen:
+                loaded = scale_of_rows(scales, index, group, groups)
         scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
+    elif FIRST:
+        scale = scales
     else:
-        member = tl.program_id(2).to(tl.int64)
-        group = tl.zeros([TILE_ROWS // 4], tl.int32) + member.to(tl.int32)
-        offsets = quad[:, None] * K + column
-        tile = x_ptr + (member * rows * K + m0 * K + k0)
-        row = quad[:, None]
-        xs = load_tile(tile, offsets, row, column, K, rows_left, columns_left, EVEN)
         scale = encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
     if AMAX:
         raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
@@ -232,12 +305,14 @@ def _grouped_quantize_cast_kernel(
             target += member * rows * K
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (tile_m == 0) & (tile_k == 0):
-        if RAGGED:
+        if not RAGGED:
+            tl.store(scale_inv_ptr + member, tl.div_rn(1.0, scale))
+        elif FIRST:
+            store_reciprocals(scale_inv_ptr, scales, index, groups)
+        else:
             store_inverses(
                 scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
             )
-        else:
-            tl.store(scale_inv_ptr + member, tl.div_rn(1.0, scale))
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr"])
@@ -337,11 +412,12 @@ def _run_cast(
     power_2: bool,
     epsilon: float,
 ) -> list[Tensor]:
-    groups, K = scale.shape[0], x.shape[-1]
+    groups, K = scale.shape[-1], x.shape[-1]
     rows, data, transpose, scale_inv = grouped_current.outputs(
         x.shape, x.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
+        first = scale.stride(0) // groups if scale.dim() == 2 else 0
         # One program at least, which writes the scales; the second dim is what a band of tiles may reach.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(K, TILE_COLUMNS), 1))
         even = rows % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
@@ -355,8 +431,8 @@ def _run_cast(
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
-                power_2 and current, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS, even,
-                rows % 4 == 0, is_wide(rows, K), INTERPRETING,
+                power_2 and current, first, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
+                even, rows % 4 == 0, is_wide(rows, K), INTERPRETING,
             ),
         )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]

@@ -153,10 +153,9 @@ class Launcher:
         functional = FunctionalAPI()
         key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
-            names = written_by(node, functional.unwrap_tensors(tensors))
-            self.written[key] = [name for name in names if name not in self.undeclared]
-        written = self.written[key]
-        kept = (*written, *self.undeclared)
+            self.written[key] = written_by(node, functional.unwrap_tensors(tensors))
+        kept = self.written[key]
+        written = [name for name in kept if name not in self.undeclared]
         read = {name: x if name in kept else _in_memory(x) for name, x in tensors.items()}
         results = launch_in_graph(node, read, grid, written)
         for name in written:

@@ -8,6 +8,7 @@ import triton.language as tl
 from ..formats import BF16_MAX, FLT_MAX, FP16_MAX
 from .codecs import repeat_columns
 
+_FLT_MAX = tl.constexpr(FLT_MAX)
 OVERFLOW_BY_DTYPE = {"torch.bfloat16": BF16_MAX, "torch.float16": FP16_MAX, "torch.float32": FLT_MAX}
 """What a block scale becomes when ``fp8_max / amax`` overflows: the maximum of the input dtype."""
 
@@ -25,6 +26,15 @@ def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr
     if POWER_2:
         scale = (scale.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def scale_or_own(scale, amax):
+    """Compute ``reference.scaling.scale_or_own``."""
+    own = tl.div_rn(-scale, amax)
+    own = tl.where(own == float("inf"), _FLT_MAX, own)
+    own = tl.where(amax > 0.0, own, 1.0)
+    return tl.where(scale < 0.0, own, scale)
 
 
 @triton.jit

@@ -17,11 +17,12 @@ from .delayed import DelayedLayer
 
 
 def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes: int = 2) -> nn.Module:
-    """Compute the scales of delayed scaling from a forward and backward, for an accurate first step.
+    """Compute the scales of delayed scaling from a forward and backward, before the first step.
 
-    The first scales are constants (``initial_scale``), and larger values saturate. ``step`` runs ``passes`` times with
-    the same random numbers, and the scales are renewed after each. The first pass may saturate; the next one then has
-    scales that fit. Gradients, ``main_grad``, buffers and random states are restored.
+    The first scales of layers that join codes of several ranks are constants (``initial_scale``), and larger values
+    saturate. ``step`` runs ``passes`` times with the same random numbers, and the scales are renewed after each. The
+    first pass may saturate; the next one then has scales that fit. Gradients, ``main_grad``, buffers and random states
+    are restored.
 
     Args:
         model: holds the layers, eager or compiled, sharded or not.

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._determinism import DETERMINISM
 from .._tracing import can_read_tables, record, traced_local, while_tracing
 from ..autograd import DelayedScales
-from ..functional import read_scales
 from ..functional.recomputation import ASIDE, RUNNING, UNKNOWN_FORWARD, put_back, run_now
 from ..recipe import (
     BACKWARD_TENSOR_TYPES,
@@ -37,6 +37,7 @@ from ..recipe import (
     Recipe,
     linear_plan,
 )
+from ..reference.delayed import scale_from_amax
 from ..state import (
     THREAD,
     AutocastState,
@@ -47,13 +48,14 @@ from ..state import (
     register_delayed,
     renew,
     renew_and_read,
+    scales_of,
     scales_of_traced,
     starts_a_step,
     warn_of_saturation,
 )
 from ..upstream.modules import own_buffers
-from .extra_state import delayed_state, take_extra_state
-from .fitted_scales import fit_first_scales, fit_in_evaluation
+from .extra_state import delayed_state, take_extra_state, wrong_value
+from .fitted_scales import fit_first_scales, fit_in_evaluation, forget_first_scales
 from .parameters import largest_magnitude
 from .recipe_owner import RecipeOwner, forget_ended_roots
 from .replicas import PENDING, leave_state_to_ranks
@@ -75,7 +77,8 @@ class DelayedLayer(RecipeOwner):
     State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
     ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd``
     (2,) for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under
-    delayed scaling, and in the state dict from then on.
+    delayed scaling, and in the state dict from then on. A scale of 0 means that nothing was seen: the tensor is then
+    cast with the scale of its own amax.
     """
 
     _stage_names: dict[str, str]
@@ -84,6 +87,7 @@ class DelayedLayer(RecipeOwner):
     _module_type: str = "linear"  # in quantizer roles
     _starts: bool = False  # it may have first scales, which were not checked for saturation yet
     _has_trained: bool = False  # a training forward may have collected since
+    _parallel: Any = None  # how the layer is split over ranks that join codes; None if it is not
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
         """
@@ -206,18 +210,17 @@ class DelayedLayer(RecipeOwner):
     def _reset_direction(
         self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling, from_weights: bool = True
     ) -> None:
-        _, _, scale, history, amax = self._slots(prefix, direction, mode, delayed)
+        scale, history, amax = self._slots(prefix, direction, mode, delayed)[2:5]
         self.__dict__.update(_starts=True, _has_trained=False)
         history.zero_()
         amax.zero_()
-        scale.fill_(first_scale(delayed, mode))
-        by_range = mode == "forward" and delayed.initial_scale == "range"
-        if by_range and from_weights and not scale.is_meta:
-            largest = fp8_max(delayed, mode) / 2**delayed.margin
-            weight_amax = self._weight_amax(prefix).to(scale.device)
-            at = slice(WEIGHT_SLOT * self._groups, (WEIGHT_SLOT + 1) * self._groups)
-            usable = (weight_amax > 0) & weight_amax.isfinite()
-            scale[at] = torch.where(usable, torch.full_like(weight_amax, largest) / weight_amax, scale[at])
+        scale.zero_()
+        if mode == "forward":
+            of_weights = scale[WEIGHT_SLOT * self._groups :][: self._groups].fill_(first_scale(delayed, mode))
+            if from_weights and not scale.is_meta:
+                weight_amax = self._weight_amax(prefix).to(scale.device)
+                largest = fp8_max(delayed, mode)
+                of_weights.copy_(scale_from_amax(weight_amax, of_weights, largest, delayed.margin))
 
     def _weight_amax(self, prefix: str) -> Tensor:
         """Return max|w| of the weight of every group, fp32."""
@@ -276,9 +279,11 @@ class DelayedLayer(RecipeOwner):
         scale, history, amax = _buffer_names(prefix, direction)
         if can_read_tables():
             buffers: Any = own_buffers(self)
-            return record(DelayedSlots, (delayed, mode, buffers[scale], buffers[history], buffers[amax]))
-        state = getattr(self, scale), getattr(self, history) if renews else None, getattr(self, amax)
-        return record(DelayedSlots, (delayed, mode, *state))
+            state = buffers[scale], buffers[history], buffers[amax]
+        else:
+            state = getattr(self, scale), getattr(self, history) if renews else None, getattr(self, amax)
+        shared = self._parallel is not None or bool(DETERMINISM.batch_invariant)
+        return record(DelayedSlots, (delayed, mode, *state, shared))
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -327,10 +332,10 @@ class DelayedLayer(RecipeOwner):
             fwd = bwd = None
             if plan.forward_state is not None:
                 fwd = layer._slots(prefix, "fwd", "forward", plan.forward_state, renews)
-                own.scale_fwd, own.amax_fwd = fwd.scale, fwd.amax if collects else None
+                own.amax_fwd = fwd.amax if collects else None
             if plan.backward_state is not None:
                 bwd = layer._slots(prefix, "bwd", "backward", plan.backward_state, renews)
-                own.scale_bwd, own.amax_bwd = bwd.scale, bwd.amax if collects else None
+                own.amax_bwd = bwd.amax if collects else None
             states.append((fwd, bwd))
         if compiling:
             self._read_in_graph(scales, states, bool(renews), root)
@@ -353,15 +358,13 @@ class DelayedLayer(RecipeOwner):
                 warn_of_saturation([self])
             self._fit_first_scales(prefixes, plans)
             self.__dict__["_has_trained"] = True
+        read = partial(_copies, states, renews)
+        for own, copies in zip(scales, _by_stage(states, read() if run is None else run.read(amaxes, read))):
+            own.scale_fwd, own.scale_bwd = copies
         if run is not None:
             collects = self.training and run.collects(recorded)
-            copied = run.read(amaxes, partial(_copies, states, renews))
-            for own, (fwd, _), copies in zip(scales, states, _by_stage(states, copied)):
-                own.scale_fwd, own.scale_bwd = copies
+            for own, (fwd, _) in zip(scales, states):
                 own.amax_fwd = fwd.amax if fwd is not None and collects else None
-        elif renews or recorded:
-            for own, copies in zip(scales, _by_stage(states, _copies(states, renews))):
-                own.scale_fwd, own.scale_bwd = copies
         if not self.training:
             fit_in_evaluation(self, prefixes, plans, scales)
         return scales
@@ -370,20 +373,19 @@ class DelayedLayer(RecipeOwner):
         self, scales: list[DelayedScales], states: list[_States], renews: bool, root: str
     ) -> None:
         recorded = torch.is_grad_enabled()
-        if self.training or recorded:
-            traced = _by_stage(states, _traced_copies(states, renews, recorded, root))
-            for own, (fwd, _), copies in zip(scales, states, traced):
-                own.scale_fwd, own.scale_bwd = copies
-                if fwd is not None and own.amax_fwd is not None:
-                    # known as a forward's: a backward collects nothing there
-                    own.amax_fwd = fwd.amax.view(1, -1)
+        counts = self.training or recorded
+        read = _traced_copies(states, renews, recorded, root) if counts else _copies(states, False)
+        for own, (fwd, _), copies in zip(scales, states, _by_stage(states, read)):
+            own.scale_fwd, own.scale_bwd = copies
+            if fwd is not None and own.amax_fwd is not None:
+                # known as a forward's: a backward collects nothing there
+                own.amax_fwd = fwd.amax.view(1, -1)
 
     def _fit_first_scales(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         for prefix, plan in zip(prefixes, plans):
             if self._starts and plan.forward_state is not None:
-                fit_first_scales(
-                    self, prefix, plan, self._slots(prefix, "fwd", "forward", plan.forward_state)
-                )
+                slots = self._slots(prefix, "fwd", "forward", plan.forward_state)
+                fit_first_scales(self, prefix, plan, slots)
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 
@@ -450,6 +452,12 @@ class DelayedLayer(RecipeOwner):
                     self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if saved:  # a state without history is that of a layer before its first step, and so it goes on
             self.__dict__["_starts"] = True
+            for stage in self._stage_names:
+                for direction, _, kinds in _DIRECTIONS:
+                    scale, history, amax = (
+                        own_buffers(self)[name] for name in _buffer_names(stage, direction)
+                    )
+                    forget_first_scales(scale, history, amax, kinds)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
@@ -471,10 +479,10 @@ class DelayedLayer(RecipeOwner):
             if tensor.shape != wanted:
                 shape = f"(rows, {width})" if "history" in key else f"({width},)"
                 return [f"{prefix + key} has shape {tuple(tensor.shape)}; this layer keeps {shape}"]
-            wrong = _wrong_value(key, tensor)
+            wrong = wrong_value(key, tensor)
             if wrong is not None:
                 return [
-                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite and positive, amax not negative"
+                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, and they and amax not negative"
                 ]
         for key, tensor in saved.items():
             ours = own_buffers(self)[key]
@@ -537,14 +545,6 @@ class DelayedLayer(RecipeOwner):
         return replace(delayed, amax_history_len=len(history))
 
 
-def _wrong_value(name: str, saved: Tensor) -> float | None:
-    """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are."""
-    if saved.is_meta:
-        return None
-    wrong = saved < 0 if "amax" in name else ~(saved.isfinite() & (saved > 0))
-    return saved[wrong][0].item() if wrong.any() else None
-
-
 _States = tuple[DelayedSlots | None, DelayedSlots | None]
 """Of a stage: forward and backward."""
 
@@ -570,7 +570,7 @@ def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales
 def _copies(states: list[_States], renews: bool | None) -> list[Tensor]:
     """Return copies of the scales of stages, renewed first where that is up to the layer."""
     present = [state for stage in states for state in stage if state is not None]
-    return renew_and_read(present) if renews else read_scales([state.scale for state in present])
+    return renew_and_read(present) if renews else scales_of(present)
 
 
 def _traced_copies(states: list[_States], renews: bool | None, recorded: bool, root: str) -> list[Tensor]:

@@ -106,6 +106,7 @@ def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directi
             continue
         scale, history, amax = (torch.cat([part.detach().cpu() for part in own], -1) for own in parts)  # type: ignore[union-attr]
         history[0] = amax  # where the running step collects
+        scale.masked_fill_(scale == 0.0, 1.0)  # Transformer Engine's before a first step
         state[f"scale_{direction}"], state[f"amax_history_{direction}"] = scale, history
     if not state:
         return torch.empty(0, dtype=torch.uint8)
@@ -138,3 +139,11 @@ def delayed_state(
             ours[f"{stage}amax_history_{direction}"] = history[:, own].float()
             ours[f"{stage}amax_{direction}"] = history[0, own].float().clone()
     return ours
+
+
+def wrong_value(name: str, saved: Tensor) -> float | None:
+    """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are."""
+    if saved.is_meta:
+        return None
+    wrong = saved < 0 if "amax" in name else ~(saved.isfinite() & (saved >= 0))
+    return saved[wrong][0].item() if wrong.any() else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..autograd import DelayedScales
 from ..functional import fit_to_weights
-from ..recipe import WEIGHT_SLOT, DelayedScaling, LinearPlan
+from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT, DelayedScaling, LinearPlan
 from ..state import DelayedSlots, asks_callables, fp8_max
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.fsdp import is_distributed
@@ -47,11 +47,36 @@ def fit_in_evaluation(
 @torch.no_grad()
 def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots) -> None:
     """Let first scales follow weights that were written since, unless steps have told others."""
-    if slots.recipe.initial_scale == "range" and not slots.scale.is_meta:
+    if not slots.scale.is_meta:
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
         # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
         is_alike = (fitted / slots.scale - 1).abs() < _ROUNDED
         slots.scale.copy_(torch.where(is_alike | slots.has_begun(), slots.scale, fitted))
+
+
+_FIRST = (1.0, 16.0, 512.0, 65536.0)
+"""Scales with which states began before 0 did: Transformer Engine's, and ours of E4M3 and E5M2."""
+
+
+@torch.no_grad()
+def forget_first_scales(
+    scale: Tensor | None, history: Tensor | None, amax: Tensor | None, kinds: tuple[str, ...]
+) -> None:
+    """Set the scales of a loaded state of which nothing was seen to 0, but for those of weights.
+
+    A history of one row is empty between steps: there the scale tells.
+
+    Args:
+        kinds: the tensor types that the state is of.
+    """
+    if scale is None or history is None or amax is None:
+        return
+    first = ~(history.any(0) | (amax != 0))
+    if history.shape[0] == 1:
+        first &= torch.isin(scale, scale.new_tensor(_FIRST))
+    if kinds == FORWARD_TENSOR_TYPES:
+        first.view(len(kinds), -1)[WEIGHT_SLOT] = False
+    scale.masked_fill_(first, 0.0)
 
 
 def fitted_to_weights(

@@ -125,13 +125,15 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:
-    """Return one element of a contiguous state, as (1,): one view, where flattening and slicing would take two.
+    """Return one element of a contiguous state, as (1,), or of (4, n) its column: one view, where slicing takes two.
 
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """
+    column = state.dim() == 2 and state.shape[0] > 1
+    shape, strides = ((state.shape[0], 1), (state.shape[1], 1)) if column else ((1,), (1,))
     if type(state) is Tensor and not count_modes():  # a mode would not see it
-        return part_of(state, (1,), (1,), slot)
-    return state.as_strided((1,), (1,), state.storage_offset() + slot)
+        return part_of(state, shape, strides, slot)
+    return state.as_strided(shape, strides, state.storage_offset() + slot)
 
 
 class DelayedFloat8Quantizer(_Float8Base):

@@ -31,9 +31,9 @@ class DelayedScaling(Recipe):
         amax_compute_algo: "max", "most_recent", or a callable(history) -> amax.
         scaling_factor_compute_algo: None, or a callable(amax, old_scale, fp8_max, recipe) -> scale.
         reduce_amax: include the amax in ``reduce_delayed_scaling``.
-        initial_scale: the first scales. "range": those of weights from the weights, of activations 16 and of gradients
-            65536, so that a first step usually fits the format's range; "one": all 1, Transformer Engine's start, at
-            which the gradients of a first step underflow.
+        initial_scale: the first scales of layers that join codes of several ranks; all others begin with those of the
+            tensors. "range": of activations 16 and of gradients 65536, so that a first step usually fits the format's
+            range; "one": Transformer Engine's start, at which the gradients of a first step underflow.
     """
 
     _family = "delayed"

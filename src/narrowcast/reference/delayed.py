@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import FLT_MAX
@@ -132,7 +133,7 @@ def renew(
     fp8_maxes: list[float],
     margins: list[int],
     algos: list[str],
-    copies: bool,
+    unseen: list[float] | None = None,
     starts: Tensor | None = None,
 ) -> list[Tensor]:
     """Advance states in place: ``amax`` becomes row 0 of its history, and is then zeroed.
@@ -141,7 +142,7 @@ def renew(
         scales, amaxes: fp32 (n,) each.
         histories: fp32 (L, n).
         fp8_maxes, margins, algos: as :func:`update`.
-        copies: return copies of the scales.
+        unseen: return copies of the scales with these, as :func:`copy_scales`. None: return none.
         starts: int32 (1,); where it is 0 nothing is advanced.
 
     Raises:
@@ -156,7 +157,7 @@ def renew(
             scale.copy_(renewed_scale)
             history.copy_(renewed_history)
             amax.zero_()
-    return copy_scales(scales) if copies else []
+    return [] if unseen is None else copy_scales(scales, unseen)
 
 
 def renew_many(
@@ -166,6 +167,18 @@ def renew_many(
     return False
 
 
-def copy_scales(scales: list[Tensor], starts: Tensor | None = None) -> list[Tensor]:
-    """Return copies of vectors, fp32 (n,) each; ``starts`` is not read."""
-    return [scale.clone() for scale in scales]
+def copy_scales(scales: list[Tensor], unseen: list[float], starts: Tensor | None = None) -> list[Tensor]:
+    """Return copies of vectors of scales, for casts.
+
+    Args:
+        scales: fp32 (n,) each; 0 is the scale of a tensor of which nothing was seen yet.
+        unseen: of each vector, what the copy has instead of a scale of 0. A negative one, -m, tells a cast to take the
+            scale that maps the tensor's own amax to m.
+        starts: not read.
+
+    Numerics:
+        fp32 (n,), or for a negative ``unseen`` (4, n): the scales, then zeros, in which the programs of a cast find
+        out an amax together: its bits so far, how many parts were taken, and how many are done.
+    """
+    known = [torch.where(scale == 0.0, value, scale) for scale, value in zip(scales, unseen)]
+    return [F.pad(copy[None], (0, 0, 0, 3)) if value < 0.0 else copy for copy, value in zip(known, unseen)]

@@ -31,7 +31,8 @@ def quantize(
 
     Args:
         x: fp32, bf16 or fp16, shape (*lead, K), any strides.
-        scale: fp32 [1], multiplies when encoding.
+        scale: fp32 [1], multiplies when encoding; or a column [4, 1] of what ``delayed.copy_scales`` returns, whose
+            first element is the scale, or negative if the amax of ``x`` gives it.
         fmt: E4M3 or E5M2.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
@@ -43,10 +44,15 @@ def quantize(
 
     Numerics:
         ``[data uint8 (*lead, K)] [transpose uint8 (K, *lead)] scale_inv fp32 [1]``; code = saturating
-        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``.
+        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``. A scale that the
+        amax gives is ``scaling.scale_or_own``.
     """
-    if amax is not None:
-        torch.fmax(amax, scaling.amax(x), out=amax)
+    if amax is not None or scale.dim() == 2:
+        largest = scaling.amax(x)
+        if amax is not None:
+            torch.fmax(amax, largest, out=amax)
+        if scale.dim() == 2:
+            scale = scaling.scale_or_own(scale[0], largest)
     scale_inv = scaling.reciprocal(scale.reshape(1))
     if not (rowwise or columnwise):
         return [scale_inv]

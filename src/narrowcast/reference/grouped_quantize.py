@@ -29,7 +29,7 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16: (T, K), groups of rows one after the other; or (G, N, K) without ``splits``.
         splits: int32 or int64 (G,), rows of each group, non-negative; a group may be empty.
-        scale: fp32 (G,), multiplies when encoding.
+        scale: fp32 (G,), multiplies when encoding; or (4, G), as ``float8.quantize`` takes it.
         fmt: E4M3 or E5M2.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
@@ -44,8 +44,8 @@ def quantize(
         ``float8.quantize`` gives; ``P = round_up(T + G * (alignment - 1), alignment)``. Codes of rows beyond the sum of
         the splits, and between the groups, are 0.
     """
-    groups = scale.shape[0]
-    parts = _parts(x, splits)
+    groups = scale.shape[-1]
+    parts, scale_inv = _parts(x, splits), x.new_empty(groups, dtype=torch.float32)
     if splits is None:
         data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         transpose = data.new_empty((groups, x.shape[2], x.shape[1]))
@@ -61,10 +61,12 @@ def quantize(
     for group in range(groups):
         at = slice(group, group + 1)
         own = None if amax is None else amax[at]
-        codes, _ = quantize_tensor(parts[group], scale[at], fmt, rowwise=True, columnwise=False, amax=own)
+        codes, scale_inv[at] = quantize_tensor(
+            parts[group], scale[..., at], fmt, rowwise=True, columnwise=False, amax=own
+        )
         places[group].copy_(codes)
         transposed[group].copy_(codes.t())
-    return ([data] if rowwise else []) + ([transpose] if columnwise else []) + [scaling.reciprocal(scale)]
+    return ([data] if rowwise else []) + ([transpose] if columnwise else []) + [scale_inv]
 
 
 def quantize_current(

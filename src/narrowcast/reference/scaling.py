@@ -10,6 +10,8 @@ NaN to a negative one.
 import torch
 from torch import Tensor
 
+from ..formats import FLT_MAX
+
 _INTEGER_TYPE = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 _INFINITY_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
@@ -93,6 +95,20 @@ def scale_from_amax(
     if power_2:
         scale.view(torch.int32).bitwise_and_(-0x800000)
     return scale.masked_fill_(amax == 0.0, 1.0)
+
+
+def scale_or_own(scale: Tensor, amax: Tensor) -> Tensor:
+    """Return scales that are known, and instead of unknown ones those of the tensors' own amaxes.
+
+    Args:
+        scale: fp32, any shape; a negative one, -m, is unknown.
+        amax: fp32 >= 0, same shape.
+
+    Numerics:
+        fp32, same shape: ``scale``, or instead of -m what ``scale_from_amax`` returns for m instead of an FP8 maximum.
+    """
+    own = scale.neg().div_(amax).nan_to_num_(nan=1.0, posinf=FLT_MAX).masked_fill_(amax == 0.0, 1.0)
+    return torch.where(scale < 0.0, own, scale)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

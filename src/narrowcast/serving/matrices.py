@@ -112,9 +112,21 @@ def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
 
 
 def input_scale(layer: Any, stage: Stage, group: int) -> Tensor:
-    """Return the scale that decodes the inputs of a group under delayed scaling, fp32 (1,)."""
-    scale = getattr(layer, f"{stage.prefix}scale_fwd")
-    return reciprocal(scale[INPUT_SLOT * layer._groups + group].reshape(1))
+    """Return the scale that decodes the inputs of a group under delayed scaling, fp32 (1,).
+
+    That of a group without inputs yet is the smallest of the other groups.
+
+    Raises:
+        ValueError: no group has seen an input.
+    """
+    scales = getattr(layer, f"{stage.prefix}scale_fwd")[INPUT_SLOT * layer._groups :][: layer._groups]
+    seen, scale = scales[scales > 0.0], scales[group]
+    if not len(seen):
+        raise ValueError(
+            f"{layer.name or stage.weight} has seen no input under delayed scaling yet, whose scale would be exported; "
+            "run a training step or narrowcast.calibrate_delayed_scaling(model, step) first"
+        )
+    return reciprocal((scale if scale > 0.0 else seen.min()).reshape(1))
 
 
 def _fit(layer: Any, stage: Stage) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -30,6 +30,7 @@ from .delayed_scaling import (
     reduce_amax,
     renew,
     renew_and_read,
+    scales_of,
     scales_of_traced,
     warn_of_saturation,
 )

@@ -29,8 +29,9 @@ from ..upstream.autograd import version_preserved
 class DelayedSlots(NamedTuple):
     """State of one layer in one direction.
 
-    ``recipe``: what renews it. ``scale`` (n,), ``amax_history`` (L, n), row 0 for the step that runs, ``amax`` (n,),
-    what that step has collected: fp32.
+    ``recipe``: what renews it. ``scale`` (n,), 0 for a tensor of which nothing was seen yet, ``amax_history`` (L, n),
+    row 0 for the step that runs, ``amax`` (n,), what that step has collected: fp32. ``shared``: codes of several ranks
+    are joined, so that ranks cannot take the scale of their own tensors; nor can batches, in the batch-invariant mode.
     """
 
     recipe: DelayedScaling
@@ -38,23 +39,27 @@ class DelayedSlots(NamedTuple):
     scale: Tensor
     amax_history: Tensor
     amax: Tensor
+    shared: bool = False
 
     @property
     def fp8_max(self) -> float:
         """Largest value of the elements."""
         return fp8_max(self.recipe, self.mode)
 
+    @property
+    def unseen(self) -> float:
+        """What a forward reads instead of a scale of 0: a constant, or minus what its tensor's amax is mapped to."""
+        if self.shared:
+            return first_scale(self.recipe, self.mode)
+        return -self.fp8_max / 2**self.recipe.margin
+
     def has_begun(self) -> Tensor:
         """Return whether a renewal has found an amax of a pass, as a tensor.
 
-        The first operand tells, input or grad_output: an optimizer that writes codes has an amax of weights before. A
-        history of one row is empty between steps, so its scale tells.
+        The first operand tells, input or grad_output: an optimizer that writes codes has an amax of weights before.
         """
         kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
-        first = self.scale.numel() // kinds
-        if self.amax_history.shape[0] > 1:
-            return self.amax_history[:, :first].any()
-        return (self.scale[:first] != first_scale(self.recipe, self.mode)).any()
+        return self.scale[: self.scale.numel() // kinds].any()
 
 
 class DelayedState(Protocol):
@@ -79,13 +84,14 @@ def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
     return recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
 
 
-# What a first step may bring: activations up to 28, gradients up to 7/8. With the range of the formats below that, E4M3
-# keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses gradients below 1e-5.
+# What a first step with joined codes may bring: activations up to 28, gradients up to 7/8. With the range of the
+# formats below that, E4M3 keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses
+# gradients below 1e-5.
 _FIRST_AMAX: dict[Mode, float] = {"forward": 28.0, "backward": 0.875}
 
 
 def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
-    """Scale of a direction before anything was seen; that of a weight follows from the weight."""
+    """Scale that ranks which join codes have before anything was seen; that of a weight follows from the weight."""
     if recipe.initial_scale == "one":
         return 1.0
     return fp8_max(recipe, mode) / 2**recipe.margin / _FIRST_AMAX[mode]
@@ -126,9 +132,8 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
     if not states:
         return
     device = states[0].scale.device
-    shares = [
-        torch.where(slots.has_begun(), 0.0, slots.amax * slots.scale / slots.fp8_max) for slots in states
-    ]
+    # a scale of 0 was a constant if it is shared; any other was right
+    shares = [slots.amax * (slots.scale == 0) * (slots.unseen / slots.fp8_max) for slots in states]
     share = torch.cat([one.to(device) for one in shares])
     beyond = share[share.isfinite() & (share > _ROUNDED)]
     if beyond.numel() and "saturated" not in _SAID:
@@ -178,8 +183,14 @@ def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
     if any(asks_callables(state.recipe) for state in states):
         for state in states:
             _renew_with_callables([state])
-        return read_scales([state.scale for state in states])
-    return renewed_scales(*_states_and_rules(states))  # type: ignore[no-any-return]
+        return scales_of(states)
+    unseen = [state.unseen for state in states]
+    return renewed_scales(*_states_and_rules(states), unseen)  # type: ignore[no-any-return]
+
+
+def scales_of(states: list[DelayedSlots]) -> list[Tensor]:
+    """Return copies of one layer's scales."""
+    return read_scales([state.scale for state in states], [state.unseen for state in states])  # type: ignore[no-any-return]
 
 
 def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, root: str) -> list[Tensor]:
@@ -188,12 +199,12 @@ def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, r
         for state in states:
             _renew_with_callables([state], root)
         renews = False
-    collects = [state.mode == "forward" for state in states]
+    unseen, collects = [state.unseen for state in states], [state.mode == "forward" for state in states]
     if renews:
         of_states = _states_and_rules(states)
     else:
         of_states = [state.scale for state in states], [], [state.amax for state in states], [], [], []
-    return scales_of_run(*of_states, collects, recorded, root, 0)  # type: ignore[no-any-return]
+    return scales_of_run(*of_states, unseen, collects, recorded, root, 0)  # type: ignore[no-any-return]
 
 
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
@@ -219,8 +230,9 @@ def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None
     used = torch.cat(amaxes).any()
     for slots, amax in zip(group, amaxes):
         collected = torch.cat([amax[None], slots.amax_history[1:]])
+        seen = (slots.scale != 0.0) | ((amax > 0.0) & (amax < math.inf))
         scale, history = reference.delayed.update_always_roll(
-            slots.scale,
+            torch.where(slots.scale == 0.0, 1.0, slots.scale),
             collected,
             fp8_max=slots.fp8_max,
             margin=recipe.margin,
@@ -228,7 +240,7 @@ def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None
             scale_algo=recipe.scaling_factor_compute_algo,
             recipe=recipe,
         )
-        slots.scale.copy_(torch.where(used, scale, slots.scale))
+        slots.scale.copy_(torch.where(used & seen, scale, slots.scale))
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
 
 

@@ -102,14 +102,17 @@ def test_quantizers_with_state() -> None:
     """Those of delayed scaling hold their scale and amax themselves."""
     x, w, dy = draw(*LEAD, K), draw(N, K, seed=1), draw(*LEAD, N, seed=2)
     e4m3, e5m2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
-    made = [nc.Float8Quantizer(torch.ones(1), torch.zeros(1), dtype) for dtype in (e4m3, e4m3, e5m2)]
+    made = [
+        nc.Float8Quantizer(torch.tensor([largest]) / one.abs().max().float(), torch.zeros(1), dtype)
+        for one, largest, dtype in ((x, 448.0, e4m3), (w, 448.0, e4m3), (dy, 57344.0, e5m2))
+    ]
     options = {"with_quantized_compute": True, "input_quantizer": made[0], "weight_quantizer": made[1]}
     y, *saved = forward(x, w, **options)
     dx, dw = backward(dy, *saved, grad_output_quantizer=made[2], **options)
     module = nc.Linear(K, N, bias=False, device="cpu", params_dtype=torch.bfloat16)
     module.weight = torch.nn.Parameter(w)
     x.requires_grad_(True)
-    with nc.autocast(recipe=nc.recipe.DelayedScaling(initial_scale="one")):
+    with nc.autocast(recipe=nc.recipe.DelayedScaling()):  # of a first step
         expected = module(x)
     assert torch.equal(y, expected)
     for ours, theirs in zip((dx, dw), torch.autograd.grad(expected, (x, module.weight), dy), strict=True):
