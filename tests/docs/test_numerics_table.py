@@ -34,6 +34,7 @@ def results(
     torch.manual_seed(3)
     layer = nc.Linear(SIZE, SIZE, bias=False, params_dtype=dtype, device=DEVICE, recipe=recipe)
     x, dy = (torch.randn(SIZE, SIZE, dtype=dtype, device=DEVICE) for _ in range(2))
+    layer(x).backward(dy)  # a first step under delayed scaling is one of current scaling
     with torch.no_grad():
         {"x": x, "w": layer.weight, "dy": dy}[operand][200, 40] = value
     x.requires_grad_()

@@ -125,7 +125,7 @@ def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> Chos
 def _asked_under(recipe: Recipe | None, fuser: OperationFuser) -> Iterator[None]:
     """A recipe in force for operations to be asked under, without a step beginning or being noted."""
     before, last_recipes = get_autocast_state(), [(op, op._last_recipe) for op in fuser.basic_ops]
-    set_autocast_state((recipe, None, None, 1, False))
+    set_autocast_state((recipe, None, None, "", 1, False))
     try:
         yield
     finally:
