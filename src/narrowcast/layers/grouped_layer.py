@@ -264,9 +264,8 @@ class GroupedLinearLayer(LinearLayer):
         weights = self._parts_of("weight")
         made = buffers_of(weights[0]) if described and isinstance(weights[0], QuantizedTensor) else None
         args = self._fwd_args(
-            self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales, made
+            self._stages[0], plan, dtype, weights[0], None, is_first_microbatch, scales, made, needs_bias
         )
-        args = args._replace(needs_bias=needs_bias)
         split = not self.single_grouped_weight, not self.single_grouped_bias
         shape = self.num_gemms, self.out_features, self.in_features
         return args, Groups(*shape, *split, covered, out, dgrad_out)

@@ -301,6 +301,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         is_first_microbatch: bool | None,
         scales: DelayedScales | None = None,
         workspace: OperandBuffers | None = None,
+        needs_bias: bool | None = None,
     ) -> LinearFwdArgs:
         """Return a stage's arguments for the autograd function besides its operands.
 
@@ -308,6 +309,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             weight: whole, or of several groups the first.
             scales: where they were read already.
             workspace: of a stored weight, where it was made already.
+            needs_bias: whether the gradient of the bias is requested; None: ``bias`` tells.
         Raises:
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
             ValueError: the layer is split in a way that the batch-invariant mode does not allow.
@@ -340,7 +342,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         wgrad = TO_AUTOGRAD
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
             wgrad = self._wgrad(stage.weight, is_first_microbatch)
-        needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+        if needs_bias is None:
+            needs_bias = torch.is_grad_enabled() and bias is not None and bias.requires_grad
         how = lacks_columns, parallel, decoded
         return record(LinearFwdArgs, (plan, dtype, scales, workspace, wgrad, needs_bias, *how))
 
