@@ -126,6 +126,15 @@ def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def magnitudes_of_tile(xs, ys, PAIRED: tl.constexpr, EMULATE: tl.constexpr):
+    """Return the largest |x| of four interleaved rows, and if ``PAIRED`` of four more, by position; NaN ignored."""
+    largest = magnitude_of_four(*xs, EMULATE)
+    if PAIRED:
+        largest = tl.maximum(largest, magnitude_of_four(*ys, EMULATE))
+    return largest
+
+
+@triton.jit
 def reciprocal(x, EMULATE: tl.constexpr):
     """Return ``RN(1 / x)`` in fp32, subnormal results kept."""
     if EMULATE:

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from ..formats import FLOAT8_FORMATS, FLT_MAX, ElementFormat, cdiv
 from .adam import parameter_of
-from .codecs import fp8_code, fp8_codes, magnitude, magnitude_of_four, pack_codes, scaled_float32
+from .codecs import (
+    fp8_code,
+    fp8_codes,
+    magnitude,
+    magnitude_of_four,
+    magnitudes_of_tile,
+    pack_codes,
+    scaled_float32,
+)
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, take_part
 from .graph_amax import amax_parts_in_graph
 from .launch import (
@@ -114,15 +122,6 @@ def _accumulate_amax(amax_ptr, previous, value):
 
 
 @triton.jit
-def _magnitudes(xs, ys, PAIRED: tl.constexpr, EMULATE: tl.constexpr):
-    """Return the largest |x| of four interleaved rows, and if ``PAIRED`` of four more, by position."""
-    size = magnitude_of_four(*xs, EMULATE)
-    if PAIRED:
-        size = tl.maximum(size, magnitude_of_four(*ys, EMULATE))
-    return size
-
-
-@triton.jit
 def _emit_tile(
     xs,
     scale,
@@ -181,7 +180,7 @@ def _own_scale(
                 operands, m + row, k, K, below, left, ROWS_AT_ONCE, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2, PAIRED,
                 EVEN, EMULATE,
             )  # fmt: skip
-            largest = tl.maximum(largest, _magnitudes(xs, ys, PAIRED, EMULATE))
+            largest = tl.maximum(largest, magnitudes_of_tile(xs, ys, PAIRED, EMULATE))
         raise_own_amax(scale_ptr, FIRST, tl.max(largest))
         end_part(scale_ptr, FIRST)
         part = take_part(scale_ptr, FIRST)
@@ -250,7 +249,7 @@ def _float8_cast_tile_kernel(
         if AMAX:
             previous = tl.load(amax_ptr)
     if AMAX:
-        _accumulate_amax(amax_ptr, previous, tl.max(_magnitudes(xs, ys, PAIRED, EMULATE)))
+        _accumulate_amax(amax_ptr, previous, tl.max(magnitudes_of_tile(xs, ys, PAIRED, EMULATE)))
     _emit_tile(
         xs, scale, data_ptr, transpose_ptr, sums_ptr, m0, k0, M, K, rows_left, columns_left, E5M2, ROWWISE,
         COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,

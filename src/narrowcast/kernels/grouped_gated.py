@@ -16,7 +16,7 @@ from torch import Tensor
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
-from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
+from .codecs import fp8_codes, magnitude, magnitudes_of_tile, pack_codes, round_to_dtype, to_float32
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, take_part
 from .grouped_quantize import (
     encoding_scale,
@@ -117,15 +117,6 @@ def _load(
 
 
 @triton.jit
-def _magnitudes(firsts, seconds, BACKWARD: tl.constexpr, EMULATE: tl.constexpr):
-    """Return the largest magnitude of four interleaved rows, of both gradients, by position."""
-    largest = magnitude_of_four(*firsts, EMULATE)
-    if BACKWARD:
-        largest = tl.maximum(largest, magnitude_of_four(*seconds, EMULATE))
-    return largest
-
-
-@triton.jit
 def _emit(
     xs, scale, data_ptr, transpose_ptr, source, left, m0, k, K, rows, rows_left, columns_left, E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, CURRENT: tl.constexpr, WORDS: tl.constexpr,
@@ -160,7 +151,7 @@ def _own_scales(
                 x_ptr, grad_ptr, splits_ptr, m + row, k, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS,
                 ROWS_AT_ONCE, TILE_COLUMNS, EMULATE,
             )  # fmt: skip
-            largest = _magnitudes(tile[0], tile[1], BACKWARD, EMULATE)
+            largest = magnitudes_of_tile(tile[0], tile[1], BACKWARD, EMULATE)
             raise_amax(scale_ptr + stride, tile[2], tl.max(largest, axis=1), groups)
         end_part(scale_ptr, stride)
         part = take_part(scale_ptr, stride)
@@ -221,7 +212,7 @@ def _grouped_gated_cast_kernel(
             loaded = scale_of_rows(scales, index, group, groups)
     scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     if AMAX:
-        largest = _magnitudes(firsts, seconds, BACKWARD, EMULATE)
+        largest = magnitudes_of_tile(firsts, seconds, BACKWARD, EMULATE)
         raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
     K = 2 * F if BACKWARD else F
     _emit(
