@@ -446,10 +446,6 @@ class DelayedLayer(RecipeOwner):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for stage, states in self._delayed.items():  # a history in this recipe's length
-            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if saved:  # a state without history is that of a layer before its first step, and so it goes on
             self.__dict__["_starts"] = True
             for stage in self._stage_names:
@@ -458,6 +454,10 @@ class DelayedLayer(RecipeOwner):
                         own_buffers(self)[name] for name in _buffer_names(stage, direction)
                     )
                     forget_first_scales(scale, history, amax, kinds)
+        for stage, states in self._delayed.items():  # a history in this recipe's length
+            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
@@ -484,6 +484,9 @@ class DelayedLayer(RecipeOwner):
                 return [
                     f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, and they and amax not negative"
                 ]
+            kinds = len(FORWARD_TENSOR_TYPES)
+            if "scale_fwd" in key and not (tensor.is_meta or tensor.view(kinds, -1)[WEIGHT_SLOT].all()):
+                return [f"{prefix + key} holds 0.0 for a weight; only of inputs and gradients was nothing seen yet"]
         for key, tensor in saved.items():
             ours = own_buffers(self)[key]
             if ours is None or ours.shape != tensor.shape:
