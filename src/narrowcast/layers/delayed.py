@@ -482,8 +482,7 @@ class DelayedLayer(RecipeOwner):
             wrong = wrong_value(key, tensor)
             if wrong is not None:
                 return [
-                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, those of weights positive, "
-                    "and no other scale or amax is negative"
+                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, a weight's above 0, none below"
                 ]
         for key, tensor in saved.items():
             ours = own_buffers(self)[key]
