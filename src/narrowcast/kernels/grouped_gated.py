@@ -37,6 +37,8 @@ TILE_ROWS = 64
 TILE_COLUMNS = 128
 AMAX_ROWS = 16
 AMAX_COLUMNS = 256
+FIRST_PROGRAMS = 128
+"""That look whether a scale is unknown: more than run at once would make every later cast wait."""
 
 
 @triton.jit
@@ -55,6 +57,28 @@ def _values(
     else:
         y = round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
         return y, y
+
+
+@triton.jit
+def _raise_amaxes(
+    x_ptr, grad_ptr, splits_ptr, amax_ptr, block, T, F, groups, FUNCTION: tl.constexpr, P0: tl.constexpr,
+    P1: tl.constexpr, P2: tl.constexpr, BACKWARD: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Raise every group's amax to the values of a block of rows."""
+    row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for start in tl.range(0, F, COLUMNS):
+        inside = (row < T)[:, None] & (column < F - start)
+        x = x_ptr + row[:, None] * (2 * F) + (start + column)
+        grad = grad_ptr + row[:, None] * F + (start + column)
+        first, second = _values(x, grad, F, inside, FUNCTION, P0, P1, P2, BACKWARD, EMULATE)
+        largest = tl.maximum(largest, magnitude(first, EMULATE))
+        if BACKWARD:
+            largest = tl.maximum(largest, magnitude(second, EMULATE))
+    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
+    raise_amax(amax_ptr, groups_of(row, ends, groups, GROUPS), tl.max(largest, axis=1), groups)
 
 
 @triton.jit(
@@ -85,19 +109,16 @@ def _grouped_gated_amax_kernel(
         scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
         if not is_unseen:
             return
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
-    column = tl.arange(0, COLUMNS)[None, :]
-    for start in tl.range(0, F, COLUMNS):
-        inside = (row < T)[:, None] & (column < F - start)
-        x = x_ptr + row[:, None] * (2 * F) + (start + column)
-        grad = grad_ptr + row[:, None] * F + (start + column)
-        first, second = _values(x, grad, F, inside, FUNCTION, P0, P1, P2, BACKWARD, EMULATE)
-        largest = tl.maximum(largest, magnitude(first, EMULATE))
-        if BACKWARD:
-            largest = tl.maximum(largest, magnitude(second, EMULATE))
-    ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
-    raise_amax(amax_ptr, groups_of(row, ends, groups, GROUPS), tl.max(largest, axis=1), groups)
+        for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+            _raise_amaxes(
+                x_ptr, grad_ptr, splits_ptr, amax_ptr, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS,
+                ROWS, COLUMNS, EMULATE,
+            )  # fmt: skip
+    else:
+        _raise_amaxes(
+            x_ptr, grad_ptr, splits_ptr, amax_ptr, tl.program_id(0), T, F, groups, FUNCTION, P0, P1, P2, BACKWARD,
+            GROUPS, ROWS, COLUMNS, EMULATE,
+        )  # fmt: skip
     if FIRST:
         words = amax_ptr.to(tl.pointer_type(tl.int32))
         tl.debug_barrier()  # all threads have raised their amaxes
@@ -238,9 +259,10 @@ def _own_scales(source: Source, splits: Tensor, scale: Tensor, groups: int) -> T
 def _measure(source: Source, splits: Tensor, scale: Tensor, words: Tensor, groups: int, first: bool) -> None:
     operands, F, function = _operands(source)
     T = source.shape[0]
+    programs = min(cdiv(T, AMAX_ROWS), FIRST_PROGRAMS if first else T)
     if groups:
         _amax(
-            (max(cdiv(T, AMAX_ROWS), 1), 1, 1),
+            (max(programs, 1), 1, 1),
             (*operands, splits, scale, words, T, F, groups),
             (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
         )
