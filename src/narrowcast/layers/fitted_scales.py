@@ -49,9 +49,14 @@ def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots
     """Let first scales follow weights that were written since, unless steps have told others."""
     if not slots.scale.is_meta:
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
-        is_alike = (fitted / slots.scale - 1).abs() < _ROUNDED
-        slots.scale.copy_(torch.where(is_alike | slots.has_begun(), slots.scale, fitted))
+        slots.scale.copy_(first_scales(slots.scale, fitted, slots.has_begun()))
+
+
+def first_scales(scale: Tensor, fitted: Tensor, has_begun: Tensor) -> Tensor:
+    """Return scales of the weights as they are instead of known ones, unless these are of steps."""
+    # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
+    is_alike = (fitted / scale - 1).abs() < _ROUNDED
+    return torch.where(is_alike | has_begun, scale, fitted)
 
 
 _FIRST = (1.0, 16.0, 512.0, 65536.0)
