@@ -104,29 +104,31 @@ def _grouped_gated_amax_kernel(
     COLUMNS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # FIRST: write scales, behind amaxes and in place of negative ones those of the amaxes; nothing if all are known.
+    # FIRST: write scales, in place of negative ones those of the amaxes; if all are known, end at once. The words of
+    # ``first_scale.py`` are so many times ``groups`` apart.
     if FIRST:
         scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
         if not is_unseen:
             return
+        amaxes = scale_ptr + FIRST * groups
         for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
             _raise_amaxes(
-                x_ptr, grad_ptr, splits_ptr, amax_ptr, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS,
-                ROWS, COLUMNS, EMULATE,
+                x_ptr, grad_ptr, splits_ptr, amaxes, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS, ROWS,
+                COLUMNS, EMULATE,
             )  # fmt: skip
+        tl.debug_barrier()  # all threads have raised their amaxes
+        done = (scale_ptr + 3 * FIRST * groups).to(tl.pointer_type(tl.int32))
+        if tl.atomic_add(done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            inside = index < groups
+            bits = amaxes.to(tl.pointer_type(tl.int32)) + index
+            found = tl.atomic_xchg(bits, index * 0, mask=inside, sem="relaxed").to(tl.float32, bitcast=True)
+            tl.store(amax_ptr + index, scale_or_own(scales, found), mask=inside)
+            tl.atomic_xchg(done, 0, sem="relaxed")
     else:
         _raise_amaxes(
             x_ptr, grad_ptr, splits_ptr, amax_ptr, tl.program_id(0), T, F, groups, FUNCTION, P0, P1, P2, BACKWARD,
             GROUPS, ROWS, COLUMNS, EMULATE,
         )  # fmt: skip
-    if FIRST:
-        words = amax_ptr.to(tl.pointer_type(tl.int32))
-        tl.debug_barrier()  # all threads have raised their amaxes
-        if tl.atomic_add(words + 2 * groups, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            inside = index < groups
-            bits = tl.atomic_add(words + index, 0, mask=inside, sem="relaxed")
-            own = scale_or_own(scales, bits.to(tl.float32, bitcast=True))
-            tl.store(amax_ptr + groups + index, own, mask=inside)
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def _grouped_gated_cast_kernel(
     columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
     loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
     if FIRST:
-        loaded = tl.where(loaded < 0.0, tl.load(own_ptr + group, mask=group < groups, other=1.0), loaded)
+        loaded = tl.load(own_ptr + group, mask=loaded < 0.0, other=loaded)
     scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     if AMAX:
         largest = magnitudes_of_tile(firsts, seconds, BACKWARD, EMULATE)
@@ -241,7 +243,7 @@ def _operands(source: Source) -> tuple[tuple[Tensor, Tensor], int, tuple[Any, ..
 def amaxes(source: Source, splits: Tensor, groups: int) -> Tensor:
     """Return ``grouped_quantize.amaxes`` of what the source computes."""
     amax = torch.zeros(groups, dtype=torch.float32, device=source.device)
-    _measure(source, splits, amax, amax, groups, False)
+    _measure(source, splits, amax, amax, groups, 0)
     return amax
 
 
@@ -251,19 +253,19 @@ def _own_scales(source: Source, splits: Tensor, scale: Tensor, groups: int) -> T
     A launch of its own, which ends at once then: with what this takes in the cast, as ``first_scale.py`` has it, every
     later cast keeps fewer programs on a multiprocessor, and takes up to 21% longer.
     """
-    words = torch.zeros(2 * groups + 1, dtype=torch.float32, device=source.device)
-    _measure(source, splits, scale, words, groups, True)
-    return words[groups:]
+    own = torch.empty(groups, dtype=torch.float32, device=source.device)
+    _measure(source, splits, scale, own, groups, scale.stride(0) // max(groups, 1))
+    return own
 
 
-def _measure(source: Source, splits: Tensor, scale: Tensor, words: Tensor, groups: int, first: bool) -> None:
+def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups: int, first: int) -> None:
     operands, F, function = _operands(source)
     T = source.shape[0]
     programs = min(cdiv(T, AMAX_ROWS), FIRST_PROGRAMS if first else T)
     if groups:
         _amax(
             (max(programs, 1), 1, 1),
-            (*operands, splits, scale, words, T, F, groups),
+            (*operands, splits, scale, out, T, F, groups),
             (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
         )
 
