@@ -55,7 +55,7 @@ from ..state import (
 )
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state, wrong_value
-from .fitted_scales import fit_first_scales, fit_in_evaluation, forget_first_scales
+from .fitted_scales import fit_first_scales, fit_in_evaluation, fit_in_graphs, forget_first_scales
 from .parameters import largest_magnitude
 from .recipe_owner import RecipeOwner, forget_ended_roots
 from .replicas import PENDING, leave_state_to_ranks
@@ -596,5 +596,5 @@ def _keep_states_while_tracing(context: Any) -> None:
     for prefix, (forward, backward) in zip(prefixes, states):
         layer._keep_state(prefix, forward, backward, tracing=True)
     if layer._starts and layer.training and starts_a_step():
-        layer._fit_first_scales(prefixes, plans)
+        fit_in_graphs(layer, prefixes, plans)
         layer.__dict__["_has_trained"] = True
