@@ -20,19 +20,30 @@ _ROUNDED = 1e-5
 
 
 class Past:
-    """What the calls of a layer have shown of one operand: by step, and since the last renewal."""
+    """What the calls of a layer have shown of one operand: of which a renewal has made a scale, and since then.
+
+    ``rule``: of that renewal; None before the first one. ``amax``: what its scale follows from.
+    """
 
     def __init__(self) -> None:
-        self.steps: list[float] = []
-        self.pending = 0.0
+        self.rows = [0.0]
+        self.renewals = 0
+        self.pending = self.amax = 0.0
+        self.rule: Any = None
 
     def collect(self, operand: Tensor) -> None:
         if operand.numel():
             self.pending = max(self.pending, operand.abs().max().item())
 
-    def renew(self) -> None:
+    def renew(self, recipe: Any) -> None:
+        """Begin a forward in training, by the recipe in force there."""
+        length = recipe.amax_history_len
+        self.rows = (self.rows + length * [0.0])[:length]
         if self.pending:
-            self.steps.append(self.pending)
+            recent = recipe.amax_compute_algo == "most_recent"
+            self.rule, self.amax = recipe, self.pending if recent else max(self.pending, *self.rows)
+            self.rows = [0.0, *self.rows[2:], self.pending][:length]
+            self.renewals += 1
         self.pending = 0.0
 
 
@@ -57,8 +68,9 @@ class Exact:
     """What every ``Linear`` under delayed scaling must have read, and what follows from it.
 
     Args:
-        steps_at_each_forward: whether each training forward of a layer begins a step. It does not where a layer runs
-            twice in the model's forward, or an autocast has several forwards: there the scales are taken as they are.
+        steps_at_each_forward: whether each training forward of a layer begins a step, by the rule in force there. It
+            does not where a layer runs twice in the model's forward, or an autocast has several forwards, nor by that
+            rule where the model renews for a layer in evaluation: there the scales are taken as they are.
         one_recipe: whether no layer has a recipe of its own, beside that of all: first scales may follow from either.
     """
 
@@ -93,7 +105,7 @@ class Exact:
         past = self.past.setdefault(layer, {kind: Past() for kind in OPERANDS})
         if layer.training:
             for one in past.values():
-                one.renew()
+                one.renew(recipe)
         operands = {
             "input": x.detach().reshape(-1, x.shape[-1]).clone(),
             "weight": layer.weight.detach().clone(),
@@ -157,16 +169,16 @@ class Exact:
     def _check_scale(
         self, layer: Any, recipe: Any, kind: str, found: float, past: Past, weight: Tensor
     ) -> None:
-        if past.steps:
-            length = 1 if recipe.amax_compute_algo == "most_recent" else recipe.amax_history_len
-            if self.changed and len(past.steps) < length:
+        if past.rule is not None:
+            length = 1 if past.rule.amax_compute_algo == "most_recent" else past.rule.amax_history_len
+            if self.changed and past.renewals < length:
                 return  # amaxes of the recipe before are among them
-            wanted = _scale_of(recipe, kind, max(past.steps[-length:]), found)
+            wanted = _scale_of(past.rule, kind, past.amax, found)
         elif self.changed or not self.knows_first:
             return
         else:
             wanted = _scale_of(recipe, kind, _amax(weight), found) if kind == "weight" else 0.0
-        if not abs(wanted - found) <= _FIRST_ROUNDING[bool(past.steps)] * wanted:
+        if not abs(wanted - found) <= _FIRST_ROUNDING[past.rule is not None] * wanted:
             raise Difference(f"scale of {kind}: {found:.6g}, the calls before make it {wanted:.6g}")
 
 

@@ -80,9 +80,12 @@ class Measure:
         layers = [layer for block in program["blocks"] for layer in block["layers"]]
         # calls of a layer that may read one scale
         self.calls = 1 + sum(layer["kind"] == "again" for layer in layers)
+        history = program["history"]
+        outer = any(item.get("outer") for item in history)
+        rests = outer and any(item.get("still") is not None for item in history)
         self.exact = Exact(
-            steps_at_each_forward=self.calls == 1 and not program.get("around"),
-            one_recipe=not any(layer.get("own") for layer in layers),
+            steps_at_each_forward=self.calls == 1 and not program.get("around") and not rests,
+            one_recipe=not outer and not any(layer.get("own") for layer in layers),
         )
         for module in world.model.modules():
             if type(module) is nc.Linear:
@@ -94,6 +97,8 @@ class Measure:
         self.exact.forget()
 
     def recipe(self, layer: Any) -> Any:
+        if self.world.outer is not None:
+            return self.world.outer
         if self.world.program["how"] == "autocast" and self.world.recipe is not None:
             return self.world.recipe
         return layer.recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -357,3 +358,117 @@ def test_json_keeps_what_does_not_follow_from_the_settings() -> None:
     recipe = nc.recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_quant_fwd_inp=nc.recipe.QParams())
     table = {"": recipe}
     assert nc.recipe.recipes_from_json(nc.recipe.recipes_to_json(table)) == table
+
+
+RULES = {
+    "algorithm": ({"amax_history_len": 3, "amax_compute_algo": "most_recent"}, {"amax_history_len": 3}),
+    "length": ({"amax_history_len": 2}, {"amax_history_len": 4}),
+    "margin": ({"amax_history_len": 1, "margin": 2}, {"amax_history_len": 3}),
+}
+
+
+class Rule:
+    """Of one tensor: the scale that each forward must read, by the rule of the recipe in force there."""
+
+    def __init__(self) -> None:
+        self.history, self.pending, self.scale = [0.0], 0.0, 0.0
+
+    def begin(self, recipe: nc.recipe.DelayedScaling) -> float:
+        length = recipe.amax_history_len
+        self.history = (self.history + [0.0] * length)[:length]
+        if self.pending:
+            recent = recipe.amax_compute_algo == "most_recent"
+            amax = self.pending if recent else max(self.pending, *self.history)
+            self.scale = 448.0 / 2**recipe.margin / amax
+            self.history = [0.0, *self.history[2:], self.pending][:length]
+        self.pending = 0.0
+        return self.scale
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("how", ["set_recipe", "parts", "own", "autocast"])
+@pytest.mark.parametrize(
+    "between", ["nothing", "copy", "evaluation", "another evaluation", "no gradients", "step"]
+)
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_forward_reads_the_scale_of_the_rule_in_force(
+    rules: str, how: str, between: str, compiles: bool
+) -> None:
+    """Training under an autocast of another rule, whatever runs outside of it or under a third one in between."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    own, outer = (nc.recipe.DelayedScaling(**options) for options in RULES[rules])
+    third = nc.recipe.DelayedScaling(amax_history_len=2, margin=3)
+    model, rule = nn.Sequential(nc.Linear(7, 7, device="cpu"), nc.Linear(7, 7, device="cpu")), Rule()
+    if how == "own":
+        for layer in model:
+            layer.recipe = own
+    elif how != "autocast":
+        nc.set_recipe(model, own)
+
+    def run(x: Tensor, recipe: Any) -> Tensor:
+        with nc.autocast(recipe=recipe) if recipe else contextlib.nullcontext():
+            for call in calls:
+                x = call(x)
+            return x
+
+    def calls_of(model: nn.Module) -> list[Any]:
+        parts = list(model) if how == "parts" else [model]
+        return [torch.compile(part, backend="eager") if compiles else part for part in parts]
+
+    calls = calls_of(model)
+    for step, magnitude in enumerate((1.0, 8.0, 0.1, 0.2, 3.0, 0.1, 0.3)):
+        x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
+        if step in (2, 3, 5):
+            if between == "copy":
+                model = copy.deepcopy(model)
+                calls = calls_of(model)
+            elif between in ("evaluation", "another evaluation"):
+                model.eval()
+                run(3 * x, third if between != "evaluation" else None)
+                model.train()
+            elif between == "no gradients":
+                with torch.no_grad():
+                    run(3 * x, None)
+                if how != "autocast":
+                    rule.begin(own)
+            elif between == "step" and how != "autocast":
+                rule.begin(own)
+                run(3 * x, None).square().sum().backward()
+                rule.pending = float(3 * x.abs().max())
+        wanted = rule.begin(outer)
+        run(x, outer).square().sum().backward()
+        rule.pending = float(x.abs().max())
+        assert float(model[0].scale_fwd[0]) == pytest.approx(wanted, rel=1e-6), step
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_autocast_inside_of_the_model_that_renews_is_refused(compiles: bool) -> None:
+    """The model has renewed by its own rule before; a recipe of the same rule, or without delay, is as good inside."""
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nc.Linear(7, 5, device="cpu")
+            self.recipe: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            with nc.autocast(recipe=self.recipe):
+                return self.layer(x)
+
+    torch._dynamo.reset()
+    model = nc.set_recipe(Inside(), nc.recipe.DelayedScaling(amax_history_len=3))
+    run = torch.compile(model, backend="eager") if compiles else model
+    x = torch.randn(3, 7)
+    for recipe in (nc.recipe.DelayedScaling(amax_history_len=3), CURRENT):
+        model.recipe = recipe
+        run(x).sum().backward()
+    model.recipe = nc.recipe.DelayedScaling(amax_history_len=3, margin=1)
+    with pytest.raises(
+        Exception, match=r"Linear got a DelayedScaling of another rule \(margin=1\).*around the model"
+    ):
+        run(x)
+    nc.set_recipe(model, model.recipe)
+    run(x).sum().backward()
+    assert model.layer.delayed_slots()[0].recipe.margin == 1

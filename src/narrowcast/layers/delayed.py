@@ -47,18 +47,17 @@ from ..state import (
     fp8_max,
     register_delayed,
     renew,
-    renew_and_read,
-    scales_of,
-    scales_of_traced,
     starts_a_step,
     warn_of_saturation,
 )
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state, wrong_value
-from .fitted_scales import fit_first_scales, fit_in_evaluation, fit_in_graphs, forget_first_scales
+from .fitted_scales import fit_first_scales, fit_in_evaluation, forget_first_scales
 from .parameters import largest_magnitude
+from .read_scales import States, by_stage, copies_of, traced_copies
 from .recipe_owner import RecipeOwner, forget_ended_roots
 from .replicas import PENDING, leave_state_to_ranks
+from .rules import Rules, keeps_rule
 
 _DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
     ("fwd", "forward", FORWARD_TENSOR_TYPES),
@@ -82,7 +81,7 @@ class DelayedLayer(RecipeOwner):
     """
 
     _stage_names: dict[str, str]
-    _delayed: dict[str, tuple[DelayedScaling | None, DelayedScaling | None]]
+    _delayed: dict[str, Rules]
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
     _starts: bool = False  # it may have first scales, which were not checked for saturation yet
@@ -104,6 +103,7 @@ class DelayedLayer(RecipeOwner):
 
     def _prepare_for_recipe(self) -> None:
         if self._recipe is not None:
+            self._delayed = {}
             self._keep_state_of(self._recipe)
 
     def _keep_state_of(self, recipe: Recipe) -> None:
@@ -116,22 +116,33 @@ class DelayedLayer(RecipeOwner):
         prefix: str,
         forward: DelayedScaling | None,
         backward: DelayedScaling | None,
+        roots: tuple[str, ...] | None = None,
         tracing: bool = False,
     ) -> None:
         """Create the buffers that these need, with their history lengths; existing ones stay.
 
         Args:
+            roots: of a forward, the models whose forward is traced.
             tracing: an equal recipe object does not take the place of the one that is kept: guards that the compiler
                 has made on that object would fail at once.
+        Raises:
+            RuntimeError: the model that renews the state has begun its forward under another rule.
         """
-        state = THREAD.state
+        state, wanted, known, stays = THREAD.state, (forward, backward), self._delayed.get(prefix), False
+        if roots is not None and known != wanted:
+            amaxes = [
+                own_buffers(self)[_buffer_names(prefix, direction)[2]] for direction, _, _ in _DIRECTIONS
+            ]
+            stays = keeps_rule(self, known, wanted, amaxes, roots)
+        if forward is None and backward is None and known is not None:
+            return
         unknown = state.depth and f"{state.thread} {state.number}" not in self._registered_with
-        if unknown and not (forward is None and backward is None):
+        if unknown and (forward or backward) and (tracing or starts_a_step()):
             self._register_with(state)
         known = self._delayed.get(prefix)
-        if known is not None and known[0] is forward and known[1] is backward:
+        if stays or (known is not None and known[0] is forward and known[1] is backward):
             return
-        if known != (forward, backward):
+        if known != wanted:
             for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
                 if delayed is not None:
                     self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
@@ -144,15 +155,16 @@ class DelayedLayer(RecipeOwner):
     def _register_with(self, state: AutocastState) -> None:
         """Register with the autocasts of this thread for renewal, and do what the present one could not.
 
-        A layer that was restored or copied comes with the amax of its last step. One that ran under another recipe is
-        renewed as this one says from now on; no graph that was traced under the other fits it.
+        A layer that was restored or copied, or that trained outside by another rule, comes with the amax of its last
+        step. One that ran under another recipe is renewed as this one says from now on; no graph that was traced under
+        the other fits it.
         """
-        is_new = self not in state.delayed
+        is_new = self not in state.delayed or not self._registered_with
         kept = [known for known in self._registered_with if known.endswith(f" {state.number}")]
         self.__dict__["_registered_with"] = (*kept, f"{state.thread} {state.number}")
         register_delayed(self)
         recipe = state.recipe or state.calibrating
-        if recipe is not None:
+        if recipe is not None and self.training and starts_a_step():
             self._keep_state_of(recipe)
         keeps_scales = any(context.graph for context in state.entered)
         if is_new and state.recipe is not None and not keeps_scales and self.training and starts_a_step():
@@ -186,11 +198,11 @@ class DelayedLayer(RecipeOwner):
         states = [(plan.forward_state, plan.backward_state) for plan in plans]
         if not torch.compiler.is_compiling():
             for prefix, (forward, backward) in zip(prefixes, states):
-                self._keep_state(prefix, forward, backward)
+                self._keep_state(prefix, forward, backward, ())
             return False
         # read to be guarded: another thread, or an autocast with another recipe, traces again, and so registers
-        by = f"{THREAD.state.thread} {THREAD.state.number}"
-        if by:  # always
+        by, roots = f"{THREAD.state.thread} {THREAD.state.number}", THREAD.state.roots
+        if by or roots:  # always
             while_tracing(_keep_states_while_tracing)
         # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded.
         # Under an autocast that the graph itself enters, the graph renews
@@ -310,7 +322,7 @@ class DelayedLayer(RecipeOwner):
         compiling, recorded = False, torch.is_grad_enabled()
         if layers:
             for layer, prefix, plan in zip(layers, prefixes, plans):
-                layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+                layer._keep_state(prefix, plan.forward_state, plan.backward_state, ())
         else:
             compiling, layers = self._keep_states(prefixes, plans), (self,) * len(plans)
         # a graph without gradients may be the first run of a reentrant checkpoint: what does not count is put back
@@ -327,7 +339,7 @@ class DelayedLayer(RecipeOwner):
             renews = renews and bool(root) and root not in THREAD.state.roots
             if renews and not compiling:
                 renews = not RUNNING.runs(root)
-        states: list[_States] = []
+        states: list[States] = []
         for layer, prefix, plan, own in zip(layers, prefixes, plans, scales):
             fwd = bwd = None
             if plan.forward_state is not None:
@@ -358,8 +370,8 @@ class DelayedLayer(RecipeOwner):
                 warn_of_saturation([self])
             self._fit_first_scales(prefixes, plans)
             self.__dict__["_has_trained"] = True
-        read = partial(_copies, states, renews)
-        for own, copies in zip(scales, _by_stage(states, read() if run is None else run.read(amaxes, read))):
+        read = partial(copies_of, states, renews)
+        for own, copies in zip(scales, by_stage(states, read() if run is None else run.read(amaxes, read))):
             own.scale_fwd, own.scale_bwd = copies
         if run is not None:
             collects = self.training and run.collects(recorded)
@@ -370,12 +382,12 @@ class DelayedLayer(RecipeOwner):
         return scales
 
     def _read_in_graph(
-        self, scales: list[DelayedScales], states: list[_States], renews: bool, root: str
+        self, scales: list[DelayedScales], states: list[States], renews: bool, root: str
     ) -> None:
         recorded = torch.is_grad_enabled()
         counts = self.training or recorded
-        read = _traced_copies(states, renews, recorded, root) if counts else _copies(states, False)
-        for own, (fwd, _), copies in zip(scales, states, _by_stage(states, read)):
+        read = traced_copies(states, renews, recorded, root) if counts else copies_of(states, False)
+        for own, (fwd, _), copies in zip(scales, states, by_stage(states, read)):
             own.scale_fwd, own.scale_bwd = copies
             if fwd is not None and own.amax_fwd is not None:
                 # known as a forward's: a backward collects nothing there
@@ -446,6 +458,10 @@ class DelayedLayer(RecipeOwner):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for stage, states in self._delayed.items():  # a history in this recipe's length
+            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if saved:  # a state without history is that of a layer before its first step, and so it goes on
             self.__dict__["_starts"] = True
             for stage in self._stage_names:
@@ -454,10 +470,6 @@ class DelayedLayer(RecipeOwner):
                         own_buffers(self)[name] for name in _buffer_names(stage, direction)
                     )
                     forget_first_scales(scale, history, amax, kinds)
-        for stage, states in self._delayed.items():  # a history in this recipe's length
-            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
@@ -482,7 +494,7 @@ class DelayedLayer(RecipeOwner):
             wrong = wrong_value(key, tensor)
             if wrong is not None:
                 return [
-                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, a weight's above 0, none below"
+                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, and they and amax not negative"
                 ]
         for key, tensor in saved.items():
             ours = own_buffers(self)[key]
@@ -542,11 +554,8 @@ class DelayedLayer(RecipeOwner):
         if delayed is None or history is None or len(history) == delayed.amax_history_len:
             return delayed
         own_buffers(self)[name] = history
+        self.__dict__["_registered_with"] = ("another",)
         return replace(delayed, amax_history_len=len(history))
-
-
-_States = tuple[DelayedSlots | None, DelayedSlots | None]
-"""Of a stage: forward and backward."""
 
 
 def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales]]) -> None:
@@ -567,34 +576,13 @@ def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales
             layer._scales_of(("",), (plan,), (), [scales])
 
 
-def _copies(states: list[_States], renews: bool | None) -> list[Tensor]:
-    """Return copies of the scales of stages, renewed first where that is up to the layer."""
-    present = [state for stage in states for state in stage if state is not None]
-    return renew_and_read(present) if renews else scales_of(present)
-
-
-def _traced_copies(states: list[_States], renews: bool | None, recorded: bool, root: str) -> list[Tensor]:
-    present = [state for stage in states for state in stage if state is not None]
-    return scales_of_traced(present, bool(renews), recorded, root)
-
-
-def _by_stage(states: list[_States], copies: list[Tensor]) -> list[tuple[Tensor | None, Tensor | None]]:
-    of_stages, place = [], 0
-    for fwd, bwd in states:
-        of_bwd = place + (fwd is not None)
-        of_stages.append((None if fwd is None else copies[place], None if bwd is None else copies[of_bwd]))
-        place = of_bwd + (bwd is not None)
-    return of_stages
-
-
 def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
-    forget_ended_roots()
-    layer, prefixes, plans, states = (
-        traced_local(context, name) for name in ("self", "prefixes", "plans", "states")
+    layer, prefixes, plans, states, roots = (
+        traced_local(context, name) for name in ("self", "prefixes", "plans", "states", "roots")
     )
     for prefix, (forward, backward) in zip(prefixes, states):
-        layer._keep_state(prefix, forward, backward, tracing=True)
+        layer._keep_state(prefix, forward, backward, roots, tracing=True)
     if layer._starts and layer.training and starts_a_step():
-        fit_in_graphs(layer, prefixes, plans)
+        layer._fit_first_scales(prefixes, plans)
         layer.__dict__["_has_trained"] = True

@@ -93,6 +93,7 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
 
 def _check_while_tracing(context: Any) -> None:
     """Remember the recipe of a graph; a recomputation that is traced outside the autocast must not lose it."""
+    forget_ended_roots()  # before traced code reads and guards them
     layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
     recomputes = graph_task_id() != -1
     if recomputes and not depth and recipe != layer._last_recipe:

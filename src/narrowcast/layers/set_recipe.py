@@ -13,7 +13,7 @@ from torch import nn
 from .. import _checks
 from .._tracing import traced_local, while_tracing
 from ..functional.recomputation import RUNNING
-from ..recipe import DelayedScaling, Recipe, recipes_from_json
+from ..recipe import CustomRecipe, DelayedScaling, Recipe, recipes_from_json
 from ..state import THREAD, Agreement, checked_recipe, reduce_amax, renew, warn_of_saturation
 from ..upstream.autograd import is_in_backward
 from ..upstream.compiler import never_compiled
@@ -190,7 +190,7 @@ def _keep_state_in_force(layers: list[DelayedLayer]) -> None:
     depth, of_autocast = THREAD.state.depth, THREAD.state.recipe
     for layer in layers:
         in_force = of_autocast if depth else layer.recipe if layer._registered_with else None
-        if isinstance(in_force, DelayedScaling):
+        if isinstance(in_force, (DelayedScaling, CustomRecipe)):
             layer._keep_state_of(in_force)
 
 

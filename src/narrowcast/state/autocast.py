@@ -220,8 +220,10 @@ class autocast:
             if outermost and state.delayed and not self.graph and starts_a_step():
                 grads = torch.is_grad_enabled()
                 owners = [owner for owner in state.delayed if getattr(owner, "training", grads)]
-                warn_of_saturation(owners)
-                renew(owners)
+                # what trained outside since, by another rule, its next forward renews
+                renewed = [owner for owner in owners if getattr(owner, "_registered_with", True)]
+                warn_of_saturation(renewed)
+                renew(renewed)
                 # models of before that ran under no group have nothing to reduce
                 ran = self.group is not None and any(state.delayed[owner] == self.group for owner in owners)
                 if ran and getattr(self.recipe, "reduce_amax", False):
