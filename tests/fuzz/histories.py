@@ -780,10 +780,15 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
 
     After a call that failed inside of an autograd function, of anyone, PyTorch 2.15 runs its caller in eager code: the
     forward of all modules of a class. One of them that is compiled with ``fullgraph=True`` then raises.
+
+    In a graph that runs a module outside of a checkpoint and again inside, 2.15 takes the two casts of the weight for
+    one. If such an operator is of anyone's library and has several results, the partitioner then fails.
     """
     own = TORCHS_OWN
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)
+    if any(layer["kind"] == "again" for block in program["blocks"] for layer in block["layers"]):
+        own += ("failed to partition the joint forward-backward graph",)
     return any(words in str(error) for words in own)
 
 
