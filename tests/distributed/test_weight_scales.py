@@ -133,6 +133,43 @@ def test_an_evaluation_follows_weights_that_were_written(reshard: bool | None, t
     assert torch.equal(*outputs) and (outputs[0] - wanted).norm() < 0.06 * wanted.norm()
 
 
+@pytest.mark.parametrize("how", ["written", "loaded", "loaded later", "loaded with state"])
+@pytest.mark.parametrize("reshard", [None, True])
+def test_a_first_step_follows_weights_that_were_written(reshard: bool | None, how: str) -> None:
+    """After the model was sharded, as weights of a checkpoint are; those of a state with steps have scales."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    whole = make(sharded=False)
+    whole(batch(1)).square().mean().backward()
+    whole(batch(1))
+    trained = {name: value.clone() for name, value in whole.state_dict().items()}
+    if how != "loaded with state":
+        trained = {name: value for name, value in trained.items() if "weight" in name or "bias" in name}
+    results, options = [], StateDictOptions(full_state_dict=True, strict=False)
+    for sharded in (False, True):
+        model = make(sharded=sharded, reshard=reshard)
+        if how == "loaded later":
+            model(batch(2)).sum().backward()
+            for one in model:
+                one.reset_delayed_scaling()
+        if how == "written":
+            with torch.no_grad():
+                model[1].weight.mul_(1000.0)
+        else:
+            given = {name: 1000.0 * value if name == "1.weight" else value for name, value in trained.items()}
+            set_model_state_dict(model, given, options=options)
+        model.zero_grad()
+        y = model(batch(0))
+        y.square().mean().backward()
+        own = (local(parameter.grad).clone() for parameter in model.parameters())
+        results.append([y.detach(), *own, *(value.clone() for value in model.buffers())])
+    assert all(map(torch.equal, *results))
+    exact = make("current", sharded=False)
+    with torch.no_grad():
+        exact[1].weight.mul_(1000.0)
+    assert torch.equal(results[1][0], exact(batch(0))) == (how != "loaded with state")
+
+
 def test_a_model_in_a_reentrant_checkpoint() -> None:
     """Its first run records no gradients and is the forward all the same."""
     gradients = []

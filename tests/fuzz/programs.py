@@ -110,11 +110,14 @@ def signature(error: BaseException) -> str:
     return said(error) + where
 
 
-def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0, least: float = 1e-30) -> None:
+def compare(
+    ours: Any, theirs: Any, what: str, tolerance: float = 0.0, least: float = 1e-30, room: float = 0.0
+) -> None:
     """Check that two tensors are equal in every bit, or within a relative error of the norm.
 
     Args:
-        what: names the oracle, for the signature. least: a norm below it counts as that much.
+        what: names the oracle, for the signature. least: a norm below it counts as that much. room: a norm of the
+            difference that counts as none.
     """
     if ours is None or theirs is None:
         if (ours is None) != (theirs is None):
@@ -130,7 +133,7 @@ def compare(ours: Any, theirs: Any, what: str, tolerance: float = 0.0, least: fl
     a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
     if torch.equal(a, b):
         return
-    error = ((a - b).norm() / b.norm().clamp_min(least)).item()
+    error = (((a - b).norm() - room) / b.norm().clamp_min(least)).item()
     if error > tolerance:
         raise Difference(f"{what}: off by {error:.3g}")
 

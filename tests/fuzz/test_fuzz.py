@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from recipes import DEVICE
 
-from . import corpus, programs, runner, suites
+from . import corpus, programs, runner, suites, terms
 from .draw import Draw
 from .runner import Suite, outcome, report, run, run_case
 
@@ -120,6 +121,32 @@ def test_a_failing_program_is_made_smaller_and_runs_again(
 def test_a_case_that_does_not_end_is_stopped() -> None:
     with pytest.raises(programs.Slow), programs.limit(1):
         time.sleep(30)
+
+
+def test_terms_of_a_gradient_are_told_from_their_sum() -> None:
+    """An element is counted whose terms another order may leave another sum of, and only that one makes room."""
+    layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    found = terms.Terms(layer)
+    for rows in ([[0.1455, 1.0]], [[-0.1445, 0.5]]):
+        x = torch.tensor(rows, dtype=torch.bfloat16)
+        loss = (layer(x) + layer(-0.1 * x)).sum()  # two terms of each batch
+        found.watch(loss)
+        loss.backward()
+    count, total = found.sums["weight"]
+    assert count == 4 and torch.allclose(total, torch.tensor([[0.319, 1.65]], dtype=torch.float64), rtol=0.01)
+    assert layer.weight.grad is not None and layer.weight.grad[0, 0].abs() < 0.003
+    assert found.cancelled("weight", layer.weight.grad) == 1
+    found.make_room(torch.optim.AdamW(layer.parameters(), lr=0.25))
+    assert found.rooms == {"weight": 0.5}
+    found.end_of_step()
+    assert found.cancelled("weight", torch.zeros(1, 2)) == 0  # of no terms
+
+
+def test_room_is_of_the_difference() -> None:
+    ours, theirs = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 0.0])
+    programs.compare(ours, theirs, "y", 0.1, room=0.8)
+    with pytest.raises(programs.Difference, match="off by 0.1"):
+        programs.compare(ours, theirs, "y", 0.1, room=0.6)
 
 
 def test_words_that_help_are_told_from_crashes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import math
@@ -227,6 +228,26 @@ def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
     model(x).sum().backward()
     (one,) = (one for one in watch.step() if one.operand == "input")
     assert one.saturation == 4 / 32 and one.amax == 1000
+
+
+@pytest.mark.parametrize("how", ["set_recipe", "autocast", "compiled"])
+def test_a_first_step_under_delayed_scaling_is_seen_as_one_under_current_scaling(how: str) -> None:
+    """Whose scales are those of the tensors, in a group of rows, too; and the second step's are of the first."""
+    rows = []
+    for recipe in (nc.recipe.DelayedScaling(), nc.recipe.Float8CurrentScaling()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nc.Linear(64, 96, device="cpu"), nc.GroupedLinear(2, 96, 32, device="cpu"))
+        watch = nc.watch(model, every=1)
+        if how != "autocast":
+            nc.set_recipe(model, recipe)
+        run = torch.compile(model[0], backend="aot_eager", fullgraph=True) if how == "compiled" else model[0]
+        for _ in range(2):
+            with nc.autocast(recipe=recipe) if how == "autocast" else contextlib.nullcontext():
+                y = model[1](run(torch.linspace(-300.0, 500.0, 24 * 64).view(24, 64)), [9, 15])
+            (y.sum() * 30).backward()
+            rows.append(watch.step())
+    assert rows[0] == rows[2] and len(rows[0]) == 6
+    assert rows[1] == rows[3]
 
 
 def test_every_format_knows_its_largest_code() -> None:

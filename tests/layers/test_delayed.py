@@ -762,6 +762,27 @@ def test_state_that_no_layer_has_is_refused_by_name(name: str, value: float, kno
         again.load_state_dict(state)
 
 
+def test_a_weight_without_a_scale_is_refused() -> None:
+    """Optimizers and shards cast with it, and could not find another."""
+    state = {key: tensor.clone() for key, tensor in built().state_dict().items()}
+    state["last.scale_fwd"][1] = 0.0
+    with pytest.raises(RuntimeError, match=r"last\.scale_fwd holds 0\.0; .* a weight's above 0"):
+        built().load_state_dict(state)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_scales_are_loaded_under_a_longer_history(length: int) -> None:
+    """One row is empty between steps, as it is before the first one."""
+    model = nc.set_recipe(nc.Linear(16, 24, device="cpu"), DelayedScaling(amax_history_len=1))
+    x = torch.randn(5, 16)
+    nc.calibrate_delayed_scaling(model, lambda: model(x).sum().backward())
+    again = nc.set_recipe(nc.Linear(16, 24, device="cpu"), DelayedScaling(amax_history_len=length))
+    again.load_state_dict(model.state_dict())
+    assert model.scale_fwd[0] > 0 and torch.equal(again.scale_fwd, model.scale_fwd)
+    assert model.scale_bwd[0] > 0 and torch.equal(again.scale_bwd, model.scale_bwd)
+    assert again.amax_history_fwd.shape == (length, 3)
+
+
 def test_an_amax_that_overflowed_is_loaded() -> None:
     model = built()
     model(torch.randn(16, 32)).sum().backward()

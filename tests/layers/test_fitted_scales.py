@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.functional.recomputation import FIRST
 from narrowcast.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -132,6 +134,36 @@ def test_the_first_step_follows_a_weight_that_was_written(kind: str, how: str, c
     run = compiled(model) if compiles else model
     for ours, wanted in zip(step(run, model, x), step(plain, plain, x), strict=True):
         assert distance(ours, wanted) < 0.12
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["again", "reentrant"])
+@pytest.mark.parametrize("how", ["root", "in a graph", "own", "autocast"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_graphs_follow_weights_until_a_step_has_told(kind: str, how: str, reentrant: bool) -> None:
+    """A graph without gradients runs again after its weights were written: alone, or as a checkpoint's first run."""
+    model, plain = pair(kind)
+    run = compiled(model)
+    if how in ("own", "autocast"):
+        model.recipe = RECIPE if how == "own" else None
+    elif how == "in a graph":  # so that the graph renews for the model
+        run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+
+    def call(x: Tensor) -> Tensor:
+        with nc.autocast(recipe=RECIPE) if how == "autocast" else nullcontext():
+            return run(x)
+
+    x = torch.randn(8, 32) * 0.1
+    evaluated(call, x.clone().requires_grad_())
+    for factor in (30.0, 1e-3):
+        rewrite(model, factor)
+        rewrite(plain, factor)
+        assert model._starts  # what that run has collected does not count
+        if not reentrant:
+            assert distance(evaluated(call, x.clone().requires_grad_()), evaluated(plain, x)) < 0.08
+    again = (lambda x: nc.checkpoint(call, x, use_reentrant=True)) if reentrant else call
+    for ours, wanted in zip(step(again, model, x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.12
+    assert not {slots.amax.data_ptr() for slots in model.delayed_slots()} & FIRST.keys()
 
 
 @pytest.mark.parametrize("before", ["steps", "calibrated", "compiled"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference.checks import assert_bitwise
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
@@ -104,6 +105,26 @@ def test_gradients(merge: str, padded: bool) -> None:
     ours, theirs = (torch.autograd.grad(out, (x, probs), grad) for out in (y, expected))
     for a, b in zip(ours, theirs, strict=True):
         assert_close(a, b, "fp32_sum_order")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_checkpoint(reentrant: bool) -> None:
+    """Which hands out every saved tensor once."""
+    x, indices, probs = draw()
+    x, probs, mask = x.requires_grad_(True), probs.requires_grad_(True), mask_of(indices)
+
+    def mixture(x: Tensor, probs: Tensor) -> Tensor:
+        rows, row_map = nc.moe_permute(x, mask, TOKENS * TOPK)
+        return nc.moe_unpermute(through_experts(rows, mask.sum(0).cumsum(0).tolist()), row_map, probs)
+
+    for run in (mixture, lambda *given: checkpoint(mixture, *given, use_reentrant=reentrant)):
+        y = run(x, probs)
+        y.square().sum().backward()
+        found = y, x.grad, probs.grad
+        x.grad = probs.grad = None
+        if run is mixture:
+            expected = found
+    assert all(map(torch.equal, found, expected))
 
 
 def test_padding_is_zero_and_none_where_nothing_is_missing() -> None:

@@ -284,6 +284,34 @@ def test_what_is_changed_under_a_compiled_model_is_told_and_written_on_demand() 
     assert torch.equal(call(x), model(x))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_an_evaluation_with_other_weights_reads_no_codes(name: str, compiled: bool) -> None:
+    """Averaged ones are swapped in and out, here much larger ones than delayed scaling has seen."""
+    torch.compiler.reset()
+    made: list[Any] = []
+    x = torch.randn(32, 48, dtype=BF16, generator=torch.Generator().manual_seed(3))
+    for written in (False, True):
+        model = model_of(name)
+        optimizer = optimizer_of(model, written)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        found = losses(model, optimizer, call, steps=2)
+        trained = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(40.0)
+            model.eval()
+            call(x)
+            y, exact = model[0](x), x.float() @ model[0].weight.float().t()
+            for p, value in zip(model.parameters(), trained, strict=True):
+                p.copy_(value)
+        if written:
+            optimizer.write_weight_codes()
+        assert (y - exact).norm() < 0.06 * exact.norm()
+        made.append((found, y, losses(model.train(), optimizer, call, steps=2)))
+    assert torch.equal(made[0][1], made[1][1]) and made[0][::2] == made[1][::2]
+
+
 def test_copies_and_layers_whose_optimizer_is_gone_quantize_again() -> None:
     torch.compiler.reset()
     model = model_of("current")

@@ -95,12 +95,12 @@ def has_few_rows(args: LinearFwdArgs, rows: int) -> bool:
 
 
 def fprop_of_few_rows(
-    x: Tensor, weight: Any, bias: Tensor | None, args: LinearFwdArgs, dtype: torch.dtype
+    x: Tensor, weight: Any, bias: Tensor | None, args: LinearFwdArgs, dtype: torch.dtype, out_features: int
 ) -> Tensor:
-    """Return y = x w^T + bias of a matrix in high precision."""
+    """Return y = x w^T + bias of a matrix in high precision; ``weight``: or None, with buffers in the workspace."""
     plan, (w, _) = args.plan, weight_operand(weight, args)
     return gemm_few_rows(  # type: ignore[no-any-return]
-        x, plan.input.quantizer, w.rowwise, w.quantizer, bias, dtype, weight.shape[0], args.scales.scale_fwd,
+        x, plan.input.quantizer, w.rowwise, w.quantizer, bias, dtype, out_features, args.scales.scale_fwd,
         plan.fast_fprop,
     )  # fmt: skip
 
@@ -139,7 +139,8 @@ def linear_forward(
         and not isinstance(inp, QuantizedTensorStorage)
         and has_few_rows(args, rows)
     ):
-        out = fprop_of_few_rows(inp.reshape(rows, inp.shape[-1]), weight, bias, args, dtype or args.dtype)
+        x = inp.reshape(rows, inp.shape[-1])
+        out = fprop_of_few_rows(x, weight, bias, args, dtype or args.dtype, weight.shape[0])
         nothing = SavedOperand([], None)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1]), nothing, nothing
     if grouped is not None:

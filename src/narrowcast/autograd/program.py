@@ -269,13 +269,13 @@ class Linear:
         beside: list[Tensor],
     ) -> tuple[Value, list[SavedOperand]]:
         """Return the output and the backward's data."""
+        features = self.features or tensors[self.weight].shape[0]
         if args.plan.few_rows and value.operand is None and has_few_rows(args, value.rows):
             x: Any = value.plain
             x = x if x.dim() == 2 else x.reshape(value.rows, x.shape[-1])
-            out = fprop_of_few_rows(x, tensors[self.weight], tensors[self.bias], args, args.dtype)
+            out = fprop_of_few_rows(x, tensors[self.weight], tensors[self.bias], args, args.dtype, features)
             return Value(out, None, value.lead, value.rows), [SavedOperand([], None), SavedOperand([], None)]
         operand, w, rows, saved = self.operands(value, tensors, args)
-        features = self.features or tensors[self.weight].shape[0]
         lead, parallel = value.lead, args.parallel
         dtype, processes = args.dtype, 1
         if parallel is not None:

@@ -22,6 +22,7 @@ from ..functional import (
     moe_spread,
     quantize,
 )
+from ..functional.collectives import sendable
 from ..moe.rows import read
 from ..quantizers import Quantizer
 from ..reference.layout import bytes_of_rows
@@ -114,7 +115,7 @@ def start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], wi
     """
     if wire.ranks == 1:
         return x
-    return all_to_all_op(bytes_of_rows(x), list(received), list(sent), wire.group)
+    return all_to_all_op(sendable(bytes_of_rows(x)), list(received), list(sent), wire.group)
 
 
 def wait_all_to_all(out: Tensor, dtype: torch.dtype, wire: Wire) -> Tensor:

@@ -122,6 +122,7 @@ def shard(
         model.register_forward_hook(scales.record)
         if scales.delayed:
             model.register_forward_hook(scales.restore, always_call=True)
+            model.register_load_state_dict_post_hook(scales.start)
     _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)

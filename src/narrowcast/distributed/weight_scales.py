@@ -13,6 +13,7 @@ from .. import reference
 from ..formats import ELEMENT_FORMATS, FLT_MAX
 from ..functional.recomputation import run_now
 from ..layers import LinearLayer, Stage
+from ..layers.fitted_scales import first_scales
 from ..layers.set_recipe import renew_layers
 from ..quantizers import NVFP4Quantizer
 from ..recipe import WEIGHT_SLOT, DelayedScaling, Recipe
@@ -71,6 +72,11 @@ class ScaledWeight:
         """What renews the layer's state."""
         return self.layer._delayed[self.stage.prefix][0]
 
+    def has_begun(self) -> Tensor:
+        """Return whether its layer's state is of steps, as a tensor; one per scale."""
+        full = getattr(self.layer, f"{self.stage.prefix}scale_fwd")
+        return full[: self.layer._groups].any().expand(self.count)
+
     def own(self, mesh: Any) -> range:
         """Return which of its scales are of this rank's shard."""
         held = max(self.gather.members // mesh.size(), 1)
@@ -106,11 +112,16 @@ class WeightScales:
         self.of_shards: Tensor | None = None  # amaxes from the casts
         self.amax: Tensor | None = None  # amaxes of the weights, the same on all ranks
         self.known = False  # both are of the weights as they are
+        self.starts = self.delayed  # no training forward yet: scales follow weights that were written
         self.displaces = False  # the forward that runs has other delayed scales, and no backward
         # delayed scales that the backward of the last forward with one reads, to be handed out again
         self.of_backward: list[tuple[Tensor | None, Tensor | None]] = []
         self.counts = [weight.count for weight in weights]
         self.own = [weight.own(mesh) for weight in weights]
+
+    def start(self, model: nn.Module, args: Any) -> None:
+        """Compute the hook of a load."""
+        self.starts = self.delayed
 
     def renew(self, model: nn.Module, args: Any) -> None:
         """Compute the forward pre-hook, before FSDP2's own."""
@@ -187,8 +198,15 @@ class WeightScales:
             by_rule.setdefault(weight.rule, []).append(index)
         for rule, indices in by_rule.items():
             if rule == "state":  # copies: a layer may renew its state before its backward gathers again
-                scales = torch.cat([self.weights[index].state("scale") for index in indices])
-                self._hand_out(indices, self._fitted(indices, scales) if evaluates else scales)
+                states = [self.weights[index].state("scale") for index in indices]
+                scales = torch.cat(states)
+                if evaluates:
+                    scales = self._fitted(indices, scales)
+                elif self.starts:
+                    begun = torch.cat([self.weights[index].has_begun() for index in indices])
+                    scales = first_scales(scales, self._fitted(indices, scales), begun)
+                    torch._foreach_copy_(states, list(scales.split([len(state) for state in states])))
+                self._hand_out(indices, scales)
                 continue
             amaxes = self._amax().split(self.counts)
             amax = self._amax() if len(by_rule) == 1 else torch.cat([amaxes[index] for index in indices])
@@ -234,6 +252,7 @@ class WeightScales:
         state.
         """
         if self._collects(model):
+            self.starts = False
             amaxes = self._amax().split(self.counts)
             found = [(w.state("amax"), own) for w, own in zip(self.weights, amaxes) if w.delayed]
             torch._foreach_maximum_([amax for amax, _ in found], [own for _, own in found])

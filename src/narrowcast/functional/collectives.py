@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._environment import read_foreign
 from .._tracing import can_check
 from ..upstream.c10d import (
     all_gather_op,
@@ -89,7 +91,7 @@ def parts_of_sum(x: Tensor, group: str | None, scattered: bool) -> tuple[Tensor,
         return gather_rows(x, group).chunk(size)
     check_scatters(x.shape, size)
     rows = [x.shape[0] // size] * size
-    return arrived(all_to_all_op(x.contiguous(), rows, rows, registered_name(group))).chunk(size)
+    return arrived(all_to_all_op(sendable(x), rows, rows, registered_name(group))).chunk(size)
 
 
 def sum_over(x: Tensor, group: str | None) -> Tensor:
@@ -99,12 +101,12 @@ def sum_over(x: Tensor, group: str | None) -> Tensor:
 
 def largest_of(x: Tensor, group: str | None) -> Tensor:
     """Return the largest of every process's ``x``, element by element."""
-    return arrived(_reduce(x.contiguous(), "max", registered_name(group)))
+    return arrived(_reduce(x, "max", registered_name(group)))
 
 
 def smallest_of(x: Tensor, group: str | None) -> Tensor:
     """Return the smallest of every process's ``x``, element by element."""
-    return arrived(_reduce(x.contiguous(), "min", registered_name(group)))
+    return arrived(_reduce(x, "min", registered_name(group)))
 
 
 # -- begun, and waited for where the result is read: what stands between the two runs meanwhile ------------------------
@@ -112,7 +114,7 @@ def smallest_of(x: Tensor, group: str | None) -> Tensor:
 
 def start_gather(x: Tensor, group: str | None) -> Tensor:
     """:func:`gather_rows` of several processes, not to be read before :func:`arrived`."""
-    return all_gather_op(x.contiguous(), group_size(group), registered_name(group))
+    return all_gather_op(sendable(x), group_size(group), registered_name(group))
 
 
 def start_scatter(x: Tensor, group: str | None) -> Tensor:
@@ -123,12 +125,38 @@ def start_scatter(x: Tensor, group: str | None) -> Tensor:
     """
     size = group_size(group)
     check_scatters(x.shape, size)
-    return reduce_scatter_op(x.contiguous(), "sum", size, registered_name(group))
+    return reduce_scatter_op(sendable(x), "sum", size, registered_name(group))
 
 
 def start_sum(x: Tensor, group: str | None) -> Tensor:
     """:func:`sum_over` of several processes, not to be read before :func:`arrived`."""
-    return _reduce(x.contiguous(), "sum", registered_name(group))
+    return _reduce(x, "sum", registered_name(group))
+
+
+def sendable(x: Tensor) -> Tensor:
+    """Return contiguous ``x``, as a collective takes it.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and ``x`` lies in expandable segments: NCCL registers what it
+            sends as one allocation, which it is not, and replays send other memory (pytorch/pytorch#158029). Compiled
+            code is not checked.
+    """
+    if can_check() and x.is_cuda and torch.cuda.is_current_stream_capturing() and _is_misregistered(x):
+        raise RuntimeError(
+            "a CUDA graph captures a collective of memory in expandable segments; its replays would send wrong values "
+            "(pytorch/pytorch#158029): set NCCL_GRAPH_REGISTER=0 before the process group is made, or take "
+            "expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"
+        )
+    return x.contiguous()
+
+
+def _is_misregistered(x: Tensor) -> bool:
+    if read_foreign("NCCL_GRAPH_REGISTER") == "0":
+        return False
+    return any(
+        segment["is_expandable"] and 0 <= x.data_ptr() - segment["address"] < segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+    )
 
 
 def arrived(tensor: Tensor) -> Tensor:
@@ -154,4 +182,4 @@ def registered_name(group: str | None) -> str:
 
 
 def _reduce(x: Tensor, how: str, name: str) -> Tensor:
-    return all_reduce_op(x, how, name)
+    return all_reduce_op(sendable(x), how, name)

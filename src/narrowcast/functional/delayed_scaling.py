@@ -15,7 +15,7 @@ from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
 from .grouped_decoded import ALIGNMENT
 from .numerics import computed_by, numerics_for
-from .recomputation import ASIDE, RUNNING, put_back, read_in_graph, run_now, show
+from .recomputation import ASIDE, RUNNING, fit_first, put_back, read_in_graph, run_now, show
 from .replay import replay_of
 
 # Up to so many states are renewed two per launch. For more, kernels read a table of addresses; else they are joined.
@@ -265,6 +265,7 @@ def _enters_graph(
             show(scales, copies)
     else:
         put_back([*scales, *amaxes])
+        fit_first(scales, amaxes, True)
     return torch.full((1,), starts, dtype=torch.int32, device=scales[0].device)
 
 

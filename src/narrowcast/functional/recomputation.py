@@ -185,6 +185,20 @@ def _write_back(found: list[tuple[Tensor, Tensor] | None]) -> None:
             state.copy_(before)
 
 
+# By address of the amax that a forward collects: what fits first scales of weights to the weights as they are. It is of
+# layers in graphs, until a run counts: a graph may run again after a weight was written, without the host in the layer.
+FIRST: dict[int, Callable[[Tensor], None]] = {}
+
+
+def fit_first(scales: Sequence[Tensor], amaxes: Sequence[Tensor], counts: bool) -> None:
+    """Fit the first scales in the states of a graph that runs; ``counts``: for the last time, because it collects."""
+    if FIRST:
+        for scale, key in zip(scales, [amax.data_ptr() for amax in amaxes]):
+            fit = FIRST.pop(key, None) if counts else FIRST.get(key)
+            if fit is not None:
+                fit(scale)
+
+
 def read_in_graph(
     scales: list[Tensor],
     amaxes: list[Tensor],
@@ -206,8 +220,11 @@ def read_in_graph(
     run, in_backward = run_now(), is_in_backward()
     if run is None and in_backward and recorded:
         raise RuntimeError(UNKNOWN_FORWARD)
+    counts = recorded if run is None else run.collects(recorded)
+    if not in_backward:
+        fit_first(scales, amaxes, counts)
     copies = read() if run is None else run.read(amaxes, read)
-    if not (recorded if run is None else run.collects(recorded)):
+    if not counts:
         set_aside([amax for amax, of_forward in zip(amaxes, collects) if of_forward])
         if in_backward:
             after_backward(_put_all_back)

@@ -29,6 +29,7 @@ from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
+from ..state import scales_of
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
 from .router_record import RouterRecord, table_of
@@ -177,19 +178,21 @@ class _Hooks:
         self, layer: Any, stage: Stage, x: Tensor, seen: Tensor, splits: Tensor | None = None
     ) -> Tensor:
         """Pass on the input of a stage; ``seen`` of it is observed, by groups where there are ``splits``."""
-        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "input")
+        recipe = layer._recipe_in_force()
+        quantizer = _quantizer(layer, recipe, stage, "input")
         if not self.sampling or quantizer is None or isinstance(x, QuantizedTensor):
             return x
-        scale = getattr(layer, f"{stage.prefix}scale_fwd")
+        scale = _scale(layer, recipe, stage, "fwd")
         return _Observed.apply(x, seen, splits, quantizer, scale, getattr(layer, _INPUT))
 
     def observe_gradient(self, layer: Any, stage: Stage, out: Tensor, splits: Tensor | None = None) -> Tensor:
         """Pass on the output of a stage, whose gradient is observed."""
-        quantizer = _quantizer(layer, layer._recipe_in_force(), stage, "grad_output")
+        recipe = layer._recipe_in_force()
+        quantizer = _quantizer(layer, recipe, stage, "grad_output")
         unseen = not out.requires_grad or isinstance(out, QuantizedTensor)
         if not self.sampling or unseen or quantizer is None:
             return out
-        scale = getattr(layer, f"{stage.prefix}scale_bwd")
+        scale = _scale(layer, recipe, stage, "bwd")
         return _ObservedGradient.apply(out, splits, quantizer, scale, getattr(layer, _GRADIENT))
 
 
@@ -213,6 +216,17 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
     if isinstance(quantizer, IdentityQuantizer):
         return None
     return quantizer.with_usage(rowwise=True, columnwise=False)
+
+
+def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> Tensor | None:
+    """Return the scales that the casts of a stage read in a direction; None without delayed scaling."""
+    plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+    delayed = plan.forward_state if direction == "fwd" else plan.backward_state
+    if delayed is None:
+        return None
+    layer._keep_states((stage.prefix,), (plan,))  # under an autocast its first forward would
+    mode = "forward" if direction == "fwd" else "backward"
+    return scales_of([layer._slots(stage.prefix, direction, mode, delayed, False)])[0]
 
 
 class Watch:

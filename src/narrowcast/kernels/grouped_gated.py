@@ -17,19 +17,19 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_codes, magnitude, magnitudes_of_tile, pack_codes, round_to_dtype, to_float32
-from .first_scale import ROWS_AT_ONCE, end_part, own_scales, take_part
 from .grouped_quantize import (
     encoding_scale,
     group_ends,
     groups_of,
     loaded_scales,
     locate,
+    power_of_2,
     raise_amax,
-    scale_of_rows,
     store_inverses,
     store_reciprocals,
 )
 from .launch import INTERPRETING, Launcher
+from .scaling import scale_or_own
 from .sources import Source
 from .tiles import is_wide, store_rows, store_transposed, tile_grid, tile_position
 
@@ -37,6 +37,8 @@ TILE_ROWS = 64
 TILE_COLUMNS = 128
 AMAX_ROWS = 16
 AMAX_COLUMNS = 256
+FIRST_PROGRAMS = 128
+"""That look whether a scale is unknown: more than run at once would make every later cast wait."""
 
 
 @triton.jit
@@ -57,26 +59,14 @@ def _values(
         return y, y
 
 
-@triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "amax_ptr"])
-def _grouped_gated_amax_kernel(
-    x_ptr,
-    grad_ptr,
-    splits_ptr,
-    amax_ptr,
-    T,
-    F,
-    groups,
-    FUNCTION: tl.constexpr,
-    P0: tl.constexpr,
-    P1: tl.constexpr,
-    P2: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def _raise_amaxes(
+    x_ptr, grad_ptr, splits_ptr, amax_ptr, block, T, F, groups, FUNCTION: tl.constexpr, P0: tl.constexpr,
+    P1: tl.constexpr, P2: tl.constexpr, BACKWARD: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Raise every group's amax to the values of a block of rows."""
+    row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     column = tl.arange(0, COLUMNS)[None, :]
     for start in tl.range(0, F, COLUMNS):
@@ -89,6 +79,56 @@ def _grouped_gated_amax_kernel(
             largest = tl.maximum(largest, magnitude(second, EMULATE))
     ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
     raise_amax(amax_ptr, groups_of(row, ends, groups, GROUPS), tl.max(largest, axis=1), groups)
+
+
+@triton.jit(
+    do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "amax_ptr"]
+)
+def _grouped_gated_amax_kernel(
+    x_ptr,
+    grad_ptr,
+    splits_ptr,
+    scale_ptr,
+    amax_ptr,
+    T,
+    F,
+    groups,
+    FIRST: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    P0: tl.constexpr,
+    P1: tl.constexpr,
+    P2: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # FIRST: write scales, in place of negative ones those of the amaxes; if all are known, end at once. The words of
+    # ``first_scale.py`` are so many times ``groups`` apart.
+    if FIRST:
+        scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
+        if not is_unseen:
+            return
+        amaxes = scale_ptr + FIRST * groups
+        for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+            _raise_amaxes(
+                x_ptr, grad_ptr, splits_ptr, amaxes, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS, ROWS,
+                COLUMNS, EMULATE,
+            )  # fmt: skip
+        tl.debug_barrier()  # all threads have raised their amaxes
+        done = (scale_ptr + 3 * FIRST * groups).to(tl.pointer_type(tl.int32))
+        if tl.atomic_add(done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            inside = index < groups
+            bits = amaxes.to(tl.pointer_type(tl.int32)) + index
+            found = tl.atomic_xchg(bits, index * 0, mask=inside, sem="relaxed").to(tl.float32, bitcast=True)
+            tl.store(amax_ptr + index, scale_or_own(scales, found), mask=inside)
+            tl.atomic_xchg(done, 0, sem="relaxed")
+    else:
+        _raise_amaxes(
+            x_ptr, grad_ptr, splits_ptr, amax_ptr, tl.program_id(0), T, F, groups, FUNCTION, P0, P1, P2, BACKWARD,
+            GROUPS, ROWS, COLUMNS, EMULATE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -132,45 +172,19 @@ def _emit(
         store_transposed(transpose_ptr, words, m0, k, rows, rows_left, columns_left, WORDS, EVEN)
 
 
-@triton.jit
-def _own_scales(
-    scales, index, x_ptr, grad_ptr, splits_ptr, scale_ptr, stride, rows, shape, FUNCTION: tl.constexpr,
-    P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, BACKWARD: tl.constexpr, ALIGNMENT: tl.constexpr,
-    GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
-):  # fmt: skip
-    """Return the scales of all groups, and instead of negative ones those of the amaxes."""
-    F, groups = shape[1], shape[2]
-    columns = tl.maximum(tl.cdiv(F, TILE_COLUMNS), 1)
-    parts = (tl.cdiv(rows, TILE_ROWS) * columns).to(tl.int32)
-    part = take_part(scale_ptr, stride)
-    while part < parts:
-        m = (part // columns).to(tl.int64) * TILE_ROWS
-        k = (part % columns).to(tl.int64) * TILE_COLUMNS
-        for row in range(0, tl.minimum(rows - m, TILE_ROWS).to(tl.int32), ROWS_AT_ONCE):
-            tile = _load(
-                x_ptr, grad_ptr, splits_ptr, m + row, k, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS,
-                ROWS_AT_ONCE, TILE_COLUMNS, EMULATE,
-            )  # fmt: skip
-            largest = magnitudes_of_tile(tile[0], tile[1], BACKWARD, EMULATE)
-            raise_amax(scale_ptr + stride, tile[2], tl.max(largest, axis=1), groups)
-        end_part(scale_ptr, stride)
-        part = take_part(scale_ptr, stride)
-    return own_scales(scales, scale_ptr, stride, parts, index, index < groups)
-
-
 @triton.jit(
     do_not_specialize=["groups", "band_bits"],
-    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "own_ptr", "scale_inv_ptr", "amax_ptr"],
 )
 def _grouped_gated_cast_kernel(
-    x_ptr, grad_ptr, splits_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, F, rows, groups,
-    band_bits, epsilon, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    x_ptr, grad_ptr, splits_ptr, scale_ptr, own_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, F, rows,
+    groups, band_bits, epsilon, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     BACKWARD: tl.constexpr, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
     CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
     ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    # ``rows``: of the transposed codes, all groups padded. FIRST: as in ``grouped_quantize``.
+    # ``rows``: of the transposed codes, all groups padded. FIRST: scales may be negative, and are in ``own_ptr`` then.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
@@ -180,36 +194,15 @@ def _grouped_gated_cast_kernel(
         rows = rows.to(tl.int64)
         F = F.to(tl.int64)
     shape = T, F, groups
-    # Registers are short in the forward if scales that may be unknown come after the tile, in the backward if before.
-    EARLY: tl.constexpr = FIRST == 0 or BACKWARD
-    if EARLY:
-        firsts, seconds, group, source, left = _load(
-            x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
-            TILE_COLUMNS, EMULATE,
-        )  # fmt: skip
-    if FIRST:
-        scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
-        if is_unseen:
-            scales = _own_scales(
-                scales, index, x_ptr, grad_ptr, splits_ptr, scale_ptr, FIRST * groups, rows, shape, FUNCTION, P0, P1,
-                P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS, TILE_COLUMNS, EMULATE,
-            )  # fmt: skip
-            if EARLY:  # once more, so that its registers are free until here
-                firsts, seconds, group, source, left = _load(
-                    x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS,
-                    TILE_ROWS, TILE_COLUMNS, EMULATE,
-                )  # fmt: skip
-    if not EARLY:
-        firsts, seconds, group, source, left = _load(
-            x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
-            TILE_COLUMNS, EMULATE,
-        )  # fmt: skip
+    firsts, seconds, group, source, left = _load(
+        x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
+        TILE_COLUMNS, EMULATE,
+    )  # fmt: skip
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
     loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
     if FIRST:
-        if is_unseen:
-            loaded = scale_of_rows(scales, index, group, groups)
+        loaded = tl.load(own_ptr + group, mask=loaded < 0.0, other=loaded)
     scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
     if AMAX:
         largest = magnitudes_of_tile(firsts, seconds, BACKWARD, EMULATE)
@@ -226,6 +219,9 @@ def _grouped_gated_cast_kernel(
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         if FIRST:
+            scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
+            if is_unseen:
+                scales = tl.load(own_ptr + index, mask=index < groups, other=1.0)
             store_reciprocals(scale_inv_ptr, scales, index, groups)
         else:
             store_inverses(
@@ -246,16 +242,32 @@ def _operands(source: Source) -> tuple[tuple[Tensor, Tensor], int, tuple[Any, ..
 
 def amaxes(source: Source, splits: Tensor, groups: int) -> Tensor:
     """Return ``grouped_quantize.amaxes`` of what the source computes."""
-    operands, F, function = _operands(source)
     amax = torch.zeros(groups, dtype=torch.float32, device=source.device)
-    T = source.shape[0]
-    if T * F:
-        _amax(
-            (cdiv(T, AMAX_ROWS), 1, 1),
-            (*operands, splits, amax, T, F, groups),
-            (*function, triton.next_power_of_2(max(groups, 1)), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
-        )
+    _measure(source, splits, amax, amax, groups, 0)
     return amax
+
+
+def _own_scales(source: Source, splits: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """Return scales, in place of negative ones those of the amaxes; if none of a group with rows is negative, anything.
+
+    A launch of its own, which ends at once then: with what this takes in the cast, as ``first_scale.py`` has it, every
+    later cast keeps fewer programs on a multiprocessor, and takes up to 21% longer.
+    """
+    own = torch.empty(groups, dtype=torch.float32, device=source.device)
+    _measure(source, splits, scale, own, groups, scale.stride(0) // max(groups, 1))
+    return own
+
+
+def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups: int, first: int) -> None:
+    operands, F, function = _operands(source)
+    T = source.shape[0]
+    programs = min(cdiv(T, AMAX_ROWS), FIRST_PROGRAMS if first else T)
+    if groups:
+        _amax(
+            (max(programs, 1), 1, 1),
+            (*operands, splits, scale, out, T, F, groups),
+            (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+        )
 
 
 def _run(
@@ -277,20 +289,21 @@ def _run(
         source.shape, source.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
-        first = scale.stride(0) // groups if scale.dim() == 2 else 0
+        first = scale.dim() == 2
+        own = _own_scales(source, splits, scale, groups) if first else scale
         # One program at least, which writes the scales.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(F, TILE_COLUMNS), 1))
         absent = operands[0]  # the constants keep the kernel from touching it
         _cast(
             (across, down, 1),
             (
-                *operands, splits, scale, absent if data is None else data,
+                *operands, splits, scale, own, absent if data is None else data,
                 absent if transpose is None else transpose, scale_inv, scale if amax is None else amax, T, F, rows,
                 groups, band_bits, float(epsilon),
             ),
             (
                 *function, fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
-                power_2 and current, first, alignment, triton.next_power_of_2(max(groups, 1)), TILE_ROWS, TILE_COLUMNS,
+                power_2 and current, first, alignment, power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
                 rows % TILE_ROWS == 0 and F % TILE_COLUMNS == 0, rows % 4 == 0, is_wide(rows, 2 * F), INTERPRETING,
             ),
         )  # fmt: skip

@@ -394,7 +394,7 @@ def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
         _amax(
             (cdiv(T, AMAX_ROWS), 1, 1),
             (x, amax if splits is None else splits, amax, T, K, size, groups),
-            (splits is not None, _power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+            (splits is not None, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
         )
     return amax
 
@@ -431,7 +431,7 @@ def _run_cast(
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
-                power_2 and current, first, splits is not None, alignment, _power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
+                power_2 and current, first, splits is not None, alignment, power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
                 even, rows % 4 == 0, is_wide(rows, K), INTERPRETING,
             ),
         )  # fmt: skip
@@ -506,12 +506,13 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
             _fold(
                 (tiles * blocks, 1, 1),
                 (x, splits, sums, x.shape[0], K, tiles, groups),
-                (done, _power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
+                (done, power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
             )
         if most <= 1:
             return sums
         x, done = sums, done + 1
 
 
-def _power_of_2(groups: int) -> int:
+def power_of_2(groups: int) -> int:
+    """Return how many groups a kernel is compiled for: a power of two, at least as many."""
     return triton.next_power_of_2(max(groups, 1))

@@ -52,7 +52,7 @@ from ..state import (
 )
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state, wrong_value
-from .fitted_scales import fit_first_scales, fit_in_evaluation, forget_first_scales
+from .fitted_scales import fit_first_scales, fit_in_evaluation, fit_in_graphs, forget_first_scales
 from .parameters import largest_magnitude
 from .read_scales import States, by_stage, copies_of, traced_copies
 from .recipe_owner import RecipeOwner, forget_ended_roots
@@ -458,10 +458,6 @@ class DelayedLayer(RecipeOwner):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for stage, states in self._delayed.items():  # a history in this recipe's length
-            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if saved:  # a state without history is that of a layer before its first step, and so it goes on
             self.__dict__["_starts"] = True
             for stage in self._stage_names:
@@ -470,6 +466,10 @@ class DelayedLayer(RecipeOwner):
                         own_buffers(self)[name] for name in _buffer_names(stage, direction)
                     )
                     forget_first_scales(scale, history, amax, kinds)
+        for stage, states in self._delayed.items():  # a history in this recipe's length
+            for delayed, (direction, mode, kinds) in zip(states, _DIRECTIONS):
+                if delayed is not None:
+                    self._fit_buffers(stage, direction, mode, len(kinds) * self._groups, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
@@ -494,7 +494,7 @@ class DelayedLayer(RecipeOwner):
             wrong = wrong_value(key, tensor)
             if wrong is not None:
                 return [
-                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, and they and amax not negative"
+                    f"{prefix + key} holds {wrong}; a checkpoint's scales are finite, a weight's above 0, none below"
                 ]
         for key, tensor in saved.items():
             ours = own_buffers(self)[key]
@@ -584,5 +584,5 @@ def _keep_states_while_tracing(context: Any) -> None:
     for prefix, (forward, backward) in zip(prefixes, states):
         layer._keep_state(prefix, forward, backward, roots, tracing=True)
     if layer._starts and layer.training and starts_a_step():
-        layer._fit_first_scales(prefixes, plans)
+        fit_in_graphs(layer, prefixes, plans)
         layer.__dict__["_has_trained"] = True

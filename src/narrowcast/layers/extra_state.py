@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT
 from ..upstream.tensors import REBUILD_TENSOR, rebuild_tensor
 
 EXTRA_STATE = "_extra_state"
@@ -142,8 +143,14 @@ def delayed_state(
 
 
 def wrong_value(name: str, saved: Tensor) -> float | None:
-    """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are."""
+    """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are.
+
+    A scale of 0 is that of a tensor of which nothing was seen. No weight is: optimizers and shards cast with its scale.
+    """
     if saved.is_meta:
         return None
     wrong = saved < 0 if "amax" in name else ~(saved.isfinite() & (saved >= 0))
+    if name.endswith("scale_fwd"):
+        weights = wrong.view(len(FORWARD_TENSOR_TYPES), -1)[WEIGHT_SLOT]
+        weights |= saved.view(len(FORWARD_TENSOR_TYPES), -1)[WEIGHT_SLOT] == 0
     return saved[wrong][0].item() if wrong.any() else None

@@ -7,16 +7,21 @@ earlier one. So these two look at the weight itself: one pass more over it.
 
 from __future__ import annotations
 
-from typing import Protocol
+import weakref
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .._tracing import PLAIN
 from ..autograd import DelayedScales
 from ..functional import fit_to_weights
+from ..functional.recomputation import FIRST
 from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT, DelayedScaling, LinearPlan
 from ..state import DelayedSlots, asks_callables, fp8_max
 from ..tensors import GroupedTensor, QuantizedTensor
+from ..upstream.autograd import version_preserved
 from ..upstream.fsdp import is_distributed
 
 _ROUNDED = 2**-7
@@ -49,9 +54,41 @@ def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots
     """Let first scales follow weights that were written since, unless steps have told others."""
     if not slots.scale.is_meta:
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
-        is_alike = (fitted / slots.scale - 1).abs() < _ROUNDED
-        slots.scale.copy_(torch.where(is_alike | slots.has_begun(), slots.scale, fitted))
+        slots.scale.copy_(first_scales(slots.scale, fitted, slots.has_begun()))
+
+
+def first_scales(scale: Tensor, fitted: Tensor, has_begun: Tensor) -> Tensor:
+    """Return scales of the weights as they are instead of known ones, unless these are of steps."""
+    # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
+    is_alike = (fitted / scale - 1).abs() < _ROUNDED
+    return torch.where(is_alike | has_begun, scale, fitted)
+
+
+def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+    """Let first scales follow the weights of a layer that is traced: now, and in its graphs until a run counts.
+
+    Args:
+        layer: a ``DelayedLayer``.
+    """
+    for prefix, plan in zip(prefixes, plans):
+        if plan.forward_state is None:
+            continue
+        slots = layer._slots(prefix, "fwd", "forward", plan.forward_state)
+        fit_first_scales(layer, prefix, plan, slots)
+        if type(slots.amax) in PLAIN and not slots.amax.is_meta:
+            key = slots.amax.data_ptr()
+            FIRST[key] = partial(_fit_in_graph, weakref.ref(layer), prefix, plan, key)
+
+
+def _fit_in_graph(known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: int, scale: Tensor) -> None:
+    """``scale``: the state's, which a graph around a model may have copied."""
+    layer: Any = known()
+    slots = None if layer is None else layer._slots(prefix, "fwd", "forward", plan.forward_state)
+    if slots is None or slots.amax is None or slots.amax.data_ptr() != key:  # it is gone, or was moved
+        FIRST.pop(key, None)
+        return
+    with torch.inference_mode(False), version_preserved([scale]):
+        fit_first_scales(layer, prefix, plan, slots._replace(scale=scale))
 
 
 _FIRST = (1.0, 16.0, 512.0, 65536.0)

@@ -82,7 +82,6 @@ class Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, row_map: Tensor) -> Tensor:
         ctx.rows = rows.shape[0]
-        ctx.weighted = weights is not None
         if weights is None:
             ctx.save_for_backward(row_map)
             return moe_collect(rows, row_map, None)
@@ -92,11 +91,11 @@ class Unpermute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        grad, row_map = plain_gradient(grad), ctx.saved_tensors[0]
-        positions = moe_positions(row_map, ctx.rows)
-        if not ctx.weighted:
+        row_map, *weighted = ctx.saved_tensors  # once: a checkpoint hands out no tensor twice
+        grad, positions = plain_gradient(grad), moe_positions(row_map, ctx.rows)
+        if not weighted:
             return moe_spread(grad, positions, row_map.shape[1]), None, None
-        _, rows, weights = ctx.saved_tensors
+        rows, weights = weighted
         drows, sums = moe_collect_backward(grad, rows, positions, weights.float())
         return drows, read(sums, row_map).to(weights.dtype), None
 

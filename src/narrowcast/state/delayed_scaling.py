@@ -156,6 +156,8 @@ def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
     known = [(owner, of_owner) for owner, of_owner in zip(owners, states) if of_owner]
     if not known:
         return []
+    # what a graph without gradients has collected does not count
+    put_back([buffer for _, of_owner in known for slots in of_owner for buffer in (slots.scale, slots.amax)])
     device, found = known[0][1][0].scale.device, []
     amaxes = [torch.cat([slots.amax for slots in of_owner]).amax().to(device) for _, of_owner in known]
     for (owner, of_owner), has_collected in zip(known, (torch.stack(amaxes) != 0).tolist()):

@@ -93,7 +93,8 @@ class Trainer:
             self.corpus, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed, step=index
         )
         parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
-        if self._delayed and index == 0:  # a run that goes on has its scales from the checkpoint
+        # ranks need common scales; one process has the same history. A run that goes on has them from the checkpoint
+        if self._delayed and index == 0:
             nc.calibrate_delayed_scaling(self.model, lambda: self._backward(parts[0], sums_gradients=True))
         if (
             self.config.step_in_backward and self._steps is None
