@@ -148,3 +148,19 @@ def test_an_optimizer_writes_their_codes(
             assert len(quantized) == before or not experts.codes_are_written
         made.append([*found, *(parameter.sum().item() for parameter in experts.parameters())])
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_first_step_follows_weights_that_were_written(whole: bool) -> None:
+    """Of both linear layers, also where the experts are called without the model that has the recipe."""
+    results = []
+    for recipe in (nc.recipe.DelayedScaling(), nc.recipe.Float8CurrentScaling()):
+        torch.manual_seed(0)
+        model = nc.convert(nn.Sequential(Llama4TextExperts()), recipe)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(30.0)
+        y = (model if whole else model[0])(torch.randn(4 * 7, 32))
+        (y / y.detach().norm()).sum().backward()
+        results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -71,6 +73,32 @@ def step(model: nn.Module, x: Tensor) -> Results:
     return {"y": y.detach(), **{name: grad.clone() for name, grad in whole.items()}}
 
 
+def written_afterwards(mesh: Any, recipe: str, x: Tensor) -> tuple[Results, list[int]]:
+    """A step with experts that were written after their parameters were sharded; what the sizes of the state are."""
+    model = model_of(recipe)
+    nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(4.0)
+    return step(model, x), [value.shape[-1] for name, value in model.named_buffers() if "scale" in name]
+
+
+def resumed(mesh: Any, recipe: str, x: Tensor, folder: str) -> tuple[Results, list[str], list[str]]:
+    """A step after a checkpoint was loaded, its keys, and what was told."""
+    models = [model_of(recipe) for _ in range(2)]
+    for model in models:
+        nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
+    step(models[0], x)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    nc.distributed.save_checkpoint(f"{folder}/{recipe}", models[0], optimizers[0])
+    step(models[1], 100 * x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        nc.distributed.load_checkpoint(f"{folder}/{recipe}", models[1], optimizers[1])
+    return step(models[1], x), [*models[1].state_dict()], [str(one.message) for one in told]
+
+
 def work(rank: int) -> Any:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -93,6 +121,10 @@ def work(rank: int) -> Any:
                 name: value.clone() for name, value in get_model_state_dict(model, options=options).items()
             }
             results["local"] = sum(one.to_local().numel() for one in experts), len(experts)
+    results["written"] = [written_afterwards(mesh, recipe, batch(own)) for recipe in ("delayed", "current")]
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    results["resumed"] = [resumed(mesh, recipe, batch(own), folder[0]) for recipe in ("delayed", "current")]
     model = model_of("current")
     nc.distributed.expert_parallel(model, mesh, average_gradients=False, quantizer=None, align_size=16)
     results["summed"] = step(model, batch(own))["blocks.0.experts.down_proj"]
@@ -125,6 +157,24 @@ def test_gradients_may_be_summed(ranks: list[Any]) -> None:
     for rank in ranks:
         averaged = rank["current"][0]["blocks.0.experts.down_proj"]
         assert_close(rank["summed"] / WORLD, averaged, "fp8_flips")
+
+
+def test_a_first_step_follows_experts_that_were_written_afterwards(ranks: list[Any]) -> None:
+    """As those of a checkpoint are: under delayed scaling it is that of current scaling."""
+    for rank in ranks:
+        (delayed, sizes), (current, _) = rank["written"]
+        assert delayed.keys() == current.keys() and set(sizes) == {3 * 4 // WORLD, 2 * 4 // WORLD}
+        for name, value in current.items():
+            assert torch.equal(delayed[name], value), name
+
+
+def test_scales_of_experts_begin_anew_after_a_checkpoint(ranks: list[Any]) -> None:
+    """Every rank has those of its experts, and a checkpoint would hold those of one rank."""
+    for rank in ranks:
+        (delayed, keys, told), (current, others, _) = rank["resumed"]
+        assert keys == others and any("experts; its scales start anew" in one for one in told)
+        for name, value in current.items():
+            assert torch.equal(delayed[name], value), name
 
 
 def test_checkpoints_are_those_of_the_model(ranks: list[Any]) -> None:

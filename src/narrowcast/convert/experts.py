@@ -100,12 +100,22 @@ class StackedExpertsLayer(LinearLayer):
         """
         # no submodule: it has no parameters, and the names of the model stay
         vars(self).update(_exchange=exchange, _gradient_factor=gradient_factor)
-        self._groups = exchange.num_local_experts
-        self.reset_delayed_scaling()
+        self._groups, states = exchange.num_local_experts, self._delayed
+        self._delayed = {}
+        for name in self._state_names():  # of this rank's experts; a checkpoint would hold those of one rank
+            self.register_buffer(name, None, persistent=False)
+        for prefix, delayed in states.items():
+            self._keep_state(prefix, *delayed)
 
     def _parts_of(self, name: str) -> list[Tensor]:
         parts: list[Any] = super()._parts_of(name)
         return parts if self._exchange is None else [part.to_local() for part in parts]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self._exchange is not None:  # of all experts, or of another rank's
+            state = {prefix + name for name in self._state_names()}
+            state_dict = {key: value for key, value in state_dict.items() if key not in state}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def takes_codes(self) -> bool:
         return super().takes_codes() and self._exchange is None and not self.stack_of(self).transposed
