@@ -389,7 +389,8 @@ class Rule:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("how", ["set_recipe", "parts", "own", "autocast"])
 @pytest.mark.parametrize(
-    "between", ["nothing", "copy", "evaluation", "another evaluation", "no gradients", "step"]
+    "between",
+    ["nothing", "copy", "evaluation", "another evaluation", "no gradients", "step", "step, evaluation"],
 )
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_forward_reads_the_scale_of_the_rule_in_force(
@@ -417,6 +418,11 @@ def test_a_forward_reads_the_scale_of_the_rule_in_force(
         parts = list(model) if how == "parts" else [model]
         return [torch.compile(part, backend="eager") if compiles else part for part in parts]
 
+    def run_evaluation(recipe: Any) -> None:
+        model.eval()
+        run(torch.ones(2, 7), recipe)
+        model.train()
+
     calls = calls_of(model)
     for step, magnitude in enumerate((1.0, 8.0, 0.1, 0.2, 3.0, 0.1, 0.3)):
         x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
@@ -425,18 +431,18 @@ def test_a_forward_reads_the_scale_of_the_rule_in_force(
                 model = copy.deepcopy(model)
                 calls = calls_of(model)
             elif between in ("evaluation", "another evaluation"):
-                model.eval()
-                run(3 * x, third if between != "evaluation" else None)
-                model.train()
+                run_evaluation(third if between != "evaluation" else None)
             elif between == "no gradients":
                 with torch.no_grad():
                     run(3 * x, None)
                 if how != "autocast":
                     rule.begin(own)
-            elif between == "step" and how != "autocast":
+            elif how != "autocast" and between.startswith("step"):
                 rule.begin(own)
                 run(3 * x, None).square().sum().backward()
                 rule.pending = float(3 * x.abs().max())
+                if between != "step":
+                    run_evaluation(third)
         wanted = rule.begin(outer)
         run(x, outer).square().sum().backward()
         rule.pending = float(x.abs().max())

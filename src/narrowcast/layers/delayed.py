@@ -137,7 +137,7 @@ class DelayedLayer(RecipeOwner):
         if forward is None and backward is None and known is not None:
             return
         unknown = state.depth and f"{state.thread} {state.number}" not in self._registered_with
-        if unknown and (forward or backward) and (tracing or starts_a_step()):
+        if unknown and self.training and (forward or backward) and (tracing or starts_a_step()):
             self._register_with(state)
         known = self._delayed.get(prefix)
         if stays or (known is not None and known[0] is forward and known[1] is backward):
@@ -164,10 +164,10 @@ class DelayedLayer(RecipeOwner):
         self.__dict__["_registered_with"] = (*kept, f"{state.thread} {state.number}")
         register_delayed(self)
         recipe = state.recipe or state.calibrating
-        if recipe is not None and self.training and starts_a_step():
+        if recipe is not None and starts_a_step():
             self._keep_state_of(recipe)
         keeps_scales = any(context.graph for context in state.entered)
-        if is_new and state.recipe is not None and not keeps_scales and self.training and starts_a_step():
+        if is_new and state.recipe is not None and not keeps_scales and starts_a_step():
             renew([self])
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
@@ -206,7 +206,8 @@ class DelayedLayer(RecipeOwner):
             while_tracing(_keep_states_while_tracing)
         # another layer, which a graph fits too, registers by being traced as well: a copy, or one that was loaded.
         # Under an autocast that the graph itself enters, the graph renews
-        if THREAD.state.depth and not THREAD.state.traced and by not in self._registered_with:
+        known = not self.training or by in self._registered_with
+        if THREAD.state.depth and not THREAD.state.traced and not known:
             raise RuntimeError(
                 "an autocast does not know a layer that is traced under it; report this with the code"
             )

@@ -190,7 +190,7 @@ def _keep_state_in_force(layers: list[DelayedLayer]) -> None:
     depth, of_autocast = THREAD.state.depth, THREAD.state.recipe
     for layer in layers:
         in_force = of_autocast if depth else layer.recipe if layer._registered_with else None
-        if isinstance(in_force, (DelayedScaling, CustomRecipe)):
+        if layer.training and isinstance(in_force, (DelayedScaling, CustomRecipe)):
             layer._keep_state_of(in_force)
 
 
