@@ -643,9 +643,10 @@ class World:
     def _change_recipe(self, described: Program | None) -> None:
         if self.torchs or self.stored or described is None:
             return
-        if self.program["how"] == "autocast":
-            self._renew()  # by the rule that was in force: a copy does not know it
-        self.recipe = recipe_of(described)
+        recipe = recipe_of(described)
+        if self.program["how"] == "autocast" or recipe is None:
+            self._renew()  # by the rule that was in force: a copy, or one without a recipe, does not know it
+        self.recipe = recipe
         if self.program["how"] != "autocast":
             self._give(self.recipe)
         if self.measure is not None:
