@@ -84,7 +84,7 @@ def _fit_in_graph(known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: i
     """``scale``: the state's, which a graph around a model may have copied."""
     layer: Any = known()
     slots = None if layer is None else layer._slots(prefix, "fwd", "forward", plan.forward_state)
-    if slots is None or slots.amax is None or slots.amax.data_ptr() != key:  # it is gone, or was moved
+    if layer is None or slots is None or slots.amax is None or slots.amax.data_ptr() != key:  # gone, or moved
         FIRST.pop(key, None)
         return
     with torch.inference_mode(False), version_preserved([scale]):
