@@ -232,3 +232,25 @@ def _reentrant_grad(y: Tensor, x: Tensor) -> tuple[Tensor]:
     y.square().sum().backward()  # the reentrant form knows no autograd.grad
     assert x.grad is not None
     return (x.grad,)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("index", range(4))
+def test_recomputation_does_not_go_by_an_evaluation_since(index: int, kind: str, use_reentrant: bool) -> None:
+    """In high precision, between the forward and its backward."""
+    found = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        layer = make_layers()[index]
+        x = torch.randn(16, 32, requires_grad=True)
+        with nc.autocast(recipe=RECIPES[kind]):
+            y = checkpoint(layer, x, use_reentrant=use_reentrant)
+        if evaluates:
+            layer.eval()
+            with torch.no_grad():
+                layer(x)
+            layer.train()
+        y.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert all(map(torch.equal, *found))

@@ -150,7 +150,7 @@ def _gradients(
     return [grad.to(parameters[0].device) for grad in used], value.item()
 
 
-_REMEMBERED = ("_recipe", "_last_recipe", "_renewed_by_root", "_root")
+_REMEMBERED = ("_recipe", "_last_recipe", "_trained_under", "_renewed_by_root", "_root")
 
 
 @contextmanager

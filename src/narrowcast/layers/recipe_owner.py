@@ -24,12 +24,13 @@ class RecipeOwner(nn.Module):
 
     _recipe: Recipe | None
     _last_recipe: Recipe | None
+    _trained_under: Recipe | None  # of the last forward in training mode
     # the model that set_recipe was called with renews this layer's delayed scaling
     _renewed_by_root: bool = False
     _root: str | None = None  # which one: only while its forward runs; None: always
 
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
-        self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
+        self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -48,7 +49,8 @@ class RecipeOwner(nn.Module):
     def _recipe_in_force(self) -> Recipe | None:
         """Return the recipe of this forward.
 
-        One that runs inside a backward, outside any autocast, is a recomputation, and goes by the last forward.
+        One that runs inside a backward, outside any autocast, is a recomputation, and goes by the last forward; in
+        training mode by the last one in training mode, which an evaluation in between is not.
         """
         state = THREAD.state
         depth = state.depth
@@ -57,11 +59,13 @@ class RecipeOwner(nn.Module):
             while_tracing(_check_while_tracing)
             return recipe
         if not depth and graph_task_id() != -1:  # in a backward
-            return self._last_recipe
+            return self._trained_under if self.training else self._last_recipe
         if recipe is not self._last_recipe:
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)
             self.__dict__["_last_recipe"] = recipe
+        if recipe is not self._trained_under and self.training:
+            self.__dict__["_trained_under"] = recipe
         return recipe
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +74,8 @@ class RecipeOwner(nn.Module):
 
         And without the model, of which the copy need not be a part.
         """
-        return {**self.__dict__, "_last_recipe": self._recipe, "_renewed_by_root": False, "_root": None}
+        last = dict.fromkeys(("_last_recipe", "_trained_under"), self._recipe)
+        return {**self.__dict__, **last, "_renewed_by_root": False, "_root": None}
 
 
 def forget_ended_roots() -> None:
@@ -96,9 +101,12 @@ def _check_while_tracing(context: Any) -> None:
     forget_ended_roots()  # before traced code reads and guards them
     layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
     recomputes = graph_task_id() != -1
-    if recomputes and not depth and recipe != layer._last_recipe:
+    last = layer._trained_under if layer.training else layer._last_recipe
+    if recomputes and not depth and recipe != last:
         raise RuntimeError(
             f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it; give it its "
             "own recipe (narrowcast.set_recipe), compile the checkpoint, too, or enter autocast inside it"
         )
     layer.__dict__["_last_recipe"] = recipe
+    if layer.training:
+        layer.__dict__["_trained_under"] = recipe

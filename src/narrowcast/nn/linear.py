@@ -258,8 +258,9 @@ class Linear(LinearLayer, nn.Linear):
         """
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)
-        if not (torch.compiler.is_compiling() or fp8_output or fp8_grad) and self._last_recipe is None:
-            out = self._as_torch(inp)
+        if not (torch.compiler.is_compiling() or fp8_output or fp8_grad):
+            last = self._trained_under if self.training else self._last_recipe
+            out = self._as_torch(inp) if last is None else None
             if out is not None:
                 return out
         weight, learned_bias = self._whole("weight"), self._whole("bias")
