@@ -82,6 +82,8 @@ def test_absent_names_say_what_replaces_them(te: Any) -> None:
         from transformer_engine.pytorch import initialize_ub  # noqa: F401
     with pytest.raises(ImportError, match=r"torch\.distributed\.all_reduce"):
         from transformer_engine.pytorch.distributed import symmetric_all_reduce  # noqa: F401
+    with pytest.raises(ImportError, match="saved activations are not scattered, give the recipe saved_activ"):
+        from transformer_engine.pytorch.distributed import prepare_te_modules_for_fsdp  # noqa: F401
     with pytest.raises(ImportError, match=r"narrowcast is for PyTorch"):
         importlib.import_module("transformer_engine.jax")
     with pytest.raises(AttributeError, match=r"use torch\.optim\.Muon"):

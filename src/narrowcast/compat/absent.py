@@ -41,7 +41,8 @@ ABSENT: dict[str, str] = {
     "activation_recompute_forward": _CHECKPOINT,
     "get_workspace": _CPP,
     "get_dummy_wgrad": _CPP,
-    "prepare_te_modules_for_fsdp": "FSDP takes the layers as they are; see narrowcast.distributed.shard",
+    "prepare_te_modules_for_fsdp": "narrowcast.distributed.shard takes layers as they are; saved activations are not "
+    'scattered, give the recipe saved_activations="fp8"',
     "symmetric_all_reduce": "use torch.distributed.all_reduce",
     "custom_gemm": "layers call the qgemm of a quantizer that has one",
     "nvfp4_linear_fp8_dpa_factory": _DPA,

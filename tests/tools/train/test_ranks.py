@@ -27,7 +27,7 @@ SHAPE = (
 EVERY = "--eval-every 3 --eval-batches 2 --save-every 3 --lr 2e-3 --device cpu"
 # what is trained by one process and by two
 CASES = {
-    "delayed": "--recipe delayed",
+    "delayed": "--recipe delayed --accumulate 2",
     "tied": "--recipe bf16 --tie-embeddings --accumulate 2 --recompute",
 }
 ROUNDING = 0.1  # of one step after the other; rows in a wrong order are off by more than 1
