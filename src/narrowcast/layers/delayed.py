@@ -123,8 +123,7 @@ class DelayedLayer(RecipeOwner):
 
         Args:
             roots: of a forward, the models whose forward is traced.
-            tracing: an equal recipe object does not take the place of the one that is kept: guards that the compiler
-                has made on that object would fail at once.
+            tracing: a traced forward registers, whatever it begins.
         Raises:
             RuntimeError: the model that renews the state has begun its forward under another rule.
         """
@@ -142,14 +141,13 @@ class DelayedLayer(RecipeOwner):
         known = self._delayed.get(prefix)
         if stays or (known is not None and known[0] is forward and known[1] is backward):
             return
-        if known != wanted:
-            for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
-            if not state.depth:
-                self.__dict__["_registered_with"] = ()  # no graph of an autocast fits these rules
-        elif tracing:
+        if known == wanted:  # guards that the compiler has made on the object that is kept would fail at once
             return
+        for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
+            if delayed is not None:
+                self._fit_buffers(prefix, direction, mode, len(kinds) * self._groups, delayed)
+        if not state.depth:
+            self.__dict__["_registered_with"] = ()  # no graph of an autocast fits these rules
         self._delayed[prefix] = (forward, backward)
 
     def _register_with(self, state: AutocastState) -> None:
