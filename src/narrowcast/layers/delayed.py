@@ -365,7 +365,8 @@ class DelayedLayer(RecipeOwner):
         if run is None and self.training and recorded and not starts:
             raise RuntimeError(UNKNOWN_FORWARD)
         if self._starts and self.training and starts:
-            if renews and prefixes[0] == next(iter(self._stage_names)):  # of an earlier forward
+            begins = len(prefixes) > 1 or prefixes[0] == next(iter(self._stage_names))
+            if renews and begins:  # of an earlier forward
                 warn_of_saturation([self])
             self._fit_first_scales(prefixes, plans)
             self.__dict__["_has_trained"] = True
