@@ -24,6 +24,13 @@ pytestmark = [
 ]
 
 
+# "recent" has another scale after every step
+RECIPES = {
+    **QUANTIZED,
+    "recent": nc.recipe.DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent"),
+}
+
+
 @pytest.fixture(autouse=True)
 def one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -43,12 +50,15 @@ class Refusing(nn.Sequential):
         return y
 
 
-def make(recipe: str = "delayed", sharded: bool = True, reshard: bool | None = False) -> Any:
+def make(
+    recipe: str = "delayed", sharded: bool = True, reshard: bool | None = False, block: bool = True
+) -> Any:
+    """``block``: the first layer is sharded by itself, else with the model."""
     torch.manual_seed(0)
     model = Refusing(nc.Linear(64, 64, device="cpu"), nc.Linear(64, 64, device="cpu"))
-    nc.set_recipe(model, QUANTIZED[recipe])
+    nc.set_recipe(model, RECIPES[recipe])
     if sharded:
-        shard(model, blocks=[model[0]], reshard_after_forward=reshard)
+        shard(model, blocks=[model[0]] if block else [], reshard_after_forward=reshard)
     return model
 
 
@@ -81,11 +91,12 @@ def evaluated(model: Any, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("between", [unwatched, refused, evaluated])
 @pytest.mark.parametrize("reshard", [None, False, True])
-def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool | None) -> None:
+@pytest.mark.parametrize("block", [True, False], ids=["a block", "whole"])
+def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool | None, block: bool) -> None:
     """Also where weights stay gathered, and a forward in between has renewed the scales."""
     gradients: list[list[torch.Tensor]] = []
     for sharded in (False, True):
-        model, found = make(sharded=sharded, reshard=reshard), []
+        model, found = make("recent", sharded, reshard, block), []
         for step in range(4):
             loss = model(batch(step)).square().mean()
             between(model, 7 * batch(step))

@@ -61,6 +61,7 @@ TESTED_BY = {
     ),
     "FSDPParamGroup.fsdp_params": _OF_A_GROUP,
     "FSDPParamGroup.reduce_grads": _OF_A_GROUP,
+    "FSDPParamGroup.mesh_info": _OF_A_GROUP,
     "FSDPParamGroup.post_forward_mesh_info": _OF_A_GROUP,
     "FSDPParamGroup.reshard_after_backward": _OF_A_GROUP,
     "FSDPParamGroup._all_reduce_hook": _OF_A_GROUP,

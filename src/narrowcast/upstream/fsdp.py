@@ -73,6 +73,7 @@ _ATTRIBUTES = {
     for name in (
         "fsdp_params",
         "reduce_grads",
+        "mesh_info",
         "post_forward_mesh_info",
         "reshard_after_backward",
         "_all_reduce_hook",
@@ -86,11 +87,33 @@ _SHARDED_PARAMETER = entry(
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what FSDP2 has gathered of a model, of all modules; its parameters are then the sharded ones."""
+    """Give back what FSDP2 has gathered of a model, of all modules; its parameters are then the sharded ones.
+
+    Raises:
+        UpstreamError: this release keeps parameter groups elsewhere.
+    """
     if _FSDP in sys.modules:
         for module in model.modules():
             if isinstance(module, sys.modules[_FSDP].FSDPModule):
+                # After a forward that raised, FSDP2 gives back only what it does not keep behind a forward.
+                kept = [(group, _read(group, "post_forward_mesh_info")) for group in _groups_of(module)]
+                for group, _ in kept:
+                    group.post_forward_mesh_info = _read(group, "mesh_info")
                 module.reshard()  # type: ignore[attr-defined]
+                for group, behind in kept:
+                    group.post_forward_mesh_info = behind
+
+
+def _groups_of(module: Any) -> list[Any]:
+    try:
+        state: Any = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            found = state._fsdp_param_groups
+        else:  # PyTorch before 2.12 has one
+            found = [state._fsdp_param_group]
+    except AttributeError as error:
+        raise _STATE.error(str(error)) from None
+    return [group for group in found if group is not None]
 
 
 def parameter_groups(model: nn.Module) -> list[Any]:
@@ -101,18 +124,7 @@ def parameter_groups(model: nn.Module) -> list[Any]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    found: list[Any] = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            try:
-                state: Any = module._get_fsdp_state()
-                if hasattr(state, "_fsdp_param_groups"):
-                    found += state._fsdp_param_groups
-                else:  # PyTorch before 2.12 has one
-                    found.append(state._fsdp_param_group)
-            except AttributeError as error:
-                raise _STATE.error(str(error)) from None
-    return [group for group in found if group is not None]
+    return [g for module in model.modules() if isinstance(module, FSDPModule) for g in _groups_of(module)]
 
 
 def _read(group: Any, name: str) -> Any:
