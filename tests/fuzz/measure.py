@@ -180,7 +180,7 @@ class Measure:
         def seen(dy: Tensor) -> None:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
             part = Product.of(flat.t(), wide, lost)
-            if self.family(layer) == "mxfp4" and flat.numel():
+            if self.family(layer) in ("mxfp4", "nvfp4") and flat.numel():
                 part = part._replace(decoded=self.decoded_wgrad(layer, dy, values))
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
             fit = fits and self.fits(layer, known, flat, "gradient")
