@@ -365,7 +365,7 @@ class DelayedLayer(RecipeOwner):
         if run is None and self.training and recorded and not starts:
             raise RuntimeError(UNKNOWN_FORWARD)
         if self._starts and self.training and starts:
-            begins = len(prefixes) > 1 or prefixes[0] == next(iter(self._stage_names))
+            begins = prefixes[0] == next(iter(self._stage_names)) or len(prefixes) > 1
             if renews and begins:  # of an earlier forward
                 warn_of_saturation([self])
             self._fit_first_scales(prefixes, plans)
