@@ -139,9 +139,8 @@ class DelayedLayer(RecipeOwner):
         if unknown and self.training and (forward or backward) and (tracing or starts_a_step()):
             self._register_with(state)
         known = self._delayed.get(prefix)
-        if stays or (known is not None and known[0] is forward and known[1] is backward):
-            return
-        if known == wanted:  # guards that the compiler has made on the object that is kept would fail at once
+        # an equal recipe does not take its place: guards of the compiler on the object that is kept would fail at once
+        if stays or known == wanted:
             return
         for delayed, (direction, mode, kinds) in zip((forward, backward), _DIRECTIONS):
             if delayed is not None:
