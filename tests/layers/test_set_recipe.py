@@ -449,6 +449,31 @@ def test_a_forward_reads_the_scale_of_the_rule_in_force(
         assert float(model[0].scale_fwd[0]) == pytest.approx(wanted, rel=1e-6), step
 
 
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_a_recomputation_leaves_the_rule_to_the_next_forward(rules: str, use_reentrant: bool) -> None:
+    """Outside of its autocast, training mode runs before it: its graph is traced in the backward."""
+    own, outer = (nc.recipe.DelayedScaling(**options) for options in RULES[rules])
+    found = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer, scales = nc.Linear(7, 7, recipe=own, device="cpu"), []
+        call = torch.compile(layer, backend="eager") if compiles else layer
+        for step, magnitude in enumerate((1.0, 8.0, 0.1)):
+            x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
+            with nc.autocast(recipe=outer):
+                y = nc.checkpoint(call, x.requires_grad_(), use_reentrant=use_reentrant)
+            with torch.no_grad():
+                call(3 * x)
+            y.square().sum().backward()
+            with nc.autocast(recipe=outer):
+                call(x)
+            scales += [layer.scale_fwd.clone(), layer.scale_bwd.clone()]
+        found.append(torch.cat(scales))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_an_autocast_inside_of_the_model_that_renews_is_refused(compiles: bool) -> None:
     """The model has renewed by its own rule before; a recipe of the same rule, or without delay, is as good inside."""

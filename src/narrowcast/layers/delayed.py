@@ -50,6 +50,7 @@ from ..state import (
     starts_a_step,
     warn_of_saturation,
 )
+from ..upstream.autograd import after_backward
 from ..upstream.modules import own_buffers
 from .extra_state import delayed_state, take_extra_state, wrong_value
 from .fitted_scales import fit_first_scales, fit_in_evaluation, fit_in_graphs, forget_first_scales
@@ -154,10 +155,12 @@ class DelayedLayer(RecipeOwner):
 
         A layer that was restored or copied, or that trained outside by another rule, comes with the amax of its last
         step. One that ran under another recipe is renewed as this one says from now on; no graph that was traced under
-        the other fits it.
+        the other fits it. A recomputation leaves the rule: where it is another, its graph fits until the backward ends.
         """
         is_new = self not in state.delayed or not self._registered_with
         kept = [known for known in self._registered_with if known.endswith(f" {state.number}")]
+        if not (kept or starts_a_step()):
+            after_backward(partial(self.__dict__.__setitem__, "_registered_with", self._registered_with))
         self.__dict__["_registered_with"] = (*kept, f"{state.thread} {state.number}")
         register_delayed(self)
         recipe = state.recipe or state.calibrating
