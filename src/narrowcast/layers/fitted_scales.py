@@ -101,16 +101,14 @@ def forget_first_scales(
 ) -> None:
     """Set the scales of a loaded state of which nothing was seen to 0, but for those of weights.
 
-    A history of one row is empty between steps: there the scale tells.
+    The history alone does not tell: one of one row is empty between steps, and still is when it gets more rows.
 
     Args:
         kinds: the tensor types that the state is of.
     """
     if scale is None or history is None or amax is None:
         return
-    first = ~(history.any(0) | (amax != 0))
-    if history.shape[0] == 1:
-        first &= torch.isin(scale, scale.new_tensor(_FIRST))
+    first = ~(history.any(0) | (amax != 0)) & torch.isin(scale, scale.new_tensor(_FIRST))
     if kinds == FORWARD_TENSOR_TYPES:
         first.view(len(kinds), -1)[WEIGHT_SLOT] = False
     scale.masked_fill_(first, 0.0)
