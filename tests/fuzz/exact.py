@@ -32,8 +32,7 @@ class Past:
         self.rule: Any = None
 
     def collect(self, operand: Tensor) -> None:
-        if operand.numel():
-            self.pending = max(self.pending, operand.abs().max().item())
+        self.pending = max(self.pending, _amax(operand))
 
     def renew(self, recipe: Any) -> None:
         """Begin a forward in training, by the recipe in force there."""
@@ -187,7 +186,10 @@ _FIRST_ROUNDING = {False: 2**-7, True: _ROUNDED}
 
 
 def _amax(operand: Tensor) -> float:
-    return operand.abs().max().item() if operand.numel() else 0.0
+    """Return max|x|; NaN is passed over, as in casts."""
+    if not operand.numel():
+        return 0.0
+    return operand.abs().nan_to_num(nan=0.0, posinf=math.inf).max().item()
 
 
 def _scale_of(recipe: Any, kind: str, amax: float, otherwise: float) -> float:

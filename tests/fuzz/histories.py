@@ -76,11 +76,13 @@ REVIEWED = (
 )
 
 # Errors of PyTorch's that depend on which operators run, so that its own modules may do without them: a retained graph
-# whose compiled backward was donated an intermediate, and what a selective checkpoint refuses.
+# whose compiled backward was donated an intermediate, and what a selective checkpoint refuses: in graphs of aot_eager
+# any operator that writes to its arguments, too.
 TORCHS_OWN = (
     "donated buffers",
     "backward once on any region computed under selective activation checkpoint",
     "Tensor cached during selective activation checkpoint has been mutated",
+    "There was no rule registered for HigherOrderOperator auto_functionalized",
 )
 
 
@@ -339,6 +341,7 @@ class World:
         return self.model.blocks[which % len(self.model.blocks)]
 
     def step(self, index: int, item: Program) -> None:
+        self.train(item)  # an autocast that is entered renews what trains, and knows no copy in evaluation
         around = self.context() if self.program.get("around") else contextlib.nullcontext()
         with around:
             self._forwards_and_backwards(index, item)
@@ -358,7 +361,6 @@ class World:
         self.optimizer.zero_grad()
 
     def _forwards_and_backwards(self, index: int, item: Program) -> None:
-        self.train(item)
         losses, leaves = [], []
         joined = item["order"] == "joined"
         flags = list(item["flags"] or ()) + [None] * len(item["batches"])

@@ -75,9 +75,15 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     except (KeyError, NameError, TypeError, AttributeError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].filename.startswith(HERE):
             raise  # our own mistake
-        return None, error
+        return None, _without_frames(error)
     except Exception as error:
-        return None, error
+        return None, _without_frames(error)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return the error, without what its frames hold: before 2.15 a checkpoint is in force as long as its frame."""
+    traceback.clear_frames(error.__traceback__)
+    return error
 
 
 def said(error: BaseException) -> str:

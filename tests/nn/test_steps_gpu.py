@@ -112,6 +112,30 @@ def test_compiled_steps_equal_eager_ones(name: str, renewed_by: str, backend: st
         assert all(torch.equal(a, b) for a, b in zip(eager, traced))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("renewed_by", ["root", "own", "autocast"])
+def test_compiled_batches_without_rows_collect_what_eager_ones_do(renewed_by: str, backend: str) -> None:
+    """The amax of the weights: of a graph without rows, whose products read nothing."""
+    torch.manual_seed(0)
+    recipe, model = RECIPES["delayed"], Model()
+    results: list[list[Tensor]] = []
+    for compiled in (False, True):
+        own = given(copy.deepcopy(model), recipe, renewed_by)
+        run: Any = torch.compile(own, fullgraph=True, dynamic=False, backend=backend) if compiled else own
+        results.append([])
+        for x in (inputs(1)[0], inputs(1)[0][:0], inputs(1)[0][:0], inputs(1)[0]):
+            with nc.autocast(recipe=recipe) if renewed_by == "autocast" else torch.enable_grad():
+                y = run(x)
+            y.float().sum().backward()
+            results[-1] += [y.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None)]
+            results[-1] += [buffer.clone() for buffer in own.buffers()]
+            own.zero_grad()
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.mul_(1.5)
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("tokens", [(128,), (3, 37), (4096,)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_replayed_steps_equal_others(

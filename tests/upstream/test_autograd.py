@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -157,3 +159,27 @@ def test_lost_names_with_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_absent() -> None:
     assert not [name for name, value in vars(autograd).items() if isinstance(value, Absent)]
+
+
+def test_a_checkpoint_that_is_collected_while_hooks_are_looked_at_takes_its_own() -> None:
+    """Before PyTorch 2.15 a checkpoint that raised ends where its frame is collected."""
+
+    def checkpointed() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            yield
+
+    thresholds = gc.get_threshold()
+    running = checkpointed()
+    next(running)
+    cycle: list[Any] = [running]
+    cycle.append(cycle)
+    try:
+        del running, cycle
+        gc.set_threshold(1, 1, 1)
+        found = autograd._hooks_in_force()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(found) == 1
+    del found
+    gc.collect()
+    assert autograd.innermost_hooks() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -136,12 +137,19 @@ def _hooks_in_force() -> list[Any]:
     hooks: list[Any] = []
     if not _push_hooks:
         _push_hooks()  # raises, before anything is taken away
-    if _are_hooks_enabled():
+    if not _are_hooks_enabled():
+        return hooks
+    collects = gc.isenabled()
+    gc.disable()  # a checkpoint that raised ends, before 2.15, where it is collected: here it would not take its pair
+    try:
         while (top := _top_hooks(True)) is not None:
             hooks.append(top)
             _pop_hooks()
         for pack, unpack in reversed(hooks):
             _push_hooks(pack, unpack)
+    finally:
+        if collects:
+            gc.enable()
     return hooks[::-1]
 
 
