@@ -367,7 +367,9 @@ class World:
         for number, seed in enumerate(item["batches"]):
             leaf = self.batch(seed).requires_grad_()
             stopped = item.get("raises") if number == 0 else None
-            with self.raising(stopped) if stopped else contextlib.nullcontext():
+            # no generator may meet the error: before 2.15 its frame, and so a checkpoint, would live until collected
+            stops = contextlib.suppress(Stopped, KeyboardInterrupt) if stopped else contextlib.nullcontext()
+            with self.raising(stopped) if stopped else contextlib.nullcontext(), stops:
                 y = self.forward(leaf, flags[number], bool(item.get("parts")), item.get("outer"))
                 if stopped and y.requires_grad:
                     self.loss(y, seed).backward()
@@ -418,8 +420,7 @@ class World:
         else:
             hooks = [block.register_forward_pre_hook(stop)]
         try:
-            with contextlib.suppress(Stopped, KeyboardInterrupt):
-                yield
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
