@@ -101,7 +101,7 @@ def _is_library_gemm(*arguments: Any) -> bool:
     """
     if any(isinstance(argument, QuantizerValue) and argument._multiplies for argument in arguments):
         return False
-    left = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
+    left: Any = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
     if len(left) > 1 and left[1].dtype == torch.uint8:
         return False
     # a product of nothing reads nothing: the casts, which collect amaxes, would be dead code
