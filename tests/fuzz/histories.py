@@ -341,7 +341,9 @@ class World:
         return self.model.blocks[which % len(self.model.blocks)]
 
     def step(self, index: int, item: Program) -> None:
-        self.train(item)  # an autocast that is entered renews what trains, and knows no copy in evaluation
+        self.train(item)  # before an autocast is entered, which renews what trains
+        if self.program.get("around") and not self.torchs:
+            self._renew(training=True)  # a copy, too, which no autocast knows before its first step
         around = self.context() if self.program.get("around") else contextlib.nullcontext()
         with around:
             self._forwards_and_backwards(index, item)
@@ -635,14 +637,17 @@ class World:
                     self.record(f"at the end state {name}", tensor)
         return self.trace
 
-    def _renew(self) -> None:
-        """Renew scales now: it does not matter when, before the next training forward."""
-        for layer in self.delayed():  # a copy learns of an autocast's recipe in its next forward
+    def _renew(self, training: bool = False) -> None:
+        """Renew scales now, of all layers or of those that train: it does not matter when, before the next training
+        forward.
+        """
+        layers = [layer for layer in self.delayed() if layer.training or not training]
+        for layer in layers:  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
                 layer._keep_state_of(self.recipe)
             elif has_outer(self.program) and layer.recipe is not None:
                 layer._keep_state_of(layer.recipe)
-        renew_now(self.delayed())
+        renew_now(layers)
 
     def _change_recipe(self, described: Program | None) -> None:
         if self.torchs or self.stored or described is None:
