@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -472,6 +473,22 @@ def test_a_recomputation_leaves_the_rule_to_the_next_forward(rules: str, use_ree
             scales += [layer.scale_fwd.clone(), layer.scale_bwd.clone()]
         found.append(torch.cat(scales))
     assert torch.equal(*found)
+
+
+def test_a_graph_of_a_recomputation_fits_the_next_one_in_another_thread() -> None:
+    """A GPU's backward runs in a thread of its own, which an autocast of the forward's thread does not know."""
+    torch._dynamo.reset()
+    recipe, counter = nc.recipe.DelayedScaling(amax_history_len=2), CompileCounterWithBackend("aot_eager")
+    layer = nc.Linear(7, 7, device="cpu")
+    call, counts = torch.compile(layer, backend=counter), []
+    with ThreadPoolExecutor(1) as backwards:
+        for step in range(5):
+            x = torch.randn(6, 7, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            with nc.autocast(recipe=recipe):
+                y = nc.checkpoint(call, x)
+            backwards.submit(y.square().sum().backward).result()
+            counts.append(counter.frame_count)
+    assert counts[1] == counts[-1] <= 3
 
 
 @pytest.mark.parametrize("compiles", [False, True])
