@@ -18,6 +18,7 @@ import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -86,6 +87,9 @@ TORCHS_OWN = (
 )
 
 
+_BACKWARDS = ThreadPoolExecutor(1)
+
+
 def draw(rng: random.Random, inductor: float = 0.04) -> Program:
     program: Program = {
         "seed": rng.randrange(10**6),
@@ -101,6 +105,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         "stored": rng.random() < 0.15,
         "preserve": rng.random() < 0.5,
         "replay": rng.random() < 0.3,
+        "apart": rng.random() < 0.2,
         "large": rng.random() < 0.3,
         "first_too": rng.random() < 0.5,
         "optimizer": rng.choice(OPTIMIZERS),
@@ -374,7 +379,7 @@ class World:
             with self.raising(stopped) if stopped else contextlib.nullcontext(), stops:
                 y = self.forward(leaf, flags[number], bool(item.get("parts")), item.get("outer"))
                 if stopped and y.requires_grad:
-                    self.loss(y, seed).backward()
+                    self.run_backward(self.loss(y, seed))
             if stopped:
                 self._forget_gradients(leaf)
                 if self.measure is not None and has_outer(self.program):
@@ -458,7 +463,8 @@ class World:
             twin = copy.deepcopy(self.model)
             if how == "train a copy":
                 with self.context():
-                    self.loss(twin.train()(self.batch(seed).requires_grad_(), None), seed).backward()
+                    y = twin.train()(self.batch(seed).requires_grad_(), None)
+                    self.run_backward(self.loss(y, seed))
 
     def calibrate(self) -> None:
         """Find the scales of the first step beforehand."""
@@ -467,7 +473,7 @@ class World:
         def step() -> None:
             y = self.forward(self.batch(7).requires_grad_(), None)
             if y.requires_grad:
-                self.loss(y, 7).backward()
+                self.run_backward(self.loss(y, 7))
 
         if self.torchs:
             step()
@@ -480,9 +486,15 @@ class World:
     def backward(self, loss: Tensor, retain: bool, seed: int) -> None:
         if self.terms is not None:
             self.terms.watch(loss)
-        if retain:
-            loss.backward(retain_graph=True)
-        loss.backward()
+        for retained in (True, False) if retain else (False,):
+            self.run_backward(loss, retained)
+
+    def run_backward(self, loss: Tensor, retain: bool = False) -> None:
+        """Run a backward, in a thread of its own where the program says so, as it runs on a GPU."""
+        if self.program.get("apart") and not self.plain:
+            _BACKWARDS.submit(loss.backward, retain_graph=retain).result()
+        else:
+            loss.backward(retain_graph=retain)
 
     def look(self, how: str, seed: int, flag: bool | None, outer: Program | None = None) -> Tensor:
         """A forward without a backward."""

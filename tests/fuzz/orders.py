@@ -34,6 +34,7 @@ def draw(rng: random.Random) -> Program:
         "stored": rng.random() < 0.05,
         "preserve": rng.random() < 0.5,
         "replay": rng.random() < 0.3,
+        "apart": rng.random() < 0.2,
         "large": rng.random() < 0.3,
         "optimizer": rng.choice(("SGD", "SGD", "AdamW", "AdamW fused", "FusedAdam", "FusedSGD")),
         "whole": _wrap(rng, 0.3),
