@@ -134,6 +134,8 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
     program["calibrated"] = rng.random() < 0.15
     if rng.random() < 0.6:
         draw_outer(rng, program)
+    if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
+        program["dtype"] = "float32"
     return program
 
 
@@ -810,8 +812,8 @@ def run(program: Program) -> dict[str, float]:
     # a copy on the host has other strides, and its products sum in another order
     tolerance = 1e-6 if any(wrap.get("offload") for wrap in _wraps(program)) else 0.0
     reorders = sums_in_another_order(program)
-    if reorders and program["dtype"] == "bfloat16" and "Adam" in (program["optimizer"] or ""):
-        raise Invalid("roundings of sums in bf16, of which Adam's first steps take the sign")
+    if reorders and program["dtype"] == "bfloat16":
+        raise Invalid("roundings of sums in bf16, which grow from step to step")
     compiled = [wrap["compile"] for wrap in _wraps(program) if wrap.get("compile")]
     if compiled:
         tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
