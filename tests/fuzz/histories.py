@@ -644,6 +644,9 @@ class World:
                 if not slots.has_begun()
                 for buffer in slots[2:5]
             ]
+            # a copy without a recipe knows no rule, by which it would be renewed
+            unruled = [layer for layer in self.delayed() if not layer.delayed_slots()]
+            first += [buffer.data_ptr() for layer in unruled for buffer in layer.state_buffers()]
             for name, tensor in self.model.state_dict().items():
                 if (
                     "scale" in name or "amax" in name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,27 @@ def test_a_layer_behind_it_trains(name: str) -> None:
         wanted = torch.ones(32, 48, device=DEVICE).t() @ x.detach()
         error = (linear.weight.grad - wanted).norm() / wanted.norm()  # type: ignore[operator]
         assert error < 0.3
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_layer_behind_a_reentrant_checkpoint_of_it_trains(name: str, nested: bool) -> None:
+    """Whose first run records no gradients, and hands the quantized tensor on."""
+    torch.manual_seed(0)
+    linear, results = nc.Linear(64, 48, device=DEVICE, bias=False), []
+    (x,) = make_inputs([(32, 64)], dtype=torch.float32)
+    for recomputed in (False, True):
+        quantize, linear.weight.grad = ops.Quantize(device=DEVICE), None
+        checkpointed = partial(checkpoint, use_reentrant=True) if recomputed else lambda run, x: run(x)
+        leaf = x.detach().requires_grad_()
+        with nc.autocast(recipe=QUANTIZED[name]):
+            if nested:
+                y = checkpointed(lambda x: linear(checkpointed(quantize, x)), leaf)
+            else:
+                y = linear(checkpointed(quantize, leaf))
+            y.sum().backward()
+        results.append([y.detach(), leaf.grad, linear.weight.grad])
+    assert all(map(torch.equal, *results))
 
 
 def test_its_quantizers() -> None:

@@ -11,6 +11,7 @@ from ..._checks import flags
 from ..._tracing import can_return_quantized
 from ...autograd import DelayedScales
 from ...functional import quantize
+from ...functional.recomputation import run_now
 from ...quantizers import Operand
 from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
@@ -75,7 +76,7 @@ class Quantize(BasicOperation):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
         # a layer that gets the quantized tensor reads its columns for the weight gradient
-        return {"plan": plan, "columnwise": torch.is_grad_enabled(), **self._state_arguments(plan)}
+        return {"plan": plan, "columnwise": _has_backward(), **self._state_arguments(plan)}
 
     def op_forward_compute(
         self,
@@ -133,3 +134,11 @@ def _rounded(x: Tensor, wanted: ScaledOperand | None, own: ScaledOperand) -> Ten
     if wanted is not None:
         return wanted.quantize(x)
     return own.quantize(x).dequantize()
+
+
+def _has_backward() -> bool:
+    """Return whether this forward has a backward; the first run of a reentrant checkpoint records no gradients."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
+    run = run_now()
+    return run is not None and run.gradients
