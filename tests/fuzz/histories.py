@@ -19,6 +19,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -493,10 +494,14 @@ class World:
 
     def run_backward(self, loss: Tensor, retain: bool = False) -> None:
         """Run a backward, in a thread of its own where the program says so, as it runs on a GPU."""
+        run = partial(loss.backward, retain_graph=retain)
         if self.program.get("apart") and not self.plain:
-            _BACKWARDS.submit(loss.backward, retain_graph=retain).result()
+            # what is set for this thread alone
+            names = ("recompile_limit", "skip_nnmodule_hook_guards")
+            set_here = {name: getattr(torch._dynamo.config, name) for name in names}
+            _BACKWARDS.submit(torch._dynamo.config.patch(**set_here)(run)).result()
         else:
-            loss.backward(retain_graph=retain)
+            run()
 
     def look(self, how: str, seed: int, flag: bool | None, outer: Program | None = None) -> Tensor:
         """A forward without a backward."""
@@ -615,6 +620,7 @@ class World:
             elif do in ("evaluate", "no_grad", "inference", "dropped"):
                 look = self.look(do, item["batch"] or 0, item.get("flag"), item.get("outer"))
                 self.record(f"{do} {index}", look)
+                del look  # its graph holds weights, of which an edit may take the place
             elif do == "edit":
                 self.edit(item)
             elif do == "neutral":
