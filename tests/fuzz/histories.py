@@ -15,6 +15,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -89,6 +90,14 @@ TORCHS_OWN = (
 
 
 _BACKWARDS = ThreadPoolExecutor(1)
+
+
+def _of_first_steps(layer: Any) -> Iterator[Tensor]:
+    """Scales, histories and amaxes of what has seen nothing, by a rule or, as in a copy without a recipe, by none."""
+    for prefix, (direction, kinds) in itertools.product(layer._stage_names, (("fwd", 3), ("bwd", 2))):
+        state = [getattr(layer, f"{prefix}{name}_{direction}") for name in ("scale", "amax_history", "amax")]
+        if state[0] is not None and not state[0][: len(state[0]) // kinds].any():
+            yield from state
 
 
 def draw(rng: random.Random, inductor: float = 0.04) -> Program:
@@ -643,16 +652,7 @@ class World:
                     self.record(f"at the end optimizer's {name} of {of}", _dense(value))
         if not self.torchs:
             self._renew()
-            first = [
-                buffer.data_ptr()
-                for layer in self.delayed()
-                for slots in layer.delayed_slots()
-                if not slots.has_begun()
-                for buffer in slots[2:5]
-            ]
-            # a copy without a recipe knows no rule, by which it would be renewed
-            unruled = [layer for layer in self.delayed() if not layer.delayed_slots()]
-            first += [buffer.data_ptr() for layer in unruled for buffer in layer.state_buffers()]
+            first = [one.data_ptr() for layer in self.delayed() for one in _of_first_steps(layer)]
             for name, tensor in self.model.state_dict().items():
                 if (
                     "scale" in name or "amax" in name
