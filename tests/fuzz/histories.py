@@ -821,8 +821,6 @@ def run(program: Program) -> dict[str, float]:
     # a copy on the host has other strides, and its products sum in another order
     tolerance = 1e-6 if any(wrap.get("offload") for wrap in _wraps(program)) else 0.0
     reorders = sums_in_another_order(program)
-    if reorders and program["dtype"] == "bfloat16":
-        raise Invalid("roundings of sums in bf16, which grow from step to step")
     compiled = [wrap["compile"] for wrap in _wraps(program) if wrap.get("compile")]
     if compiled:
         tolerance = 0.03 if "inductor" in compiled or program["dtype"] == "bfloat16" else 2e-3
