@@ -103,6 +103,12 @@ def dequantize_cases(x: Tensor) -> Iterator[Arguments]:
         yield storage.columnwise_operand(), quantizer, True, torch.bfloat16, list(x.shape)
 
 
+@family("keep_")
+def keep_cases(x: Tensor) -> Iterator[Arguments]:
+    yield x[:0].clone(), [x, x]
+    yield x[:0].clone(), []
+
+
 @family("transpose_codes")
 def transpose_codes_cases(x: Tensor) -> Iterator[Arguments]:
     codes = x.view(torch.int16).to(torch.uint8)

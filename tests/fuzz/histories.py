@@ -470,6 +470,13 @@ class World:
             torch.save(state, io.BytesIO())
         elif how == "reload state":
             kept = {name: one.clone() for name, one in state.items() if "scale" in name or "amax" in name}
+            # decided: loaded, a layer whose inputs had no rows, or were zeros, has not begun
+            for name in [name.removesuffix("scale_fwd") for name in kept if name.endswith("scale_fwd")]:
+                of_input = [
+                    one[..., 0] for other, one in kept.items() if other.startswith(name) and "_fwd" in other
+                ]
+                if not any(one.any() for one in of_input):
+                    kept = {other: one for other, one in kept.items() if not other.startswith(name)}
             self.model.load_state_dict(kept, strict=False)
         else:
             twin = copy.deepcopy(self.model)

@@ -380,6 +380,37 @@ def test_inductor_is_close_and_its_state_equal() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nc.Linear(32, 48, device="cpu"),
+        lambda: nc.LayerNormMLP(32, 64, device="cpu"),
+        lambda: nc.GroupedLinear(1, 32, 48, device="cpu"),
+        lambda: nc.ops.Sequential(nc.ops.Quantize(), nc.ops.Linear(32, 48, device="cpu")),
+    ],
+    ids=["linear", "mlp", "grouped", "ops"],
+)
+def test_batches_without_rows_collect_the_amax_of_weights(layer: Any) -> None:
+    """Behind the layer is an operator whose empty result Inductor makes itself, without reading the layer's."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        groups = (torch.tensor([x.shape[0]]),) if isinstance(model, nc.GroupedLinear) else ()
+        return model(x, *groups).relu().sum()  # type: ignore[no-any-return]
+
+    states = []
+    for call in (run, torch.compile(run, fullgraph=True, dynamic=False)):
+        torch.manual_seed(0)
+        model = nc.set_recipe(layer(), RECIPE)
+        for rows in (16, 0, 0, 16):
+            call(model, batch(1).detach()[:rows]).backward()  # no gradient of x reads the weight
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        states.append([buffer.clone() for buffer in model.buffers()])
+    torch.testing.assert_close(*states, rtol=1e-5, atol=0.0)
+
+
 # -- checkpoints and copies --------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from ..upstream.functionalization import (
 from ..upstream.tensors import autocast_off, is_exporting, schema_of, version_of
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
-from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, watcher_in_graph
+from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, tensors_among, watcher_in_graph
 
 
 def _library() -> torch.library.Library:
@@ -178,8 +178,7 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [x for arg in args for x in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        kinds = {tensor.device.type for tensor in given if isinstance(tensor, Tensor)}
+        kinds = {tensor.device.type for tensor in tensors_among(args)}
         if len(kinds) > 1 and "meta" in kinds:
             raise RuntimeError(
                 f"narrowcast::{name} got tensors on {' and '.join(sorted(kinds))}; make those on the meta device real, "
@@ -267,7 +266,11 @@ def _inline(
         _may_change(op, args)
         repeats = is_in_checkpoint() and any(_is_of_forward(args[at]) for at in amaxes_at if at < len(args))
         if watcher_in_graph(mode, given, inlined, repeats).operator == WHOLE:
-            return mode.__torch_dispatch__(op, types, args, kwargs)
+            result = mode.__torch_dispatch__(op, types, args, kwargs)
+            if isinstance(result, Tensor) and _is_empty(result):
+                with mode:
+                    _keep(result, tensors_among(given))
+            return result
         start_kernels_statically()
         with mode:
             return once(mode, given) if shared else run(*args, **(kwargs or {}))
@@ -282,6 +285,11 @@ def _inline(
         return [output.view_as(output) for output in results[key][0]]
 
     return rule
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Return whether a tensor of a graph has no elements, whatever the graph's sizes are."""
+    return any(isinstance(size, int) and size == 0 for size in x.shape)
 
 
 def _check_values(given: Iterable[Any]) -> None:
@@ -454,3 +462,15 @@ def _without_autocast(
                 set_versions(counted, versions)
 
     return run
+
+
+_keep = define(
+    "keep_(Tensor(a!) empty, Tensor[] operands) -> ()",
+    lambda empty, operands: None,
+    lambda empty, operands: None,
+)
+"""Keep in a graph what computed the operands of an operator whose result has no elements.
+
+Inductor makes an empty result itself, and leaves out what only that reads: among it casts, which collect amaxes. It
+keeps what is declared to write.
+"""

@@ -134,15 +134,14 @@ def taking_apart() -> Iterator[None]:
         _TAKING_APART.reset(token)
 
 
-def _is_static_on_gpu(given: Iterable[Any]) -> bool:
-    tensors = []
-    for value in given:
-        if isinstance(value, torch.SymInt):
-            return False
-        tensors += [
-            item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor)
-        ]
-    return all(
+def _is_static_on_gpu(given: tuple[Any, ...]) -> bool:
+    return not any(isinstance(value, torch.SymInt) for value in given) and all(
         isinstance(x, FunctionalTensor) and x.is_cuda and all(isinstance(size, int) for size in x.shape)
-        for x in tensors
+        for x in tensors_among(given)
     )
+
+
+def tensors_among(given: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors of an operator's arguments, those in lists as well."""
+    values = [x for value in given for x in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [x for x in values if isinstance(x, Tensor)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import flags
-from ..._tracing import can_return_quantized
+from ..._tracing import can_return_quantized, is_eager
 from ...autograd import DelayedScales
 from ...functional import quantize
 from ...functional.recomputation import run_now
@@ -76,7 +76,7 @@ class Quantize(BasicOperation):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
         # a layer that gets the quantized tensor reads its columns for the weight gradient
-        return {"plan": plan, "columnwise": _has_backward(), **self._state_arguments(plan)}
+        return {"plan": plan, "columnwise": _columns_are_read(), **self._state_arguments(plan)}
 
     def op_forward_compute(
         self,
@@ -136,9 +136,9 @@ def _rounded(x: Tensor, wanted: ScaledOperand | None, own: ScaledOperand) -> Ten
     return own.quantize(x).dequantize()
 
 
-def _has_backward() -> bool:
+def _columns_are_read() -> bool:
     """Return whether this forward has a backward; the first run of a reentrant checkpoint records no gradients."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return torch.is_grad_enabled()
-    run = run_now()
+    if torch.is_grad_enabled():
+        return True
+    run = run_now() if is_eager() else None
     return run is not None and run.gradients
