@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -78,6 +79,7 @@ def start_method() -> str:
 
 
 def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend: str) -> None:
+    faulthandler.enable()  # a rank that aborts says where
     collect_garbage_less()
     torch.set_num_threads(1)
     warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # of what the package calls
@@ -89,7 +91,8 @@ def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend:
     )
     torch.save(work(rank), f"{folder}/rank{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    if backend == "nccl":
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # at once: threads of gloo may abort an interpreter that shuts down
