@@ -674,7 +674,8 @@ class World:
         layers = [layer for layer in self.delayed() if layer.training or not training]
         for layer in layers:  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
-                layer._keep_state_of(self.recipe)
+                if layer.recipe is None or layer._registered_with:  # else it has run under none
+                    layer._keep_state_of(self.recipe)
             elif has_outer(self.program) and layer.recipe is not None:
                 layer._keep_state_of(layer.recipe)
         renew_now(layers)
