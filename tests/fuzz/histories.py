@@ -238,6 +238,7 @@ class World:
         self.program, self.plain, self.torchs = program, plain, torchs
         self.trace: list[tuple[str, Tensor | None]] = []
         self.recipe = None if torchs else recipe_of(program["recipe"])
+        self.ran = False
         self.outer: Any = None  # of an autocast around calls of layers with recipes of their own
         self.stored = bool(program["stored"]) and not torchs and self.recipe is not None
         torch.manual_seed(program["seed"])
@@ -336,7 +337,7 @@ class World:
     def forward(
         self, x: Tensor, flag: bool | None, parts: bool = False, outer: Program | None = None
     ) -> Tensor:
-        flag = None if self.plain or self.torchs else flag
+        flag, self.ran = None if self.plain or self.torchs else flag, True
         self.outer = recipe_of(outer) if outer and not self.torchs else None
         try:
             with self.context():
@@ -674,7 +675,7 @@ class World:
         layers = [layer for layer in self.delayed() if layer.training or not training]
         for layer in layers:  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
-                if layer.recipe is None or layer._registered_with:  # else it has run under none
+                if layer.recipe is None or self.ran:  # else it has run under none
                     layer._keep_state_of(self.recipe)
             elif has_outer(self.program) and layer.recipe is not None:
                 layer._keep_state_of(layer.recipe)
