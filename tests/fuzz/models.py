@@ -95,10 +95,6 @@ def draw_layer(rng: random.Random, index: int) -> Program:
             layer["ops"] = rng.sample(
                 ("norm", "linear", "gelu", "relu", "quantize", "quantize_grad", "bias"), rng.randint(1, 5)
             )
-            if layer["ops"] == [
-                "quantize_grad"
-            ]:  # hands its input on, which refuses an operator in place behind it
-                layer["ops"].append("linear")
         return layer
     kind = rng.choice(OTHERS)
     if kind == "again":

@@ -1,7 +1,9 @@
-"""The terms of each gradient: where they cancel, the order of their sum decides what it leaves, and its sign.
+"""The terms of each gradient: how far another order of their sum may move it.
 
 A gradient is a sum over the calls of its layer and over the batches of a step. A recomputation adds some terms first.
-Adam divides a gradient by its own size: its step has a sign, but not the size of what rounding left.
+What that changes is a rounding, which a history may let grow: Adam divides a gradient by its own size, so that its step
+has a sign but not the size of what rounding left; a softmax of large logits has gradients that are left of far larger
+ones.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ class Terms:
 
     It watches a plain run: a checkpoint keeps the terms of what it recomputes in a graph of its own.
 
-    Attributes:
-        rooms: by how much each parameter may differ so far, as a norm.
+    Args:
+        generator: draws how far each gradient is moved; None: all are moved toward zero, as far as may be.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, generator: torch.Generator | None) -> None:
         self.names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
         self.sums: dict[str, tuple[int, Tensor]] = {}
-        self.rooms: dict[str, float] = {}
+        self.generator = generator
 
     def watch(self, loss: Tensor) -> None:
         """Note what each backward of the loss hands to the parameters."""
@@ -46,18 +48,18 @@ class Terms:
             terms, total = self.sums.get(name, (0, torch.zeros_like(grad, dtype=torch.float64)))
             self.sums[name] = terms + 1, total + grad.detach().abs()
 
-    def cancelled(self, name: str, grad: Tensor) -> int:
-        """Return how many elements of a gradient another order of its terms may turn, by the bound of sums."""
-        terms, total = self.sums.get(name, (0, torch.zeros_like(grad)))
-        return int((grad.abs() <= (terms - 1) * torch.finfo(grad.dtype).eps * total)[total > 0].sum())
+    def bound(self, name: str, grad: Tensor) -> Tensor:
+        """Return by how much another order of its terms may move each element of a gradient, by the bound of sums."""
+        terms, total = self.sums.get(name, (1, torch.zeros_like(grad)))
+        return (terms - 1) * torch.finfo(grad.dtype).eps * total
 
-    def make_room(self, optimizer: Any) -> None:
-        """Note by how much parameters may differ after a step: a sign of Adam's more in each element that may turn."""
+    def move(self) -> None:
+        """Move the gradients of a step as far as another order might, and begin the next."""
         for parameter, name in self.names.items():
-            if parameter.grad is not None:
-                turned = self.cancelled(name, parameter.grad)
-                step = 2 * optimizer.param_groups[0]["lr"]
-                self.rooms[name] = self.rooms.get(name, 0.0) + step * turned**0.5
-
-    def end_of_step(self) -> None:
+            grad = parameter.grad
+            if grad is not None:
+                share = -grad.sign().double()
+                if self.generator is not None:
+                    share = 2 * torch.rand(grad.shape, generator=self.generator, dtype=torch.float64) - 1
+                grad.copy_(grad + share.to(grad.device) * self.bound(name, grad))
         self.sums = {}

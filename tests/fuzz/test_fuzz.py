@@ -123,10 +123,11 @@ def test_a_case_that_does_not_end_is_stopped() -> None:
         time.sleep(30)
 
 
-def test_terms_of_a_gradient_are_told_from_their_sum() -> None:
-    """An element is counted whose terms another order may leave another sum of, and only that one makes room."""
-    layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    found = terms.Terms(layer)
+@pytest.mark.parametrize("drawn", [False, True], ids=["toward zero", "drawn"])
+def test_gradients_move_by_the_bound_of_their_terms(drawn: bool) -> None:
+    """An element whose terms cancel may turn its sign, others move by less than they are."""
+    layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+    found = terms.Terms(layer, torch.Generator().manual_seed(1) if drawn else None)
     for rows in ([[0.1455, 1.0]], [[-0.1445, 0.5]]):
         x = torch.tensor(rows, dtype=torch.bfloat16)
         loss = (layer(x) + layer(-0.1 * x)).sum()  # two terms of each batch
@@ -135,11 +136,14 @@ def test_terms_of_a_gradient_are_told_from_their_sum() -> None:
     count, total = found.sums["weight"]
     assert count == 4 and torch.allclose(total, torch.tensor([[0.319, 1.65]], dtype=torch.float64), rtol=0.01)
     assert layer.weight.grad is not None and layer.weight.grad[0, 0].abs() < 0.003
-    assert found.cancelled("weight", layer.weight.grad) == 1
-    found.make_room(torch.optim.AdamW(layer.parameters(), lr=0.25))
-    assert found.rooms == {"weight": 0.5}
-    found.end_of_step()
-    assert found.cancelled("weight", torch.zeros(1, 2)) == 0  # of no terms
+    bound, before = found.bound("weight", layer.weight.grad), layer.weight.grad.clone()
+    assert bound[0, 0] > before[0, 0].abs() and bound[0, 1] < 0.1 * before[0, 1].abs()
+    found.move()
+    after = layer.weight.grad
+    assert ((after - before).abs() <= 1.1 * bound).all() and not torch.equal(after, before)
+    assert drawn or after[0, 0] * before[0, 0] < 0
+    found.move()  # of no terms: the next step's are others
+    assert torch.equal(layer.weight.grad, after)
 
 
 def test_room_is_of_the_difference() -> None:

@@ -99,10 +99,33 @@ def test_a_converted_head() -> None:
     assert all(grad.any() for grad in compiled[1:])
 
 
-def test_the_memory_of_an_input_is_not_written_to() -> None:
-    module = nc.ops.Sequential(nc.ops.Identity())
+@pytest.mark.parametrize("name", ["identity", "quantize", "dropout", "reshape"])
+def test_a_list_that_does_nothing(name: str) -> None:
+    """It returns memory of its own: what is written behind it is not its input, which others may read."""
+    ops = {
+        "identity": nc.ops.Identity(),
+        "quantize": nc.ops.Quantize(True, True, **CPU),
+        "dropout": nc.ops.Dropout(0.0),
+        "reshape": nc.ops.Reshape((8, -1)),
+    }
+    module = nc.ops.Sequential(ops[name])
     x = torch.randn(4, 8, requires_grad=True)
     before = x.detach().clone()
-    with pytest.raises(RuntimeError, match="in-?place"):
-        module(x).relu_()
-    assert torch.equal(x, before)
+    y = module(x).relu_()
+    y.sum().backward()
+    assert torch.equal(x, before) and torch.equal(y.flatten(), before.relu().flatten())
+    assert torch.equal(x.grad, (before > 0).float())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "recipe", [nc.recipe.Float8CurrentScaling, nc.recipe.Float8BlockScaling, nc.recipe.MXFP8BlockScaling]
+)
+def test_decoded_values(recipe: Any) -> None:
+    x, rows = torch.randn(7, 32, requires_grad=True), nc.ops.Sequential(nc.ops.Quantize(**CPU))
+    with nc.autocast(recipe=recipe()):
+        codes = rows(x)
+    values = codes.dequantize()
+    before = values.detach().clone()
+    values.relu_().sum().backward()
+    assert torch.equal(values, before.relu()) and torch.equal(codes.dequantize(), before)
+    assert torch.equal(x.grad, (before > 0).float())  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
     x, to_caller, saved, kept = forward(call, input_, num_params, tensors)
     if torch.compiler.is_compiling():
         x = _after_scales(x, call, ctx is not None)
-    # no view, which operators in place refuse to write to; but of an input's memory one, that they do refuse
+    # no view, which operators in place refuse to write to, nor the memory of an input, which is the caller's
     views_input = is_view_of(x, (input_, *tensors[num_params:]))
     if ctx is None:  # a reentrant checkpoint hands on what it gets
         out = x if views_input else x.detach()
@@ -160,7 +160,7 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
         if "backward_args" in vars(context):
             ctx.backward_objects = call.backward_args(index, context.backward_args)
             break
-    out = x.view_as(x) if views_input else x.detach()
+    out = x.clone() if views_input else x.detach()
     return (out, *[tensor.view_as(tensor) for tensor in to_caller]) if to_caller else out
 
 

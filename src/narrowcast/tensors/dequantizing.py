@@ -286,7 +286,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DequantizingTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor.dtype
-        return tensor._plain(dtype)
+        return tensor._plain(dtype).detach()  # no view, which operators in place refuse to write to
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
