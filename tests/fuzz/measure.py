@@ -164,6 +164,8 @@ class Measure:
         lost = LOST.get(self.family(layer), 0.0)
         wanted = Product.of(wide, weight.t(), lost)
         wanted = wanted._replace(value=wanted.value + bias)
+        if lost and wide.numel():
+            wanted = wanted._replace(decoded=self.decoded_fprop(layer, values) + bias)
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
         if layer.training and y.requires_grad:
             collect_amax(past[0], wide)
@@ -180,7 +182,7 @@ class Measure:
         def seen(dy: Tensor) -> None:
             flat = dy.detach().double().reshape(-1, dy.shape[-1])
             part = Product.of(flat.t(), wide, lost)
-            if self.family(layer) in ("mxfp4", "nvfp4") and flat.numel():
+            if lost and flat.numel():
                 part = part._replace(decoded=self.decoded_wgrad(layer, dy, values))
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
             fit = fits and self.fits(layer, known, flat, "gradient")
@@ -205,14 +207,13 @@ class Measure:
         if x.requires_grad and x.grad_fn is not None:
             x.register_hook(seen_x)
 
+    def decoded_fprop(self, layer: Any, x: Tensor) -> Tensor:
+        plan = linear_plan(self.recipe(layer), "", True, True, module_type="linear")
+        return _decoded(plan.input, x) @ _decoded(plan.weight, layer.weight).t()
+
     def decoded_wgrad(self, layer: Any, dy: Tensor, x: Tensor) -> Tensor:
         plan = linear_plan(self.recipe(layer), "", True, True, module_type="linear")
-        decoded = []
-        for operand, tensor in ((plan.grad_output, dy), (plan.input, x)):
-            quantizer = operand.quantizer.copy()
-            quantizer.set_usage(rowwise=False, columnwise=True)
-            decoded.append(quantizer(tensor.detach().reshape(-1, tensor.shape[-1])).dequantize().double())
-        return decoded[0].t() @ decoded[1]
+        return _decoded(plan.grad_output, dy, columnwise=True).t() @ _decoded(plan.input, x, columnwise=True)
 
     def end_of_step(self) -> None:
         for layer, wanted in self.wanted.items():
@@ -226,6 +227,13 @@ class Measure:
         """Forget gradients that were thrown away."""
         self.wanted, self.fitting = {}, {}
         self.exact.start_of_step()
+
+
+def _decoded(operand: Any, values: Tensor, columnwise: bool = False) -> Tensor:
+    """What a matrix is rounded to in one direction."""
+    quantizer = operand.quantizer.copy()
+    quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
+    return quantizer(values.detach().reshape(-1, values.shape[-1])).dequantize().double()
 
 
 def collect_amax(past: list[float], operand: Tensor) -> None:
