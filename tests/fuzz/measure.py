@@ -207,12 +207,15 @@ class Measure:
         if x.requires_grad and x.grad_fn is not None:
             x.register_hook(seen_x)
 
+    def plan(self, layer: Any) -> Any:
+        return linear_plan(self.recipe(layer), "", True, True, module_type="linear")
+
     def decoded_fprop(self, layer: Any, x: Tensor) -> Tensor:
-        plan = linear_plan(self.recipe(layer), "", True, True, module_type="linear")
+        plan = self.plan(layer)
         return _decoded(plan.input, x) @ _decoded(plan.weight, layer.weight).t()
 
     def decoded_wgrad(self, layer: Any, dy: Tensor, x: Tensor) -> Tensor:
-        plan = linear_plan(self.recipe(layer), "", True, True, module_type="linear")
+        plan = self.plan(layer)
         return _decoded(plan.grad_output, dy, columnwise=True).t() @ _decoded(plan.input, x, columnwise=True)
 
     def end_of_step(self) -> None:
@@ -231,8 +234,7 @@ class Measure:
 
 def _decoded(operand: Any, values: Tensor, columnwise: bool = False) -> Tensor:
     """What a matrix is rounded to in one direction."""
-    quantizer = operand.quantizer.copy()
-    quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
+    quantizer = operand.quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
     return quantizer(values.detach().reshape(-1, values.shape[-1])).dequantize().double()
 
 

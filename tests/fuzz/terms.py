@@ -58,8 +58,9 @@ class Terms:
         for parameter, name in self.names.items():
             grad = parameter.grad
             if grad is not None:
-                share = -grad.sign().double()
-                if self.generator is not None:
+                if self.generator is None:
+                    share = -grad.sign().double()
+                else:
                     share = 2 * torch.rand(grad.shape, generator=self.generator, dtype=torch.float64) - 1
                 grad.copy_(grad + share.to(grad.device) * self.bound(name, grad))
         self.sums = {}

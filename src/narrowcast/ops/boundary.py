@@ -1,8 +1,9 @@
 """The autograd boundary of a list of operations: one function, whose two halves run them forwards and backwards.
 
 Compilers trace straight through it: what the operations compute is PyTorch's or an operator of this library. Rules of
-this file, each paid for with a compiler experiment: nothing outside is written to while tracing; every returned tensor
-is a fresh view; no size is put on the context; the stored contexts are never written to by a backward.
+this file, each paid for with a compiler experiment: nothing outside is written to while tracing; the output is detached
+or a copy of an input, and extra outputs are fresh views; no size is put on the context; the stored contexts are never
+written to by a backward.
 
 The scales of the backward are saved like any tensor, so that every backward reads those of its forward. Lists of the
 library's operations are replayed (:mod:`..functional.replay`), both halves as a whole: a recording stands for the
