@@ -155,3 +155,19 @@ def test_a_graph_holds_its_launch(name: str) -> None:
                 torch.cuda.synchronize()
             kernels = [event.name for event in profile.events() if event.name.startswith("_")]
             assert kernels and not [name for name in kernels if "cast" in name or "quantize" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", LIMITS)
+def test_a_contraction_of_one(scaling: str) -> None:
+    """Its kernel multiplied codes of columns that are not there, which one ptxas leaves in a register of before."""
+    layer = nc.Linear(1, 48, device="cuda").eval()
+    nc.set_recipe(layer, QUANTIZED[scaling])
+    for rows in (1, 2):
+        x = torch.randn(rows, 1, device="cuda")
+        results = []
+        for garbage in (float("nan"), 0.0):
+            _ = [torch.full((size,), garbage, device="cuda") for size in (1, 192, 4096, 1 << 16)]
+            with torch.no_grad():
+                results.append(layer(x))
+        assert results[0].isfinite().all() and torch.equal(*results)

@@ -37,6 +37,7 @@ _REMEDY = re.compile(
     r"between|are|is not|multiples?|supported|allowed|wants|switch|without)\b",
     re.IGNORECASE,
 )
+_OF_CUDA = re.compile(r"CUDA error|Error \[CUDA\]|CUDA out of memory")
 _INTERNAL = (AssertionError, KeyError, IndexError, NameError, RecursionError, ZeroDivisionError, MemoryError)
 
 
@@ -50,6 +51,32 @@ class Difference(AssertionError):
 
 class Slow(BaseException):
     """A case that does not end."""
+
+
+def is_of_the_device(error: BaseException | None) -> bool:
+    """Whether a GPU raised it: PyTorch alone would raise the same afterwards, so that such an error excuses no one."""
+    while error is not None:
+        if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _OF_CUDA.search(str(error)):
+            return True
+        error = getattr(error, "inner_exception", None) or error.__cause__
+    return False
+
+
+def leave_garbage() -> None:
+    """Leave NaN in registers and in freed memory of a GPU, which shows what is read before it is written."""
+    if DEVICE != "cpu":
+        for size in (1, 16, 192, 1024, 1 << 14):
+            _ = [torch.full((size,), float("nan"), device=DEVICE) for _ in range(8)]
+
+
+def error_of_the_device() -> BaseException | None:
+    """Wait for the GPU, and return what it raises: from then on it raises so in all that this process asks of it."""
+    try:
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def refusal(error: BaseException) -> bool:
@@ -77,6 +104,8 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
             raise  # our own mistake
         return None, _without_frames(error)
     except Exception as error:
+        if is_of_the_device(error):
+            raise
         return None, _without_frames(error)
 
 

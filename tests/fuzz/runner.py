@@ -88,7 +88,7 @@ def run_program(suite: Suite, program: programs.Program, arguments: str, seed: s
             return False
         start = time.perf_counter()
         small = program
-        if SHRINK:
+        if SHRINK and programs.error_of_the_device() is None:
             small = programs.shrink(program, lambda one: _fails_as(suite, one, kind), SHRINK)
         shrunk = time.perf_counter() - start  # is not the suite's share
         _keep(suite, seed, json.dumps(small), error, f"python -m tests.fuzz {arguments}")
@@ -111,7 +111,7 @@ def outcome(suite: Suite, program: programs.Program) -> BaseException | None:
         suite.said["says nothing"] = suite.said.get("says nothing", 0) + 1
     except (Exception, programs.Slow) as error:
         return error
-    return None
+    return programs.error_of_the_device()
 
 
 def _fails_as(suite: Suite, program: programs.Program, kind: str) -> bool:
@@ -150,16 +150,19 @@ def _keep(suite: Suite, seed: str, drawn: str, error: BaseException, repro: str)
 def run(
     suites: list[Suite], *, device: str, minutes: float, seed: int, cases: int | None, effort: float
 ) -> None:
-    """Run the suites: so many cases of each, or for so many minutes, the one that is furthest behind its share next."""
+    """Run the suites: so many cases of each, or for so many minutes, the one that is furthest behind its share next.
+
+    A GPU that raises for good ends the run: no case says anything on it.
+    """
     if cases is not None:
         for suite in suites:
             for index in range(cases):
-                if not suite.skipped:
+                if not suite.skipped and programs.error_of_the_device() is None:
                     run_case(suite, seed + index, device, effort)
         return
     end = time.monotonic() + 60 * minutes
     said = time.monotonic()
-    while time.monotonic() < end:
+    while time.monotonic() < end and programs.error_of_the_device() is None:
         open_suites = [suite for suite in suites if not suite.skipped]
         if not open_suites:
             return

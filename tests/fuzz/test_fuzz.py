@@ -166,3 +166,26 @@ def test_words_that_help_are_told_from_crashes() -> None:
     with pytest.raises(KeyError):  # a mistake of the case itself
         programs.attempt(lambda: {}["key"])
     assert runner.LIMIT > 60
+
+
+def test_an_error_of_the_gpu_excuses_no_one() -> None:
+    def broken() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        programs.attempt(broken)
+    assert programs.is_of_the_device(RuntimeError("Triton Error [CUDA]: an illegal memory access"))
+    assert not programs.is_of_the_device(RuntimeError("use another shape"))
+
+
+def test_a_broken_gpu_ends_the_run_and_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[int] = []
+    monkeypatch.setattr(
+        programs, "error_of_the_device", lambda: RuntimeError("of the GPU") if len(cases) > 2 else None
+    )
+    suite = runner.Suite("broken", lambda program: cases.append(1), 1.0, draw=lambda rng: {"seed": 1})
+    for times in ({"cases": 9, "minutes": 0.0}, {"cases": None, "minutes": 9.0}):
+        runner.run([suite], device="cpu", seed=0, effort=1.0, **times)  # type: ignore[arg-type]
+    assert len(cases) == 3 and [failure["error"] for failure in suite.failures] == [
+        "RuntimeError: of the GPU"
+    ]

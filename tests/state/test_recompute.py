@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,43 @@ def test_ours_recomputes_under_the_recipe_of_the_first_forward(recipe: Any) -> N
     for a, b in zip(*results):
         assert torch.equal(a, b)
     assert THREAD.state.recipe is None
+
+
+HIGH: dict[str, Callable[[], Any]] = {
+    "disabled": lambda: nc.autocast(enabled=False),
+    "outside": contextlib.nullcontext,
+}
+
+
+@pytest.mark.parametrize("high", HIGH)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autocast(
+    high: str, reentrant: bool
+) -> None:
+    """Steps in high precision leave a graph for outside of any autocast, which repeated later steps in silence."""
+    layer = make_layer()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+
+    def step(context: Any, checkpoint: Callable[..., Any] = torch_checkpoint, **options: Any) -> None:
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        layer.zero_grad()
+        with context:
+            y = checkpoint(run, x, **options)
+        y.square().sum().backward()
+
+    for _ in range(2):
+        step(HIGH[high](), use_reentrant=reentrant)
+        layer.eval()  # an evaluation leaves no backward
+        with nc.autocast(recipe=RECIPE), torch.no_grad():
+            run(torch.randn(6, 24))
+        layer.train()
+    for _ in range(2):
+        with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
+            step(nc.autocast(recipe=RECIPE), use_reentrant=reentrant)
+    for context in (HIGH[high](), nc.autocast(recipe=RECIPE), HIGH[high]()):
+        step(context, nc.checkpoint)  # runs under what the forward ran under
+    layer.recipe = None  # says what it runs under from now on
+    step(HIGH["outside"](), use_reentrant=reentrant)
 
 
 def test_exception_in_the_recomputed_function_restores_the_state() -> None:

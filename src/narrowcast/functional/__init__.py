@@ -1,5 +1,6 @@
 """The operators of the library. Nothing outside this room registers one."""
 
+from ._library import keep_
 from .activation import (
     act,
     act_backward,

@@ -192,6 +192,7 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _PLAIN_ALONE = frozenset(PLAIN)
+_PLAIN_OR_NONE = _PLAIN_ALONE | {type(None)}
 
 
 def _with_shortcut(
@@ -202,7 +203,9 @@ def _with_shortcut(
 
     So it does for plain CUDA tensors in eager code that records no gradient: inside the autograd functions; and for
     state, which has none. It would cost as much as launching a kernel does. Traces, dispatch modes and the profiler do
-    see the overload. A graph that is exported holds the overload ``text``, if there is one.
+    see the overload, and so does a tensor of any other type, in whichever place: a kernel would read at the address 0,
+    which is all the memory that a quantized tensor has of its own. A graph that is exported holds the overload
+    ``text``, if there is one.
     """
     overload = packet.default
     as_text = getattr(packet, "text", overload)
@@ -213,6 +216,9 @@ def _with_shortcut(
         return overload  # type: ignore[no-any-return]
     in_list = "List" in str(arguments[first].type)
     lists = [i for i, argument in enumerate(arguments) if str(argument.type) == "List[Tensor]"]
+    alone = [
+        i for i, argument in enumerate(arguments) if str(argument.type) in ("Tensor", "Optional[Tensor]")
+    ]
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
@@ -230,11 +236,15 @@ def _with_shortcut(
         x: Any = args[first]
         if in_list:
             x = x[0] if x else None
-            for i in lists:
-                if not _PLAIN_ALONE.issuperset(map(type, args[i])):
-                    return overload(*args)  # a list of parameters may be one of many kinds
         if type(x) not in PLAIN or not x.is_cuda:
             return overload(*args)
+        given = len(args)
+        for i in alone:
+            if i < given and type(args[i]) not in _PLAIN_OR_NONE:
+                return overload(*args)
+        for i in lists:
+            if i < given and not _PLAIN_ALONE.issuperset(map(type, args[i])):
+                return overload(*args)
         result = (implementation if route == SHORTCUT else run)(*args)
         for i in written:  # as the dispatcher does for saved tensors to be found out of date
             if args[i] is not None:
@@ -269,7 +279,7 @@ def _inline(
             result = mode.__torch_dispatch__(op, types, args, kwargs)
             if isinstance(result, Tensor) and _is_empty(result):
                 with mode:
-                    _keep(result, tensors_among(given))
+                    keep_(result, tensors_among(given))
             return result
         start_kernels_statically()
         with mode:
@@ -464,7 +474,7 @@ def _without_autocast(
     return run
 
 
-_keep = define(
+keep_ = define(
     "keep_(Tensor(a!) empty, Tensor[] operands) -> ()",
     lambda empty, operands: None,
     lambda empty, operands: None,

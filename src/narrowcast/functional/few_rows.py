@@ -52,6 +52,10 @@ def _in_one_kernel(
     rule, weight = left_quantizer._prologue(), right_quantizer._native_operand(right, False)
     if rule is None or weight is None or left.shape[0] > rule.rows or not left.numel() * columns:
         return None
+    # ptxas 12.8 (Triton 3.6) leaves half of a register unwritten where it knows that two pairs of codes are of zeros.
+    # It knows it of columns beyond a single one, for Triton makes a size of 1 a constant. What is left may be NaN.
+    if left.shape[1] == 1:
+        return None
     if weight.data.dtype != torch.float8_e4m3fn or (rule.scaling, weight.scaling) not in _PAIRS:
         return None
     if not (kernels.AVAILABLE and _device.is_fp8_available()):

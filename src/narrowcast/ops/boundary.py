@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import release
+from .._tracing import is_known, release
 from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs
-from ..functional import Metadata, replay_of
+from ..functional import Metadata, keep_, replay_of
 from ..layers import GroupedLinearLayer, LinearLayer
 from ..quantizers import Operand
 from ..tensors import (
@@ -244,6 +244,8 @@ def _after_scales(x: Tensor, call: Call, recorded: bool) -> Tensor:
         reads = not in_forward and (recorded or op.training)
         if reads and scales is not None and scales.scale_bwd is not None:
             x = torch.where(scales.scale_bwd.sum().isnan(), x, x)
+            if is_known(x.numel() == 0):  # of which the compiler knows that it depends on nothing
+                keep_(x, [scales.scale_bwd])
     return x
 
 

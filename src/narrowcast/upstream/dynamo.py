@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 from .private import Absent, entry, private
@@ -45,6 +46,18 @@ _NEEDED_OF_VARIABLES = [
         ("variables.functions.UserFunctionVariable.get_function", "variables/functions.py"),
     )
 ]
+_NEEDED_OF_GUARDS = {
+    name: private(
+        f"torch._dynamo.{name}", follows=f"torch/_dynamo/{name.split('.')[0]}.py", without=_NOT_COMPILED
+    )
+    for name in (
+        "guards.install_guard",
+        "guards.GuardBuilder.EQUALS_MATCH",
+        "source.ImportSource",
+        "source.AttrSource",
+        "source.CallFunctionNoArgsSource",
+    )
+}
 _ListVariable = private("torch._dynamo.variables.lists.BaseListVariable", without=_NOT_COMPILED)
 _FIELD_READERS = [
     name
@@ -179,3 +192,11 @@ def end_side_effects(context: Any) -> None:
     tracer = _tracer(context)
     if hasattr(tracer, "allow_side_effects_in_hop"):
         tracer.allow_side_effects_in_hop = tracer.allowed_before_begin
+
+
+def guard_on_result(function: Any) -> None:
+    """Guard the graph that is being traced on what a function of a module, called without arguments, returns now."""
+    install, equals, package, attribute, call = _NEEDED_OF_GUARDS.values()
+    first, *names = function.__module__.split(".")
+    source = functools.reduce(attribute, [*names, function.__name__], package(first))
+    install(call(source).make_guard(equals))

@@ -195,3 +195,14 @@ def test_a_reentrant_checkpoint_reads_the_gradient_scale_of_its_forward(compiles
 
     for ours, wanted in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(ours, wanted)
+
+
+@pytest.mark.inductor
+def test_a_reentrant_checkpoint_of_no_rows_under_inductor() -> None:
+    """Inductor knows that an empty output depends on nothing, and left out what reads the gradient's scale."""
+    model = ops.Sequential(ops.Quantize(forward=False), ops.Linear(17, 17, device=DEVICE))
+    nc.set_recipe(model, nc.recipe.DelayedScaling())
+    run = torch.compile(model, fullgraph=True)
+    x = torch.randn(0, 17, device=DEVICE, requires_grad=True)
+    checkpoint(run, x, use_reentrant=True).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 17)
