@@ -143,7 +143,7 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
 
     for _ in range(2):
         step(HIGH[high](), use_reentrant=reentrant)
-        layer.eval()  # an evaluation leaves no backward
+        layer.eval()  # may leave a graph for the first run of a reentrant checkpoint
         with nc.autocast(recipe=RECIPE), torch.no_grad():
             run(torch.randn(6, 24))
         layer.train()

@@ -58,6 +58,8 @@ class RecipeOwner(nn.Module):
         depth = state.depth
         recipe = state.recipe if depth else self._recipe
         if torch.compiler.is_compiling():
+            # which the check reads, under an autocast: no graph of an evaluation may serve a training forward
+            trains = depth and self.training  # noqa: F841
             while_tracing(_check_while_tracing)
             return recipe
         if not depth and graph_task_id() != -1:  # in a backward
@@ -125,9 +127,11 @@ def _check_while_tracing(context: Any) -> None:
     from ..upstream.dynamo import guard_on_result  # loaded already: this runs in a trace
 
     forget_ended_roots()  # before traced code reads and guards them
-    layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
+    layer, recipe, depth, trains = (
+        traced_local(context, name) for name in ("self", "recipe", "depth", "trains")
+    )
     if depth:
-        if layer.training and recipe != layer._recipe and not layer._trained_in_autocast:
+        if trains and recipe != layer._recipe and not layer._trained_in_autocast:
             layer.__dict__["_trained_in_autocast"] = True
             if _Recomputations.traced or not _Recomputations.number:
                 _Recomputations.number += 1
