@@ -145,7 +145,7 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
         step(HIGH[high](), use_reentrant=reentrant)
         layer.eval()  # may leave a graph for the first run of a reentrant checkpoint
         with nc.autocast(recipe=RECIPE), torch.no_grad():
-            run(torch.randn(6, 24))
+            run(torch.randn(6, 24, requires_grad=True))
         layer.train()
     for _ in range(2):
         with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
