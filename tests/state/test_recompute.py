@@ -125,10 +125,11 @@ HIGH: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, nc.recipe.Float8CurrentScaling()], ids=type)
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autocast(
-    high: str, reentrant: bool
+    high: str, reentrant: bool, recipe: Any
 ) -> None:
     """Steps in high precision leave a graph for outside of any autocast, which repeated later steps in silence."""
     layer = make_layer()
@@ -144,13 +145,13 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
     for _ in range(2):
         step(HIGH[high](), use_reentrant=reentrant)
         layer.eval()  # may leave a graph for the first run of a reentrant checkpoint
-        with nc.autocast(recipe=RECIPE), torch.no_grad():
+        with nc.autocast(recipe=recipe), torch.no_grad():
             run(torch.randn(6, 24, requires_grad=True))
         layer.train()
     for _ in range(2):
         with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
-            step(nc.autocast(recipe=RECIPE), use_reentrant=reentrant)
-    for context in (HIGH[high](), nc.autocast(recipe=RECIPE), HIGH[high]()):
+            step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
+    for context in (HIGH[high](), nc.autocast(recipe=recipe), HIGH[high]()):
         step(context, nc.checkpoint)  # runs under what the forward ran under
     layer.recipe = None  # says what it runs under from now on
     step(HIGH["outside"](), use_reentrant=reentrant)
