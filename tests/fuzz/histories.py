@@ -524,7 +524,7 @@ class World:
         run = partial(loss.backward, retain_graph=retain)
         if self.program.get("apart") and not self.plain:
             # what is set for this thread alone
-            names = ("recompile_limit", "skip_nnmodule_hook_guards")
+            names = ("recompile_limit", "skip_nnmodule_hook_guards", "automatic_dynamic_shapes")
             set_here = {name: getattr(torch._dynamo.config, name) for name in names}
             _BACKWARDS.submit(torch._dynamo.config.patch(**set_here)(run)).result()
         else:
