@@ -125,36 +125,77 @@ HIGH: dict[str, Callable[[], Any]] = {
 }
 
 
+def gradients_of(y: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
+    y.square().sum().backward()
+    found = [layer.weight.grad for layer in layers]
+    for layer in layers:
+        layer.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("recipe", [RECIPE, nc.recipe.Float8CurrentScaling()], ids=type)
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("reentrant", [False, True])
+@torch._dynamo.config.patch(recompile_limit=64)
 def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autocast(
     high: str, reentrant: bool, recipe: Any
 ) -> None:
-    """Steps in high precision leave a graph for outside of any autocast, which repeated later steps in silence."""
-    layer = make_layer()
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    """Graphs for outside of any autocast, of steps in high precision and of other layers, repeated it in silence."""
+    layers = [nc.Linear(24, 24, device="cpu") for _ in range(3)]
+    runs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
 
-    def step(context: Any, checkpoint: Callable[..., Any] = torch_checkpoint, **options: Any) -> None:
+    def step(context: Any, checkpoint: Callable[..., Any] = torch_checkpoint, **options: Any) -> list[Any]:
         x = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        layer.zero_grad()
         with context:
-            y = checkpoint(run, x, **options)
-        y.square().sum().backward()
+            y = x
+            for run in runs:
+                y = checkpoint(run, y, **options)
+        return gradients_of(y, layers)
 
-    for _ in range(2):
-        step(HIGH[high](), use_reentrant=reentrant)
-        layer.eval()  # may leave a graph for the first run of a reentrant checkpoint
-        with nc.autocast(recipe=recipe), torch.no_grad():
-            run(torch.randn(6, 24, requires_grad=True))
-        layer.train()
-    for _ in range(2):
+    def refused() -> None:
         with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
             step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
-    for context in (HIGH[high](), nc.autocast(recipe=recipe), HIGH[high]()):
-        step(context, nc.checkpoint)  # runs under what the forward ran under
-    layer.recipe = None  # says what it runs under from now on
-    step(HIGH["outside"](), use_reentrant=reentrant)
+
+    refused()
+    wanted = step(HIGH[high](), use_reentrant=reentrant)
+    with nc.autocast(recipe=recipe), torch.no_grad():
+        runs[0].eval()(torch.randn(6, 24, requires_grad=True))  # as the first run of a reentrant checkpoint
+    runs[0].train()
+    for layer in layers:
+        layer.zero_grad()
+    refused()
+    for ours, theirs in zip(step(HIGH[high](), use_reentrant=reentrant), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    for context in (HIGH[high], lambda: nc.autocast(recipe=recipe)) * 2:
+        found = [step(context(), checkpoint) for checkpoint in (nc.checkpoint, lambda run, x: run(x))]
+        if recipe is not RECIPE:  # whose scales a step changes
+            assert all(map(torch.equal, *found))
+    for layer in layers:
+        layer.recipe = recipe  # that of the autocast
+    step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
+    with nc.autocast(enabled=False):
+        y = torch_checkpoint(runs[0], torch.randn(6, 24, requires_grad=True), use_reentrant=reentrant)
+    with pytest.raises(Exception, match="ran under an autocast"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_autocast_inside_of_the_recomputed_function_is_entered_again(reentrant: bool) -> None:
+    layers = [nc.Linear(24, 24, device="cpu") for _ in range(3)]
+    runs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        x = runs[0](x)
+        with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()):
+            x = runs[1](x)
+        return runs[2](x)
+
+    x = torch.randn(6, 24, requires_grad=True)
+    for _ in range(2):
+        found = [
+            gradients_of(y, layers) for y in (block(x), torch_checkpoint(block, x, use_reentrant=reentrant))
+        ]
+        assert all(map(torch.equal, *found))
 
 
 def test_exception_in_the_recomputed_function_restores_the_state() -> None:

@@ -13,6 +13,7 @@ from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
 from ..upstream.autograd import graph_task_id
 from ..upstream.modules import running_modules
+from .left_autocast import left_autocast, refuse_another_recipe, runs_in_autocast
 
 
 class RecipeOwner(nn.Module):
@@ -25,14 +26,12 @@ class RecipeOwner(nn.Module):
     _recipe: Recipe | None
     _last_recipe: Recipe | None
     _trained_under: Recipe | None  # of the last forward in training mode
-    _trained_in_autocast: bool = False  # by a graph with a recipe other than its own
     # the model that set_recipe was called with renews this layer's delayed scaling
     _renewed_by_root: bool = False
     _root: str | None = None  # which one: only while its forward runs; None: always
 
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
-        self._trained_in_autocast = False
 
     @property
     def recipe(self) -> Recipe | None:
@@ -58,8 +57,6 @@ class RecipeOwner(nn.Module):
         depth = state.depth
         recipe = state.recipe if depth else self._recipe
         if torch.compiler.is_compiling():
-            # which the check reads, under an autocast: no graph of an evaluation may serve a training forward
-            trains = depth and self.training  # noqa: F841
             while_tracing(_check_while_tracing)
             return recipe
         if not depth and graph_task_id() != -1:  # in a backward
@@ -79,9 +76,7 @@ class RecipeOwner(nn.Module):
         And without the model, of which the copy need not be a part.
         """
         last = dict.fromkeys(("_last_recipe", "_trained_under"), self._recipe)
-        return {
-            **self.__dict__, **last, "_trained_in_autocast": False, "_renewed_by_root": False, "_root": None,
-        }  # fmt: skip
+        return {**self.__dict__, **last, "_renewed_by_root": False, "_root": None}
 
 
 def forget_ended_roots() -> None:
@@ -102,51 +97,15 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
         )
 
 
-class _Recomputations:
-    """What graphs that were traced in a backward, outside of any autocast, depend on.
-
-    They are for layers that no graph has trained under an autocast. ``number``: how often that has changed for a layer
-    while there were such graphs of this number, which ``traced`` tells; 0 before it has for any layer.
-    """
-
-    number = 0
-    traced = False
-
-
-def recomputations() -> int:
-    """Return, in a backward, the number of :class:`_Recomputations`; 0 outside of any.
-
-    Graphs for outside of an autocast are guarded on it, so that none that a forward has left serves a recomputation.
-    That of :func:`narrowcast.checkpoint` runs under what its forward ran under, and may be served.
-    """
-    return 0 if graph_task_id() == -1 or THREAD.state.recomputes else _Recomputations.number
-
-
 def _check_while_tracing(context: Any) -> None:
-    """Remember the recipe of a graph; a recomputation that is traced outside the autocast must not lose it."""
+    """Remember the recipe of a graph; a recomputation that runs outside of the autocast must not lose it."""
     from ..upstream.dynamo import guard_on_result  # loaded already: this runs in a trace
 
     forget_ended_roots()  # before traced code reads and guards them
-    layer, recipe, depth, trains = (
-        traced_local(context, name) for name in ("self", "recipe", "depth", "trains")
-    )
-    if depth:
-        if trains and recipe != layer._recipe and not layer._trained_in_autocast:
-            layer.__dict__["_trained_in_autocast"] = True
-            if _Recomputations.traced or not _Recomputations.number:
-                _Recomputations.number += 1
-                _Recomputations.traced = False
-    else:
-        guard_on_result(recomputations)
-        if recomputations():
-            _Recomputations.traced = True
-        last = layer._trained_under if layer.training else layer._last_recipe
-        recomputes = graph_task_id() != -1 and not THREAD.state.recomputes
-        if recomputes and (recipe != last or layer._trained_in_autocast):
-            raise RuntimeError(
-                f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it; give it "
-                "its own recipe (narrowcast.set_recipe), compile the checkpoint, too, or enter autocast inside it"
-            )
+    layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
+    guard_on_result(runs_in_autocast if depth else left_autocast)
+    if not depth:
+        refuse_another_recipe(type(layer).__name__, recipe)
     layer.__dict__["_last_recipe"] = recipe
     if layer.training:
         layer.__dict__["_trained_under"] = recipe
