@@ -872,6 +872,8 @@ def run(program: Program) -> dict[str, float]:
             try:
                 compare(found[label], wanted[label], f"{how}: {kind}", tolerance)
             except Difference:
+                if compiled and _differs_in_torch(program, label, tolerance):
+                    continue
                 if not reorders:
                     raise
                 rooms = rooms_of(program, wanted) if rooms is None else rooms
@@ -879,6 +881,19 @@ def run(program: Program) -> dict[str, float]:
         elif "at the end state" not in label or ("amax" in label and (found | wanted)[label].any()):
             raise Difference(f"{how}: {kind}: in {'ours' if label in found else 'the plain run'} alone")
     return {}
+
+
+def _differs_in_torch(program: Program, label: str, tolerance: float) -> bool:
+    """Whether the tensor differs as much with PyTorch's own modules: it is what rounding leaves of 0."""
+    runs = [attempt(lambda plain=plain: play(program, plain=plain, torchs=True)) for plain in (False, True)]
+    (found, _), (wanted, _) = runs
+    if found is None or wanted is None:
+        return False
+    try:
+        compare(dict(found).get(label), dict(wanted).get(label), label, tolerance)
+    except Difference:
+        return True
+    return False
 
 
 def _may_repeat_another_graph(error: BaseException, program: Program) -> bool:
