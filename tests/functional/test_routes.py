@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import narrowcast as nc
 from narrowcast.functional import _library, routes
 from narrowcast.functional.routes import watcher
+
+from .test_collectives import OnGpu
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-call.md"
 
@@ -70,25 +73,18 @@ def test_an_export_gets_texts(strict: bool) -> None:
     assert program.module()(torch.zeros(2)).tolist() == [2, 2]
 
 
-class OnGpu(Tensor):
-    """Memory that counts as a GPU's."""
-
-    is_cuda = True  # type: ignore[assignment]
-
-
-def calls_of(name: str, other: Any) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield each place, first "" for none, the schema, and arguments of GPU memory with ``other`` in that place."""
-    schema = getattr(torch.ops.narrowcast, name).default._schema
+def arguments_of(schema: Any, other: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each place, first "" for none, and arguments of GPU memory with ``other`` in that place."""
     memory = torch.zeros(2).as_subclass(OnGpu)
     plain = [
         [memory, memory] if str(one.type) == "List[Tensor]" else memory if "Tensor" in str(one.type) else None
         for one in schema.arguments
     ]
-    yield "", schema, plain
+    yield "", plain
     for at, one in enumerate(schema.arguments):
         if plain[at] is not None:
             put = [memory, other] if isinstance(plain[at], list) else other
-            yield one.name, schema, [*plain[:at], put, *plain[at + 1 :]]
+            yield one.name, [*plain[:at], put, *plain[at + 1 :]]
 
 
 @pytest.mark.parametrize("name", sorted(_library._DEFINED))
@@ -98,15 +94,12 @@ def test_a_kernel_gets_plain_memory_alone(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_library, "_PLAIN_ALONE", frozenset({OnGpu}))
     monkeypatch.setattr(_library, "_PLAIN_OR_NONE", frozenset({OnGpu, type(None)}))
     monkeypatch.setattr(_library, "eager_watcher", lambda of_state: routes.NOBODY)
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda _: None)
+    schema = getattr(torch.ops.narrowcast, name).default._schema
+    overload = mock.Mock(_schema=schema, return_value="dispatched")
+    call = _library._with_shortcut(SimpleNamespace(default=overload), lambda *_: "implementation")
     quantized = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3).quantize(torch.ones(16, 16))
-    ways = {}
-    for place, schema, arguments in calls_of(name, quantized):
-        overload = SimpleNamespace(_schema=schema)
-        packet = SimpleNamespace(default=lambda *_: "dispatched")
-        monkeypatch.setattr(_library, "schema_of", lambda _, of=overload: of._schema)
-        monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda _: None)
-        call = _library._with_shortcut(packet, lambda *_: "implementation")
-        ways[place] = call(*arguments)
+    ways = {place: call(*arguments) for place, arguments in arguments_of(schema, quantized)}
     some = any("Tensor" in str(one.type) for one in schema.arguments)
     assert ways.pop("") == ("implementation" if some else "dispatched")
     assert set(ways.values()) <= {"dispatched"}

@@ -57,7 +57,7 @@ class Slow(BaseException):
 def is_of_the_device(error: BaseException | None) -> bool:
     """Whether a GPU raised it: PyTorch alone would raise the same afterwards, so that such an error excuses no one."""
     while error is not None:
-        if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)) or _OF_CUDA.search(str(error)):
+        if _OF_CUDA.search(str(error)):
             return True
         error = getattr(error, "inner_exception", None) or error.__cause__
     return False

@@ -216,8 +216,10 @@ def _with_shortcut(
         return overload  # type: ignore[no-any-return]
     in_list = "List" in str(arguments[first].type)
     lists = [i for i, argument in enumerate(arguments) if str(argument.type) == "List[Tensor]"]
-    alone = [
-        i for i, argument in enumerate(arguments) if str(argument.type) in ("Tensor", "Optional[Tensor]")
+    others = [
+        i
+        for i, argument in enumerate(arguments)
+        if str(argument.type) in ("Tensor", "Optional[Tensor]") and i != first
     ]
     run = _without_autocast(implementation)
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
@@ -239,7 +241,7 @@ def _with_shortcut(
         if type(x) not in PLAIN or not x.is_cuda:
             return overload(*args)
         given = len(args)
-        for i in alone:
+        for i in others:
             if i < given and type(args[i]) not in _PLAIN_OR_NONE:
                 return overload(*args)
         for i in lists:
