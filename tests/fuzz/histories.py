@@ -64,6 +64,7 @@ EDITS = (
     "data_copy",
 )
 USES = ("save", "copy", "train a copy", "reload state")
+STATELESS = ("current", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4", "hybrid")
 OPTIMIZERS = (
     "SGD",
     "SGD foreach",
@@ -157,6 +158,8 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
     program["calibrated"] = rng.random() < 0.15
     if rng.random() < 0.6:
         draw_outer(rng, program)
+    if program["how"] == "autocast" and "delayed" not in _families(program) and rng.random() < 0.4:
+        draw_autocasts(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program
@@ -203,10 +206,28 @@ def _wraps(program: Program) -> list[Program]:
     return [wrap for wrap in (program["whole"], *(block.get("wrap") for block in program["blocks"])) if wrap]
 
 
-def _families(program: Program) -> set[str]:
+def _recipes(program: Program) -> list[Program]:
+    """The descriptions of all recipes."""
     described = [program["recipe"], *(item.get("recipe") for item in program["history"])]
     described += [layer.get("own") for block in program["blocks"] for layer in block["layers"]]
-    return {one["family"] for one in described if one}
+    described += [one for item in program["history"] for one in item.get("autocasts") or ()]
+    return [one for one in described if one]
+
+
+def _families(program: Program) -> set[str]:
+    return {one["family"] for one in _recipes(program)}
+
+
+def draw_autocasts(rng: random.Random, program: Program) -> None:
+    """Let the forwards of a step run under several autocasts."""
+    for item in program["history"]:
+        if item["do"] == "step":
+            several = [draw_recipe(rng, STATELESS) if rng.random() < 0.6 else None for _ in item["batches"]]
+            item |= {"autocasts": several, "flags": [None for _ in several]}
+
+
+def _runs_under_several(program: Program) -> bool:
+    return any(item.get("autocasts") for item in program["history"])
 
 
 def has_outer(program: Program) -> bool:
@@ -252,7 +273,7 @@ class World:
         self.trace: list[tuple[str, Tensor | None]] = []
         self.recipe = None if torchs else recipe_of(program["recipe"])
         self.ran = False
-        self.outer: Any = None  # of an autocast around calls of layers with recipes of their own
+        self.outer: Any = None  # of an autocast that is of one forward
         self.stored = bool(program["stored"]) and not torchs and self.recipe is not None
         torch.manual_seed(program["seed"])
         init: Any = contextlib.nullcontext()
@@ -268,7 +289,7 @@ class World:
         self.optimizer = self._optimizer()
         self.terms: Terms | None = None
         self.measure: Measure | None = None
-        if plain and not torchs:
+        if plain and not torchs and not _runs_under_several(program):
             self.measure = Measure(self)
 
     def _give(self, recipe: Any) -> None:
@@ -394,13 +415,14 @@ class World:
         losses, leaves = [], []
         joined = item["order"] == "joined"
         flags = list(item["flags"] or ()) + [None] * len(item["batches"])
+        outers = list(item.get("autocasts") or ()) + [item.get("outer")] * len(item["batches"])
         for number, seed in enumerate(item["batches"]):
             leaf = self.batch(seed).requires_grad_()
             stopped = item.get("raises") if number == 0 else None
             # no generator may meet the error: before 2.15 its frame, and so a checkpoint, would live until collected
             stops = contextlib.suppress(Stopped, KeyboardInterrupt) if stopped else contextlib.nullcontext()
             with self.raising(stopped) if stopped else contextlib.nullcontext(), stops:
-                y = self.forward(leaf, flags[number], bool(item.get("parts")), item.get("outer"))
+                y = self.forward(leaf, flags[number], bool(item.get("parts")), outers[number])
                 if stopped and y.requires_grad:
                     self.run_backward(self.loss(y, seed))
             if stopped:
@@ -951,12 +973,9 @@ def reads_expanded_gradients(program: Program) -> bool:
 
     PyTorch's products of the two add in different orders.
     """
-    recipes = [program["recipe"], *(item.get("recipe") for item in program["history"])]
-    recipes += [layer.get("own") for block in program["blocks"] for layer in block["layers"]]
     high = any(
         one["family"] == "none" or (one["options"] or {}).get("backward_override") == "high_precision"
-        for one in recipes
-        if one
+        for one in _recipes(program)
     )
     return program["loss"] == "sum" and high and _is_reentrant(program)
 

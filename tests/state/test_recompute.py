@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,94 @@ def test_an_autocast_inside_of_the_recomputed_function_is_entered_again(reentran
             gradients_of(y, layers) for y in (block(x), torch_checkpoint(block, x, use_reentrant=reentrant))
         ]
         assert all(map(torch.equal, *found))
+
+
+def of_layers() -> dict[str, Callable[[], Any]]:
+    kwargs: dict[str, Any] = {"device": "cpu"}
+    return {
+        "Linear": lambda: nc.Linear(32, 32, **kwargs),
+        "own recipe": lambda: nc.set_recipe(nc.Linear(32, 32, **kwargs), nc.recipe.MXFP8BlockScaling()),
+        "LayerNormMLP": lambda: nc.LayerNormMLP(32, 64, **kwargs),
+        "ops": lambda: nc.ops.Sequential(nc.ops.RMSNorm(32, **kwargs), nc.ops.Linear(32, 32, **kwargs)),
+    }
+
+
+class Function(torch.autograd.Function):
+    """A checkpoint as libraries write it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Step, x: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        y.backward(grad)
+        return None, x.grad
+
+
+CHECKPOINTS: dict[str, Callable[..., Any]] = {
+    "reentrant": functools.partial(torch_checkpoint, use_reentrant=True),
+    "not reentrant": functools.partial(torch_checkpoint, use_reentrant=False),
+    "function": Function.apply,
+    "reentrant in reentrant": lambda run, x: torch_checkpoint(
+        CHECKPOINTS["reentrant"], run, x, use_reentrant=True
+    ),
+    "reentrant in the other": lambda run, x: torch_checkpoint(
+        CHECKPOINTS["reentrant"], run, x, use_reentrant=False
+    ),
+    "the other in reentrant": lambda run, x: torch_checkpoint(
+        CHECKPOINTS["not reentrant"], run, x, use_reentrant=True
+    ),
+    "neither": lambda run, x: torch_checkpoint(CHECKPOINTS["not reentrant"], run, x, use_reentrant=False),
+    "ours in reentrant": lambda run, x: torch_checkpoint(nc.checkpoint, run, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", of_layers())
+@pytest.mark.parametrize("way", CHECKPOINTS)
+def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(name: str, way: str) -> None:
+    """Layers remembered the last one alone."""
+    torch.manual_seed(0)
+    layer, checkpoint = of_layers()[name](), CHECKPOINTS[way]
+    contexts = [
+        lambda: nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
+        contextlib.nullcontext,
+        lambda: nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()),
+        lambda: nc.autocast(enabled=False),
+    ]
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
+            y = layer(x)
+        return layer(y)  # under that around the checkpoint
+
+    def gradients(run: Step, order: list[int]) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        xs = [torch.randn(32, 32, generator=generator).requires_grad_() for _ in contexts]
+        ys = []
+        for x, context in zip(xs, contexts):
+            with context():
+                ys.append(run(x).square().sum())
+        found: list[Any] = [None] * len(xs)
+        for i in order:
+            ys[i].backward()
+            found[i] = [xs[i].grad, *(p.grad.clone() for p in layer.parameters())]
+            layer.zero_grad()
+        return [grad for grads in found for grad in grads]
+
+    for function in (layer, inside):
+        wanted = gradients(function, [0, 1, 2, 3])
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
+            for ours, theirs in zip(
+                gradients(functools.partial(checkpoint, function), order), wanted, strict=True
+            ):
+                assert torch.equal(ours, theirs)
 
 
 def test_exception_in_the_recomputed_function_restores_the_state() -> None:

@@ -99,13 +99,17 @@ def test_a_probe_that_fails_raises(name: str, monkeypatch: pytest.MonkeyPatch) -
     reentrant = name == "_finds_functions"
     layer = nc.Linear(16, 16, device="cpu", recipe=nc.recipe.DelayedScaling())
     x = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(
-        UpstreamError, match="recomputation under delayed scaling cannot find its forward; use"
-    ):
+    message = "recomputation under delayed scaling or outside of its autocast cannot find its forward; use"
+    with pytest.raises(UpstreamError, match=message):
         cp.checkpoint(layer, x, use_reentrant=reentrant)
     layer(x).sum().backward()  # outside of checkpoints nothing is asked
     layer.recipe = nc.recipe.Float8CurrentScaling()
     cp.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()  # type: ignore[union-attr]
+    with nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()):
+        with pytest.raises(UpstreamError, match=message):
+            cp.checkpoint(layer, x, use_reentrant=reentrant)
+        y = nc.checkpoint(layer, x, use_reentrant=reentrant)
+    y.sum().backward()
 
 
 def without(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +27,33 @@ from ..upstream.autograd import (
 from ..upstream.modules import is_frame_of
 
 
+class Forward:
+    """What the first run of a recomputed function has read.
+
+    Attributes:
+        kept: by address of a state's amax, the copies of its scales, in order.
+        autocast: how deep the layers were in autocasts, at the least, and what they ran under there
+            (:mod:`..layers.left_autocast`); None: no layer has run.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Tensor]] = {}
+        self.autocast: tuple[int, Any] | None = None
+
+
 class Run:
     """One run of a recomputed function.
 
     Args:
-        kept: by address of a state's amax, the copies of its scales that the first run has read, in order.
+        forward: its first run's.
         rerun: this is not the first run.
         gradients: the first run will have a backward, though it records no gradients.
         around: the run of the checkpoint around this one.
     """
 
-    def __init__(
-        self, kept: dict[int, list[Tensor]], rerun: bool, gradients: bool, around: Run | None
-    ) -> None:
-        self.kept, self.rerun, self.around = kept, rerun, None if rerun else around
+    def __init__(self, forward: Forward, rerun: bool, gradients: bool, around: Run | None) -> None:
+        self.forward, self.rerun, self.around = forward, rerun, None if rerun else around
+        self.kept = forward.kept
         self.repeats = rerun or (around is not None and around.repeats)
         self.gradients = gradients or (around is not None and around.gradients)
         self.counts: dict[int, int] = {}
@@ -93,27 +107,25 @@ UNKNOWN_FORWARD = (
 )
 
 
-def run_now(functions: bool = True) -> Run | None:
+def run_now() -> Run | None:
     """Return the innermost recomputed function that runs; None outside any.
 
-    Args:
-        functions: look for reentrant checkpoints, too, and others that are autograd functions.
     Raises:
         UpstreamError: this release keeps a checkpoint's forward in a way that is not known.
     """
     runs = running_checkpoints()
-    if functions:
+    of_functions = running_functions()
+    if of_functions:
         # a function's first run records no gradients, so no other checkpoint is inside it
-        of_functions = running_functions()
         reruns = [(owner, run) for owner, run in of_functions if run is not None]
         runs = reruns + runs + [(owner, run) for owner, run in of_functions if run is None]
     found: Run | None = None
     for owner, run in runs:
         known = vars(owner).setdefault("_narrowcast_runs", {})
         if run not in known:
-            kept = known[None].kept if None in known else {}
+            forward = known[None].forward if None in known else Forward()
             gradients = hasattr(owner, "next_functions") and records_gradients(owner)
-            known[run] = Run(kept, run is not None, gradients, found)
+            known[run] = Run(forward, run is not None, gradients, found)
         found = known[run]
     return found
 

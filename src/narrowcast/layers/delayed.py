@@ -360,7 +360,7 @@ class DelayedLayer(RecipeOwner):
         if ASIDE:
             self._put_back()
         starts = starts_a_step()
-        run = run_now(functions=not ((recorded and starts) or torch.is_inference_mode_enabled()))
+        run = run_now()
         amaxes = [state.amax for stage in states for state in stage if state is not None]
         if run is not None and not self.training and not run.knows(amaxes):
             run = None  # a backward may evaluate what no forward has run

@@ -1,62 +1,75 @@
-"""The autocast that a compiled layer's forward ran under, where a recomputation runs outside of it.
+"""The autocast that a forward ran under, where its recomputation runs outside of it.
 
-PyTorch's checkpoints recompute in the backward, outside of an ``autocast`` around the forward. A layer in eager code
-remembers its last recipe. A graph that is there already runs no code of a layer, and layers of one kind share it. But
-the compiler calls the functions that a graph is guarded on, every time. Two of them find the object that PyTorch keeps
-for a forward that it will recompute, and leave a note on it, or read that.
+PyTorch's checkpoints recompute in the backward, outside of an ``autocast`` around the forward. A layer leaves a note on
+the forward that runs, for its recomputation. A graph that is there already runs no code of a layer, and layers of one
+kind share it. But the compiler calls the functions that a graph is guarded on, every time: two of them do the same.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from ..functional.recomputation import run_now
 from ..recipe import Recipe
 from ..state import THREAD
-from ..upstream.autograd import graph_task_id, running_checkpoints, running_functions
+from ..upstream.autograd import is_in_backward
+from ..upstream.private import UpstreamError
 
-_NOTE = "_narrowcast_autocast"
-_ENTERED_INSIDE: Any = object()
+OWN: Any = object()
+"""In place of an autocast's recipe: there is none."""
+
+UNSEEN: Any = object()
+"""In place of an autocast's recipe: this runs in a backward, and which forward it repeats is not known."""
+
 _LEFT: list[Recipe | None] = []  # of autocasts that recomputations were outside of, by number
 
 
-def _forwards(runs_again: bool) -> list[Any]:
-    """Return the objects of the forwards that run now for the first time, or again, and those around them."""
-    running = running_checkpoints()
-    # the first run of a reentrant checkpoint records no gradients
-    if runs_again or not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        running = running + running_functions()
-    return [vars(owner) for owner, run in running if (run is not None) is runs_again]
+def recipe_around() -> Any:
+    """Return the recipe of the autocast in force, or of that which a recomputation runs outside of; or OWN, or UNSEEN.
+
+    A recomputation enters again what its function has entered. Where it has entered nothing, it is as deep in autocasts
+    as its function was when it began: the least of all layers there. Eager layers call this only where a recomputed
+    function may run: in a backward, under hooks for saved tensors, or in the forward of a function.
+
+    Raises:
+        UpstreamError: a recomputation will run outside of this autocast, and this release keeps its forward in a way
+            that is not known.
+    """
+    state = THREAD.state
+    depth, recipe = state.depth, state.recipe if state.depth else OWN
+    try:
+        run = run_now()
+    except UpstreamError:
+        if depth and state.recomputes is None:
+            raise
+        return UNSEEN if not depth and is_in_backward() else recipe
+    first_runs = []
+    while run is not None and not run.rerun:
+        first_runs.append(run.forward)
+        run = run.around
+    if not depth and run is not None:
+        recipe = UNSEEN if run.forward.autocast is None else run.forward.autocast[1]
+    elif not depth and is_in_backward():
+        recipe = UNSEEN
+    for forward in first_runs:
+        if forward.autocast is None or depth < forward.autocast[0]:
+            forward.autocast = depth, recipe
+    return recipe
 
 
 def runs_in_autocast() -> bool:
-    """Return True; note the recipe of the autocast in force on the forwards that will be recomputed.
-
-    A graph that was traced under an autocast is guarded on it.
-    """
-    if THREAD.state.depth and graph_task_id() == -1:  # or this graph is not the one that will run
-        for notes in _forwards(runs_again=False):
-            notes.setdefault(_NOTE, THREAD.state.recipe)
+    """Return True. A graph that was traced under an autocast is guarded on it."""
+    recipe_around()
     return True
 
 
 def left_autocast() -> int:
     """Return a number of the recipe of the autocast that a recomputation runs outside of; 0 for none.
 
-    A graph that was traced outside of any autocast is guarded on it. A forward of which a part ran outside of any has
-    entered its autocasts itself, and so does the recomputation. That of :func:`narrowcast.checkpoint` enters them, too.
+    A graph that was traced outside of any autocast is guarded on it.
     """
-    if THREAD.state.depth:
-        return 0
-    if graph_task_id() == -1:
-        for notes in _forwards(runs_again=False):
-            notes[_NOTE] = _ENTERED_INSIDE
-        return 0
-    if THREAD.state.recomputes:
-        return 0
-    recipe = next((notes[_NOTE] for notes in _forwards(runs_again=True) if _NOTE in notes), _ENTERED_INSIDE)
-    if recipe is _ENTERED_INSIDE:
+    recipe = recipe_around()
+    if THREAD.state.depth or recipe is OWN or recipe is UNSEEN:
         return 0
     if recipe not in _LEFT:
         _LEFT.append(recipe)

@@ -11,9 +11,9 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
-from ..upstream.autograd import graph_task_id
+from ..upstream.autograd import graph_task_id, has_forward_mode, top_hooks
 from ..upstream.modules import running_modules
-from .left_autocast import left_autocast, refuse_another_recipe, runs_in_autocast
+from .left_autocast import OWN, UNSEEN, left_autocast, recipe_around, refuse_another_recipe, runs_in_autocast
 
 
 class RecipeOwner(nn.Module):
@@ -50,17 +50,26 @@ class RecipeOwner(nn.Module):
     def _recipe_in_force(self) -> Recipe | None:
         """Return the recipe of this forward.
 
-        One that runs inside a backward, outside any autocast, is a recomputation, and goes by the last forward; in
+        A recomputation goes by the forward that it repeats. If that is not known, it goes by the last forward; in
         training mode by the last one in training mode, which an evaluation in between is not.
         """
-        state = THREAD.state
-        depth = state.depth
-        recipe = state.recipe if depth else self._recipe
         if torch.compiler.is_compiling():
+            depth = THREAD.state.depth
+            recipe = THREAD.state.recipe if depth else self._recipe
             while_tracing(_check_while_tracing)
             return recipe
-        if not depth and graph_task_id() != -1:  # in a backward
-            return self._trained_under if self.training else self._last_recipe
+        if (
+            graph_task_id() == -1 and has_forward_mode() and top_hooks(True) is None
+        ):  # no recomputed function runs
+            recipe = THREAD.state.recipe if THREAD.state.depth else self._recipe
+        else:
+            recipe = recipe_around()
+            if recipe is UNSEEN:
+                return self._trained_under if self.training else self._last_recipe
+            if recipe is OWN:
+                recipe = self._recipe
+            if graph_task_id() != -1:
+                return recipe
         if recipe is not self._last_recipe:
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)

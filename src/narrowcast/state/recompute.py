@@ -60,8 +60,8 @@ def checkpoint(
 ) -> Any:
     """Run ``torch.utils.checkpoint``; the recomputation has the recipe of the first forward.
 
-    PyTorch's own also works: a layer inside a backward, outside any autocast, runs under the recipe of its last
-    forward. This one also works for a layer that ran under several recipes.
+    PyTorch's own also works: a layer that is recomputed outside of an autocast runs under the recipe of its forward.
+    This one also enters the autocast again, for code that asks for it and for compiled layers.
 
     Args:
         function: the function to recompute in the backward.

@@ -37,12 +37,15 @@ _are_hooks_enabled: Callable[[], bool] = private(
     fallback=lambda: True,
 )
 _WITHOUT_HOOKS = (
-    "a recomputation under delayed scaling cannot find its forward; use torch.utils.checkpoint with "
-    "use_reentrant=True, or a recipe without delayed scaling"
+    "a recomputation under delayed scaling or outside of its autocast cannot find its forward; use "
+    "torch.utils.checkpoint with use_reentrant=True, or layers' own recipes without delayed scaling"
 )
 _top_hooks: Any = private(
     "torch._C._autograd._top_saved_tensors_default_hooks", follows=_HOOKS, without=_WITHOUT_HOOKS
 )
+top_hooks: Callable[[bool], Any] = _top_hooks or (lambda _: None)
+"""Given True: the innermost pair of hooks for saved tensors; None if there is none, or on a release that hides it."""
+
 _pop_hooks: Any = private(
     "torch._C._autograd._pop_saved_tensors_default_hooks", follows=_HOOKS, without=_WITHOUT_HOOKS
 )
@@ -58,9 +61,16 @@ _CHECKPOINT_HOOKS = entry(
 _FUNCTION_FRAMES = entry(
     "the context of a running torch.autograd.Function, the first argument of `forward` or `backward` on the call stack",
     follows="torch/utils/checkpoint.py, class CheckpointFunction; torch/csrc/autograd/python_function.cpp",
-    without="a recomputation under delayed scaling cannot find its forward; use use_reentrant=False, or a recipe "
-    "without delayed scaling",
+    without="a recomputation under delayed scaling or outside of its autocast cannot find its forward; use "
+    "use_reentrant=False, or layers' own recipes without delayed scaling",
 )
+has_forward_mode: Callable[[], bool] = private(
+    "torch._C._is_fwd_grad_enabled",
+    follows="torch/csrc/autograd/python_function.cpp, THPFunction_apply, which ends it for the time of a forward",
+    without="running functions are looked for in every forward",
+    fallback=lambda: False,
+)
+"""Whether derivatives in forward mode are on, which they are not in the forward of an autograd function."""
 set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = private(
     "torch._C._autograd._unsafe_set_version_counter",
     follows="torch/autograd/grad_mode.py, _unsafe_preserve_version_counter",
@@ -180,7 +190,9 @@ def _checkpoints_of(hooks: list[Any]) -> list[Running]:
     for pack, _ in hooks:
         pack = inspect.unwrap(pack)
         if getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__:
-            held = inspect.getclosurevars(pack).nonlocals
+            held = dict(
+                zip(pack.__code__.co_freevars, [cell.cell_contents for cell in pack.__closure__ or ()])
+            )
             first = held.get("target_frame_ref")
             found.append((held.get("frame") if first is None else first(), held.get("gid")))
     return [(frame, run) for frame, run in found if frame is not None]
@@ -226,14 +238,21 @@ def _one_forward_in(attempt: Callable[[], None], seen: list[list[Running]]) -> b
 def running_functions() -> list[Running]:
     """Return the contexts of the autograd functions that run now, outermost first, such as reentrant checkpoints.
 
-    Libraries and users write checkpoints of their own as functions whose backward runs a forward again.
+    Libraries and users write checkpoints of their own as functions whose backward runs a forward again. What runs in
+    inference mode will not be recomputed.
 
     Raises:
         UpstreamError: this release calls a function in a way in which its context is not found.
     """
+    if not _may_run_functions():
+        return []
     if not _succeeds(_finds_functions):
         raise _FUNCTION_FRAMES.error()
     return _functions_of(sys._getframe(1))
+
+
+def _may_run_functions() -> bool:
+    return graph_task_id() != -1 or not (has_forward_mode() or torch.is_inference_mode_enabled())
 
 
 def _functions_of(caller: Any) -> list[Running]:
@@ -269,7 +288,7 @@ def _finds_functions() -> bool:
     recorded = []
 
     def probe(x: Tensor) -> Tensor:
-        seen.append(_functions_of(sys._getframe(1)))
+        seen.append(_functions_of(sys._getframe(1)) if _may_run_functions() else [])
         recorded.append(bool(seen[-1]) and records_gradients(seen[-1][0][0]))
         return x * x
 
