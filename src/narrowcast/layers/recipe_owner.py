@@ -58,11 +58,8 @@ class RecipeOwner(nn.Module):
             recipe = THREAD.state.recipe if depth else self._recipe
             while_tracing(_check_while_tracing)
             return recipe
-        if (
-            graph_task_id() == -1 and has_forward_mode() and top_hooks(True) is None
-        ):  # no recomputed function runs
-            recipe = THREAD.state.recipe if THREAD.state.depth else self._recipe
-        else:
+        may_be_recomputed = graph_task_id() != -1 or top_hooks(True) is not None or not has_forward_mode()
+        if may_be_recomputed:
             recipe = recipe_around()
             if recipe is UNSEEN:
                 return self._trained_under if self.training else self._last_recipe
@@ -70,6 +67,8 @@ class RecipeOwner(nn.Module):
                 recipe = self._recipe
             if graph_task_id() != -1:
                 return recipe
+        else:
+            recipe = THREAD.state.recipe if THREAD.state.depth else self._recipe
         if recipe is not self._last_recipe:
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)
