@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
 RECIPE = from_one(amax_history_len=3)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -134,19 +136,20 @@ def gradients_of(y: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", [RECIPE, nc.recipe.Float8CurrentScaling()], ids=type)
 @pytest.mark.parametrize("high", HIGH)
 @pytest.mark.parametrize("reentrant", [False, True])
 @torch._dynamo.config.patch(recompile_limit=64)
 def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autocast(
-    high: str, reentrant: bool, recipe: Any
+    high: str, reentrant: bool, recipe: Any, device: str
 ) -> None:
     """Graphs for outside of any autocast, of steps in high precision and of other layers, repeated it in silence."""
-    layers = [nc.Linear(24, 24, device="cpu") for _ in range(3)]
+    layers = [nc.Linear(24, 24, device=device) for _ in range(3)]
     runs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
 
     def step(context: Any, checkpoint: Callable[..., Any] = torch_checkpoint, **options: Any) -> list[Any]:
-        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        x = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
         with context:
             y = x
             for run in runs:
@@ -160,7 +163,9 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
     refused()
     wanted = step(HIGH[high](), use_reentrant=reentrant)
     with nc.autocast(recipe=recipe), torch.no_grad():
-        runs[0].eval()(torch.randn(6, 24, requires_grad=True))  # as the first run of a reentrant checkpoint
+        runs[0].eval()(
+            torch.randn(6, 24, device=device, requires_grad=True)
+        )  # as the first run of a reentrant checkpoint
     runs[0].train()
     for layer in layers:
         layer.zero_grad()
@@ -175,7 +180,9 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
         layer.recipe = recipe  # that of the autocast
     step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
     with nc.autocast(enabled=False):
-        y = torch_checkpoint(runs[0], torch.randn(6, 24, requires_grad=True), use_reentrant=reentrant)
+        y = torch_checkpoint(
+            runs[0], torch.randn(6, 24, device=device, requires_grad=True), use_reentrant=reentrant
+        )
     with pytest.raises(Exception, match="ran under an autocast"):
         y.sum().backward()
 
@@ -199,14 +206,26 @@ def test_an_autocast_inside_of_the_recomputed_function_is_entered_again(reentran
         assert all(map(torch.equal, *found))
 
 
-def of_layers() -> dict[str, Callable[[], Any]]:
-    kwargs: dict[str, Any] = {"device": "cpu"}
-    return {
-        "Linear": lambda: nc.Linear(32, 32, **kwargs),
-        "own recipe": lambda: nc.set_recipe(nc.Linear(32, 32, **kwargs), nc.recipe.MXFP8BlockScaling()),
-        "LayerNormMLP": lambda: nc.LayerNormMLP(32, 64, **kwargs),
-        "ops": lambda: nc.ops.Sequential(nc.ops.RMSNorm(32, **kwargs), nc.ops.Linear(32, 32, **kwargs)),
-    }
+LAYERS: dict[str, Callable[[], Any]] = {
+    "Linear": lambda: nc.Linear(32, 32),
+    "own recipe": lambda: nc.set_recipe(nc.Linear(32, 32), nc.recipe.MXFP8BlockScaling()),
+    "LayerNormMLP": lambda: nc.LayerNormMLP(32, 64),
+    "ops": lambda: nc.ops.Sequential(nc.ops.RMSNorm(32), nc.ops.Linear(32, 32)),
+}
+SEVERAL: dict[str, list[Callable[[], Any]]] = {
+    "stateless": [
+        lambda: nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
+        contextlib.nullcontext,
+        lambda: nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()),
+        lambda: nc.autocast(enabled=False),
+    ],
+    "delayed": [
+        lambda: nc.autocast(recipe=RECIPE),
+        contextlib.nullcontext,
+        lambda: nc.autocast(recipe=nc.recipe.DelayedScaling(amax_history_len=4, margin=1)),
+        lambda: nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
+    ],
+}
 
 
 class Function(torch.autograd.Function):
@@ -246,45 +265,42 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", of_layers())
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("several", SEVERAL)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", CHECKPOINTS)
-def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(name: str, way: str) -> None:
+def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
+    way: str, name: str, several: str, device: str
+) -> None:
     """Layers remembered the last one alone."""
     torch.manual_seed(0)
-    layer, checkpoint = of_layers()[name](), CHECKPOINTS[way]
-    contexts = [
-        lambda: nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
-        contextlib.nullcontext,
-        lambda: nc.autocast(recipe=nc.recipe.MXFP8BlockScaling()),
-        lambda: nc.autocast(enabled=False),
-    ]
+    with torch.device(device):
+        first = LAYERS[name]()
+    checkpoint, contexts = CHECKPOINTS[way], SEVERAL[several]
 
-    def inside(x: torch.Tensor) -> torch.Tensor:
+    def twice(layer: Any, x: torch.Tensor) -> torch.Tensor:
         with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
             y = layer(x)
         return layer(y)  # under that around the checkpoint
 
-    def gradients(run: Step, order: list[int]) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        xs = [torch.randn(32, 32, generator=generator).requires_grad_() for _ in contexts]
-        ys = []
-        for x, context in zip(xs, contexts):
-            with context():
-                ys.append(run(x).square().sum())
-        found: list[Any] = [None] * len(xs)
-        for i in order:
-            ys[i].backward()
-            found[i] = [xs[i].grad, *(p.grad.clone() for p in layer.parameters())]
-            layer.zero_grad()
-        return [grad for grads in found for grad in grads]
+    def gradients(function: Any, checkpoint: Any) -> list[torch.Tensor]:
+        generator, layer, found = torch.Generator().manual_seed(1), copy.deepcopy(first), []
+        for _ in range(2):
+            xs = [torch.randn(32, 32, generator=generator).to(device).requires_grad_() for _ in contexts]
+            losses = []
+            for x, context in zip(xs, contexts):
+                with context():
+                    losses.append(checkpoint(functools.partial(function, layer), x).square().sum())
+            for i in (1, 3, 0, 2):
+                losses[i].backward()
+                found += [xs[i].grad, *(p.grad for p in layer.parameters())]
+                layer.zero_grad()
+        return found
 
-    for function in (layer, inside):
-        wanted = gradients(function, [0, 1, 2, 3])
-        for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
-            for ours, theirs in zip(
-                gradients(functools.partial(checkpoint, function), order), wanted, strict=True
-            ):
-                assert torch.equal(ours, theirs)
+    for function in (lambda layer, x: layer(x), twice):
+        wanted = gradients(function, lambda run, x: run(x))
+        for ours, theirs in zip(gradients(function, checkpoint), wanted, strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_exception_in_the_recomputed_function_restores_the_state() -> None:
