@@ -188,6 +188,32 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+def test_the_autocast_around_a_backward_is_not_that_of_the_forward(reentrant: bool) -> None:
+    run = torch.compile(nc.Linear(24, 24, device="cpu"), fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 24, requires_grad=True)
+
+    def forward(context: Any) -> torch.Tensor:
+        with context:
+            return torch_checkpoint(run, x, use_reentrant=reentrant).sum()
+
+    def gradient_of(loss: torch.Tensor) -> Any:
+        loss.backward()  # a reentrant checkpoint takes no torch.autograd.grad
+        found, run.weight.grad = run.weight.grad, None
+        return found
+
+    with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()):
+        wanted = gradient_of(forward(contextlib.nullcontext()))
+        contexts = [nc.autocast(recipe=nc.recipe.Float8CurrentScaling()), nc.autocast(enabled=False)]
+        same, another = map(forward, contexts)
+        assert torch.equal(wanted, gradient_of(same))
+        with pytest.raises(Exception, match="is recomputed outside of it, or under another one"):
+            another.backward()
+    outside = forward(contextlib.nullcontext())
+    with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()), pytest.raises(Exception, match="another one"):
+        outside.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_an_autocast_inside_of_the_recomputed_function_is_entered_again(reentrant: bool) -> None:
     layers = [nc.Linear(24, 24, device="cpu") for _ in range(3)]
     runs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
@@ -291,8 +317,9 @@ def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
             for x, context in zip(xs, contexts):
                 with context():
                     losses.append(checkpoint(functools.partial(function, layer), x).square().sum())
-            for i in (1, 3, 0, 2):
-                losses[i].backward()
+            for i, around in zip((1, 3, 0, 2), (contextlib.nullcontext, nc.autocast) * 2):
+                with around():
+                    losses[i].backward()
                 found += [xs[i].grad, *(p.grad for p in layer.parameters())]
                 layer.zero_grad()
         return found

@@ -111,9 +111,10 @@ def _check_while_tracing(context: Any) -> None:
 
     forget_ended_roots()  # before traced code reads and guards them
     layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
-    guard_on_result(runs_in_autocast if depth else left_autocast)
-    if not depth:
-        refuse_another_recipe(type(layer).__name__, recipe)
+    enters = depth > THREAD.state.depth
+    guard_on_result(runs_in_autocast if enters else left_autocast)
+    if not enters:
+        refuse_another_recipe(type(layer).__name__, recipe, layer._recipe)
     layer.__dict__["_last_recipe"] = recipe
     if layer.training:
         layer.__dict__["_trained_under"] = recipe

@@ -19,6 +19,7 @@ from ..layers import read_together
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
+from ..upstream.autograd import graph_task_id
 from ..upstream.modules import own_children, own_parameters, own_tables
 from ..upstream.tensors import in_transform
 from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradient, run_forward
@@ -218,7 +219,7 @@ class OperationFuser:
     def recipe_in_force(self) -> Recipe | None:
         """Return the autocast's recipe, else the own one of all operations with quantizers; None if they differ."""
         state = THREAD.state
-        if state.depth or not self._quantizing:
+        if (state.depth and graph_task_id() == -1) or not self._quantizing:
             return state.recipe
         recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
         for index in self._quantizing[1:]:

@@ -28,7 +28,7 @@ from ..recipe import (
     recipe_from_name,
     share_plans,
 )
-from ..upstream.autograd import is_in_backward
+from ..upstream.autograd import graph_task_id, is_in_backward
 from .delayed_scaling import DelayedState, renew, warn_of_saturation, warn_unless_reduced
 
 _THREADS = itertools.count()
@@ -207,6 +207,7 @@ class autocast:
         self.graph = _graph
         self.previous: tuple[Any, ...] | None = None
         self.entered_in: AutocastState | None = None
+        self.backward = -1  # the one that it was entered in
 
     def __enter__(self) -> None:
         if self.previous is not None:
@@ -216,7 +217,7 @@ class autocast:
         outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
-            self.entered_in = state
+            self.entered_in, self.backward = state, graph_task_id()
             if outermost and state.delayed and not self.graph and starts_a_step():
                 grads = torch.is_grad_enabled()
                 owners = [owner for owner in state.delayed if getattr(owner, "training", grads)]
