@@ -158,7 +158,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
     program["calibrated"] = rng.random() < 0.15
     if rng.random() < 0.6:
         draw_outer(rng, program)
-    if program["how"] == "autocast" and "delayed" not in _families(program) and rng.random() < 0.4:
+    if rng.random() < 0.15:
         draw_autocasts(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
@@ -219,11 +219,17 @@ def _families(program: Program) -> set[str]:
 
 
 def draw_autocasts(rng: random.Random, program: Program) -> None:
-    """Let the forwards of a step run under several autocasts."""
+    """Let the forwards of a step run under several autocasts, their backwards outside or in those around the step."""
+    families = STATELESS + ("delayed",) * len(STATELESS)
     for item in program["history"]:
+        item.pop("outer", None)
         if item["do"] == "step":
-            several = [draw_recipe(rng, STATELESS) if rng.random() < 0.6 else None for _ in item["batches"]]
+            several = [draw_recipe(rng, families) if rng.random() < 0.6 else None for _ in item["batches"]]
             item |= {"autocasts": several, "flags": [None for _ in several]}
+        elif "flag" in item:
+            item["flag"] = None
+        # what a failed call has renewed, and by which rule, is not modeled
+        item |= {name: "copy" for name in ("way", "between") if item.get(name) == "failed"}
 
 
 def _runs_under_several(program: Program) -> bool:

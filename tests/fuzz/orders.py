@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from .histories import NEUTRAL, USES, draw_edit, draw_outer, sums_in_another_order
+from .histories import NEUTRAL, USES, draw_autocasts, draw_edit, draw_outer, sums_in_another_order
 from .models import draw_layer, draw_recipe, draw_wrap
 from .programs import Program
 
@@ -71,6 +71,8 @@ def draw(rng: random.Random) -> Program:
             block["wrap"] |= {"checkpoint": rng.choice(("torch selective", "ours selective")), "inner": None}
     if rng.random() < 0.3:
         draw_outer(rng, program)
+    if rng.random() < 0.15:
+        draw_autocasts(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program
