@@ -64,6 +64,8 @@ EDITS = (
     "data_copy",
 )
 USES = ("save", "copy", "train a copy", "reload state")
+_COPIES = ("deepcopy", "reload", "pickle", "failed", "train a copy", "reload state")
+_NO_COPY = {"way": "hook", "between": "copy"}
 STATELESS = ("current", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4", "hybrid")
 OPTIMIZERS = (
     "SGD",
@@ -228,8 +230,8 @@ def draw_autocasts(rng: random.Random, program: Program) -> None:
             item |= {"autocasts": several, "flags": [None for _ in several]}
         elif "flag" in item:
             item["flag"] = None
-        # what a failed call has renewed, and by which rule, is not modeled
-        item |= {name: "copy" for name in ("way", "between") if item.get(name) == "failed"}
+        # what a failed call has renewed, and by which rule, is not modeled, nor which autocasts do not know a copy
+        item |= {name: other for name, other in _NO_COPY.items() if item.get(name) in _COPIES}
 
 
 def _runs_under_several(program: Program) -> bool:

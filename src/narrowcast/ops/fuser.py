@@ -219,7 +219,9 @@ class OperationFuser:
     def recipe_in_force(self) -> Recipe | None:
         """Return the autocast's recipe, else the own one of all operations with quantizers; None if they differ."""
         state = THREAD.state
-        if (state.depth and graph_task_id() == -1) or not self._quantizing:
+        # in a backward it may be another than that in force
+        known = state.depth and (torch.compiler.is_compiling() or graph_task_id() == -1)
+        if known or not self._quantizing:
             return state.recipe
         recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
         for index in self._quantizing[1:]:
