@@ -449,7 +449,9 @@ class World:
                 self.backward(losses.pop(), bool(item.get("retain")), seed)
             if item["order"] == "1f1b" and len(losses) > 1:
                 self.backward(losses.pop(0), bool(item.get("retain")), seed)
-            if item.get("between"):
+            # inside of one autocast, the first forward in training renews a copy, but not its original
+            waits = self.program.get("around") and item.get("still") is not None
+            if item.get("between") and not waits:
                 self.between(item["between"], seed + 3)
                 self.train(item)
         if joined and losses:

@@ -193,7 +193,9 @@ class OperationFuser:
                     reading.append((ops[index], plan, scales[index]))
         if reading and not compiling:
             read_together(reading)
-        fused, operands, key = self._fused_for(self.recipe_in_force(), first, params, plans, compiling)
+        fused, operands, key = self._fused_for(
+            self.recipe_in_force(compiling), first, params, plans, compiling
+        )
         if observers:  # they look at plain operands, each time
             operands, key = self._operands(fused, observers), None
         if key is not None:
@@ -216,12 +218,11 @@ class OperationFuser:
             observers,
         )
 
-    def recipe_in_force(self) -> Recipe | None:
+    def recipe_in_force(self, compiling: bool) -> Recipe | None:
         """Return the autocast's recipe, else the own one of all operations with quantizers; None if they differ."""
         state = THREAD.state
         # in a backward it may be another than that in force
-        known = state.depth and (torch.compiler.is_compiling() or graph_task_id() == -1)
-        if known or not self._quantizing:
+        if not self._quantizing or (state.depth and (compiling or graph_task_id() == -1)):
             return state.recipe
         recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
         for index in self._quantizing[1:]:
