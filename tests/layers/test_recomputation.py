@@ -179,7 +179,7 @@ def test_a_compiled_layer_that_cannot_know_its_recipe_says_so(use_reentrant: boo
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with nc.autocast(recipe=RECIPES["current"]):
         y = checkpoint(compiled, x, use_reentrant=use_reentrant)
-    with pytest.raises(Exception, match="give it its own recipe"):
+    with pytest.raises(Exception, match="give the layer its own recipe"):
         y.sum().backward()
 
 
