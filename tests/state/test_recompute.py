@@ -304,10 +304,12 @@ def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
         first = LAYERS[name]()
     checkpoint, contexts = CHECKPOINTS[way], SEVERAL[several]
 
-    def twice(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    def thrice(layer: Any, x: torch.Tensor) -> torch.Tensor:
         with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
-            y = layer(x)
-        return layer(y)  # under that around the checkpoint
+            x = layer(x)
+        x = layer(x)  # under that around the checkpoint
+        with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
+            return layer(x)
 
     def gradients(function: Any, checkpoint: Any) -> list[torch.Tensor]:
         generator, layer, found = torch.Generator().manual_seed(1), copy.deepcopy(first), []
@@ -324,7 +326,7 @@ def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
                 layer.zero_grad()
         return found
 
-    for function in (lambda layer, x: layer(x), twice):
+    for function in (lambda layer, x: layer(x), thrice):
         wanted = gradients(function, lambda run, x: run(x))
         for ours, theirs in zip(gradients(function, checkpoint), wanted, strict=True):
             assert torch.equal(ours, theirs)
