@@ -162,10 +162,9 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
 
     refused()
     wanted = step(HIGH[high](), use_reentrant=reentrant)
+    another = torch.randn(6, 24, device=device, requires_grad=True)
     with nc.autocast(recipe=recipe), torch.no_grad():
-        runs[0].eval()(
-            torch.randn(6, 24, device=device, requires_grad=True)
-        )  # as the first run of a reentrant checkpoint
+        runs[0].eval()(another)  # as the first run of a reentrant checkpoint
     runs[0].train()
     for layer in layers:
         layer.zero_grad()
@@ -180,9 +179,7 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
         layer.recipe = recipe  # that of the autocast
     step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
     with nc.autocast(enabled=False):
-        y = torch_checkpoint(
-            runs[0], torch.randn(6, 24, device=device, requires_grad=True), use_reentrant=reentrant
-        )
+        y = torch_checkpoint(runs[0], another, use_reentrant=reentrant)
     with pytest.raises(Exception, match="ran under an autocast"):
         y.sum().backward()
 
