@@ -162,9 +162,9 @@ class Exact:
             found["weight"] = _scale_of(recipe, "weight", _amax(weight), found["weight"])
         if self.knows_steps and layer.training and recorded:
             for kind, one in past.items():
-                # decided: a layer whose inputs were zeros has not begun, and its weight's scale may follow the weight
-                if kind != "weight" or one.rule is None or past["input"].rule is not None:
-                    self._check_scale(layer, recipe, kind, found[kind], one, weight)
+                # decided: a layer whose inputs were zeros, or had no rows, has not begun
+                begins = kind == "weight" and past["input"].rule is None
+                self._check_scale(layer, recipe, kind, found[kind], Past() if begins else one, weight)
         return Read(recipe, found)
 
     def _check_scale(

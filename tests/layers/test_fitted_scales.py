@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -81,6 +82,21 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
     return nc.set_recipe(models[0], RECIPE), models[1]
 
 
+def called(model: nn.Module, how: str, compiles: bool = True) -> Callable[[Tensor], Tensor]:
+    """Return what calls a layer that renews its scales in one of the ways that there are."""
+    run: Callable[[Tensor], Tensor] = compiled(model) if compiles else model
+    if how in ("own", "autocast"):
+        model.recipe = RECIPE if how == "own" else None  # type: ignore[assignment]
+    elif how == "in a graph" and compiles:  # so that the graph renews for the model
+        run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
+
+    def call(x: Tensor) -> Tensor:
+        with nc.autocast(recipe=RECIPE) if how == "autocast" else nullcontext():
+            return run(x)
+
+    return call
+
+
 def step(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
     """Output and gradients of a loss whose gradients first scales hold."""
     model.zero_grad()
@@ -142,16 +158,7 @@ def test_the_first_step_follows_a_weight_that_was_written(kind: str, how: str, c
 def test_graphs_follow_weights_until_a_step_has_told(kind: str, how: str, reentrant: bool) -> None:
     """A graph without gradients runs again after its weights were written: alone, or as a checkpoint's first run."""
     model, plain = pair(kind)
-    run = compiled(model)
-    if how in ("own", "autocast"):
-        model.recipe = RECIPE if how == "own" else None
-    elif how == "in a graph":  # so that the graph renews for the model
-        run = torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
-
-    def call(x: Tensor) -> Tensor:
-        with nc.autocast(recipe=RECIPE) if how == "autocast" else nullcontext():
-            return run(x)
-
+    call = called(model, how)
     x = torch.randn(8, 32) * 0.1
     evaluated(call, x.clone().requires_grad_())
     for factor in (30.0, 1e-3):
@@ -163,7 +170,36 @@ def test_graphs_follow_weights_until_a_step_has_told(kind: str, how: str, reentr
     again = (lambda x: nc.checkpoint(call, x, use_reentrant=True)) if reentrant else call
     for ours, wanted in zip(step(again, model, x), step(plain, plain, x), strict=True):
         assert distance(ours, wanted) < 0.12
+    step(again, model, x)
     assert not {slots.amax.data_ptr() for slots in model.delayed_slots()} & FIRST.keys()
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+@pytest.mark.parametrize("wrap", ["eager", "compiled", "reentrant", "loaded"])
+@pytest.mark.parametrize("how", ["root", "in a graph", "own", "autocast"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_a_layer_has_not_begun_before_it_has_seen_a_value(kind: str, how: str, wrap: str, rows: int) -> None:
+    """Steps of zeros, or without rows, show nothing of the activations: a first step is still to come."""
+    model, plain = pair(kind)
+    call = called(model, how, compiles=wrap not in ("eager", "loaded"))
+    again = (lambda x: nc.checkpoint(call, x, use_reentrant=True)) if wrap == "reentrant" else call
+    x = torch.randn(8, 32) * 0.1
+    for factor in (30.0, 1e-3):
+        step(again, model, torch.zeros(rows, 32))
+        evaluated(call, torch.zeros(8, 32))  # in training mode; compiled, a graph of its own
+        if wrap == "loaded":
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+        rewrite(model, factor)
+        rewrite(plain, factor)
+    for ours, wanted in zip(step(again, model, x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.12
+    step(again, model, x)
+    assert not {slots.amax.data_ptr() for slots in model.delayed_slots()} & FIRST.keys()
+    rewrite(model, 1e6)  # what steps have told is left from here on
+    evaluated(call, x)
+    stage = "fc2_" if kind == "LayerNormMLP" else ""
+    scale, weight = getattr(model, f"{stage}scale_fwd")[1], getattr(model, f"{stage}weight")
+    assert scale * weight.abs().max() > 100 * 448
 
 
 @pytest.mark.parametrize("before", ["steps", "calibrated", "compiled"])

@@ -198,17 +198,18 @@ def _write_back(found: list[tuple[Tensor, Tensor] | None]) -> None:
 
 
 # By address of the amax that a forward collects: what fits first scales of weights to the weights as they are. It is of
-# layers in graphs, until a run counts: a graph may run again after a weight was written, without the host in the layer.
-FIRST: dict[int, Callable[[Tensor], None]] = {}
+# layers in graphs, until they have begun: a graph may run again after a weight was written, without the host in the
+# layer. It takes the scales and whether the run counts, and returns whether it was the last.
+FIRST: dict[int, Callable[[Tensor, bool], bool]] = {}
 
 
 def fit_first(scales: Sequence[Tensor], amaxes: Sequence[Tensor], counts: bool) -> None:
-    """Fit the first scales in the states of a graph that runs; ``counts``: for the last time, because it collects."""
+    """Fit the first scales in the states of a graph that runs; ``counts``: it collects."""
     if FIRST:
         for scale, key in zip(scales, [amax.data_ptr() for amax in amaxes]):
-            fit = FIRST.pop(key, None) if counts else FIRST.get(key)
-            if fit is not None:
-                fit(scale)
+            fit = FIRST.get(key)
+            if fit is not None and fit(scale, counts):
+                FIRST.pop(key, None)
 
 
 def read_in_graph(

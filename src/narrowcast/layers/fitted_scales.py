@@ -19,7 +19,7 @@ from ..autograd import DelayedScales
 from ..functional import fit_to_weights
 from ..functional.recomputation import FIRST
 from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT, DelayedScaling, LinearPlan
-from ..state import DelayedSlots, asks_callables, fp8_max
+from ..state import DelayedSlots, asks_callables, fp8_max, is_readable
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.autograd import version_preserved
 from ..upstream.fsdp import is_distributed
@@ -65,7 +65,7 @@ def first_scales(scale: Tensor, fitted: Tensor, has_begun: Tensor) -> Tensor:
 
 
 def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
-    """Let first scales follow the weights of a layer that is traced: now, and in its graphs until a run counts.
+    """Let first scales follow the weights of a layer that is traced: now, and in its graphs until it has begun.
 
     Args:
         layer: a ``DelayedLayer``.
@@ -80,15 +80,26 @@ def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan
             FIRST[key] = partial(_fit_in_graph, weakref.ref(layer), prefix, plan, key)
 
 
-def _fit_in_graph(known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: int, scale: Tensor) -> None:
-    """``scale``: the state's, which a graph around a model may have copied."""
+def _fit_in_graph(
+    known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: int, scale: Tensor, counts: bool
+) -> bool:
+    """Fit the first scales unless a run that counts has ended them; return whether none is to be fitted any more.
+
+    Args:
+        scale: the state's, which a graph around a model may have copied.
+        counts: the graph collects. The host then asks what the run before has; where it may not, that run was the last.
+    """
     layer: Any = known()
     slots = None if layer is None else layer._slots(prefix, "fwd", "forward", plan.forward_state)
     if layer is None or slots is None or slots.amax is None or slots.amax.data_ptr() != key:  # gone, or moved
-        FIRST.pop(key, None)
-        return
+        return True
+    slots = slots._replace(scale=scale)
+    asks = counts and is_readable(scale)
+    if asks and slots.begins():
+        return True
     with torch.inference_mode(False), version_preserved([scale]):
-        fit_first_scales(layer, prefix, plan, slots._replace(scale=scale))
+        fit_first_scales(layer, prefix, plan, slots)
+    return counts and not asks
 
 
 _FIRST = (1.0, 16.0, 512.0, 65536.0)

@@ -58,8 +58,15 @@ class DelayedSlots(NamedTuple):
 
         The first operand tells, input or grad_output: an optimizer that writes codes has an amax of weights before.
         """
+        return self._of_first_operand(self.scale).any()
+
+    def begins(self) -> Tensor:
+        """Return whether the next renewal finds an amax of a pass, or one has, as a tensor."""
+        return (self._of_first_operand(self.scale) + self._of_first_operand(self.amax)).any()
+
+    def _of_first_operand(self, state: Tensor) -> Tensor:
         kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
-        return self.scale[: self.scale.numel() // kinds].any()
+        return state[: state.numel() // kinds]
 
 
 class DelayedState(Protocol):
@@ -148,26 +155,31 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
 
 
 def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
-    """Note which layers have collected an amax, and return their states.
+    """Note which layers have begun in all their stages, and return their states.
 
-    The first scales of the others still follow their weights.
+    The first scales of the others still follow their weights: what was zeros, or had no rows, has shown nothing.
     """
-    states = [[slots for slots in owner.delayed_slots() if _is_readable(slots.scale)] for owner in owners]
+    states = [[slots for slots in owner.delayed_slots() if is_readable(slots.scale)] for owner in owners]
     known = [(owner, of_owner) for owner, of_owner in zip(owners, states) if of_owner]
     if not known:
         return []
     # what a graph without gradients has collected does not count
     put_back([buffer for _, of_owner in known for slots in of_owner for buffer in (slots.scale, slots.amax)])
     device, found = known[0][1][0].scale.device, []
-    amaxes = [torch.cat([slots.amax for slots in of_owner]).amax().to(device) for _, of_owner in known]
-    for (owner, of_owner), has_collected in zip(known, (torch.stack(amaxes) != 0).tolist()):
-        if has_collected:
+    begins = [torch.stack([slots.begins() for slots in _of_forward(of_owner)]).all() for _, of_owner in known]
+    for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begins]).tolist()):
+        if ends:
             owner.__dict__["_starts"] = False
             found += of_owner
     return found
 
 
-def _is_readable(scale: Tensor) -> bool:
+def _of_forward(states: list[DelayedSlots]) -> list[DelayedSlots]:
+    """Return those of a layer's states that have weights; if none has, all."""
+    return [slots for slots in states if slots.mode == "forward"] or states
+
+
+def is_readable(scale: Tensor) -> bool:
     """Return whether the host may wait for a value now."""
     if type(scale) not in PLAIN or scale.is_meta:  # fake tensors have none
         return False
