@@ -162,9 +162,9 @@ class Exact:
             found["weight"] = _scale_of(recipe, "weight", _amax(weight), found["weight"])
         if self.knows_steps and layer.training and recorded:
             for kind, one in past.items():
-                # decided: a layer whose inputs were zeros, or had no rows, has not begun
-                begins = kind == "weight" and past["input"].rule is None
-                self._check_scale(layer, recipe, kind, found[kind], Past() if begins else one, weight)
+                # decided: a layer whose inputs and gradients were zeros, or had no rows, has not begun
+                first = kind == "weight" and past["input"].rule is past["grad_output"].rule is None
+                self._check_scale(layer, recipe, kind, found[kind], Past() if first else one, weight)
         return Read(recipe, found)
 
     def _check_scale(

@@ -18,7 +18,7 @@ from ..layers.set_recipe import renew_layers
 from ..quantizers import NVFP4Quantizer
 from ..recipe import WEIGHT_SLOT, DelayedScaling, Recipe
 from ..reference.scaling import reciprocal, scale_from_amax
-from ..state import asks_callables, fp8_max, starts_a_step
+from ..state import asks_callables, fp8_max, has_begun, starts_a_step
 from ..tensors import local
 from ..upstream.fsdp import parameter_groups, reduces_gradients, reshard
 from ..upstream.modules import own_parameters
@@ -74,8 +74,9 @@ class ScaledWeight:
 
     def has_begun(self) -> Tensor:
         """Return whether its layer's state is of steps, as a tensor; one per scale."""
-        full = getattr(self.layer, f"{self.stage.prefix}scale_fwd")
-        return full[: self.layer._groups].any().expand(self.count)
+        return has_begun(self.layer.delayed_slots(), renewed=True).expand(
+            self.count
+        )  # what was collected since differs between ranks
 
     def own(self, mesh: Any) -> range:
         """Return which of its scales are of this rank's shard."""

@@ -199,16 +199,17 @@ def _write_back(found: list[tuple[Tensor, Tensor] | None]) -> None:
 
 # By address of the amax that a forward collects: what fits first scales of weights to the weights as they are. It is of
 # layers in graphs, until they have begun: a graph may run again after a weight was written, without the host in the
-# layer. It takes the scales and whether the run counts, and returns whether it was the last.
-FIRST: dict[int, Callable[[Tensor, bool], bool]] = {}
+# layer. It takes the graph's scales, by the same addresses, and whether the run counts; it returns whether it is done.
+FIRST: dict[int, Callable[[dict[int, Tensor], bool], bool]] = {}
 
 
 def fit_first(scales: Sequence[Tensor], amaxes: Sequence[Tensor], counts: bool) -> None:
     """Fit the first scales in the states of a graph that runs; ``counts``: it collects."""
     if FIRST:
-        for scale, key in zip(scales, [amax.data_ptr() for amax in amaxes]):
+        by_amax = {amax.data_ptr(): scale for amax, scale in zip(amaxes, scales)}
+        for key in by_amax:
             fit = FIRST.get(key)
-            if fit is not None and fit(scale, counts):
+            if fit is not None and fit(by_amax, counts):
                 FIRST.pop(key, None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from ..state import renew
+from ..state import has_begun, renew
 from ..upstream.fsdp import reshard
 from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
@@ -51,7 +51,7 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
             with torch.random.fork_rng():
                 step()
             renew(layers)
-        if not any(slots.has_begun() for layer in layers for slots in layer.delayed_slots()):
+        if not any(has_begun(states) for layer in layers if (states := layer.delayed_slots())):
             raise RuntimeError(
                 f"no layer of this {type(model).__name__} collected an amax under delayed scaling; call "
                 "narrowcast.set_recipe(model, 'delayed') first, or enter narrowcast.autocast in the step, and run the "

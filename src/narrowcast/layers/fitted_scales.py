@@ -19,7 +19,7 @@ from ..autograd import DelayedScales
 from ..functional import fit_to_weights
 from ..functional.recomputation import FIRST
 from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT, DelayedScaling, LinearPlan
-from ..state import DelayedSlots, asks_callables, fp8_max, is_readable
+from ..state import DelayedSlots, DelayedState, asks_callables, fp8_max, has_begun, is_readable
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.autograd import version_preserved
 from ..upstream.fsdp import is_distributed
@@ -27,7 +27,7 @@ from ..upstream.fsdp import is_distributed
 _ROUNDED = 2**-7
 
 
-class DelayedWeights(Protocol):
+class DelayedWeights(DelayedState, Protocol):
     """A layer with weights under delayed scaling."""
 
     _groups: int
@@ -52,16 +52,22 @@ def fit_in_evaluation(
 @torch.no_grad()
 def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots) -> None:
     """Let first scales follow weights that were written since, unless steps have told others."""
+    _fit(layer, prefix, plan, slots, layer.delayed_slots())
+
+
+def _fit(
+    layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots, states: list[DelayedSlots]
+) -> None:
     if not slots.scale.is_meta:
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        slots.scale.copy_(first_scales(slots.scale, fitted, slots.has_begun()))
+        slots.scale.copy_(first_scales(slots.scale, fitted, has_begun(states)))
 
 
-def first_scales(scale: Tensor, fitted: Tensor, has_begun: Tensor) -> Tensor:
+def first_scales(scale: Tensor, fitted: Tensor, begun: Tensor) -> Tensor:
     """Return scales of the weights as they are instead of known ones, unless these are of steps."""
     # a weight that was only rounded to a smaller dtype keeps its scale, as its shards do
     is_alike = (fitted / scale - 1).abs() < _ROUNDED
-    return torch.where(is_alike | has_begun, scale, fitted)
+    return torch.where(is_alike | begun, scale, fitted)
 
 
 def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
@@ -77,28 +83,36 @@ def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan
         fit_first_scales(layer, prefix, plan, slots)
         if type(slots.amax) in PLAIN and not slots.amax.is_meta:
             key = slots.amax.data_ptr()
-            FIRST[key] = partial(_fit_in_graph, weakref.ref(layer), prefix, plan, key)
+            FIRST[key] = partial(_fit_in_graph, weakref.ref(layer, partial(_forget, key)), prefix, plan, key)
+
+
+def _forget(key: int, known: weakref.ref[Any]) -> None:
+    """Forget a layer that is gone, unless another has taken its place."""
+    fit: Any = FIRST.get(key)
+    if fit is not None and fit.args[0] is known:
+        del FIRST[key]
 
 
 def _fit_in_graph(
-    known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: int, scale: Tensor, counts: bool
+    known: weakref.ref[Any], prefix: str, plan: LinearPlan, key: int, scales: dict[int, Tensor], counts: bool
 ) -> bool:
     """Fit the first scales unless a run that counts has ended them; return whether none is to be fitted any more.
 
     Args:
-        scale: the state's, which a graph around a model may have copied.
-        counts: the graph collects. The host then asks what the run before has; where it may not, that run was the last.
+        scales: by address of their amax; a graph around a model may have copied them.
+        counts: the graph collects. The host then asks what the run before has; where it may not, this one is the last.
     """
     layer: Any = known()
-    slots = None if layer is None else layer._slots(prefix, "fwd", "forward", plan.forward_state)
-    if layer is None or slots is None or slots.amax is None or slots.amax.data_ptr() != key:  # gone, or moved
+    states = [] if layer is None else [slots for slots in layer.delayed_slots() if slots.amax is not None]
+    by_amax = {slots.amax.data_ptr(): slots for slots in states}
+    if layer is None or key not in by_amax:  # gone, or moved
         return True
-    slots = slots._replace(scale=scale)
-    asks = counts and is_readable(scale)
-    if asks and slots.begins():
+    read = {at: slots._replace(scale=scales.get(at, slots.scale)) for at, slots in by_amax.items()}
+    asks = counts and is_readable(read[key].scale)
+    if asks and has_begun([*read.values()]):
         return True
-    with torch.inference_mode(False), version_preserved([scale]):
-        fit_first_scales(layer, prefix, plan, slots)
+    with torch.inference_mode(False), torch.no_grad(), version_preserved([read[key].scale]):
+        _fit(layer, prefix, plan, read[key], [*read.values()])
     return counts and not asks
 
 

@@ -27,6 +27,7 @@ from .delayed_scaling import (
     asks_callables,
     first_scale,
     fp8_max,
+    has_begun,
     is_readable,
     reduce_amax,
     renew,

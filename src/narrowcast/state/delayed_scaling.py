@@ -53,20 +53,11 @@ class DelayedSlots(NamedTuple):
             return first_scale(self.recipe, self.mode)
         return -self.fp8_max / 2**self.recipe.margin
 
-    def has_begun(self) -> Tensor:
-        """Return whether a renewal has found an amax of a pass, as a tensor.
-
-        The first operand tells, input or grad_output: an optimizer that writes codes has an amax of weights before.
-        """
-        return self._of_first_operand(self.scale).any()
-
-    def begins(self) -> Tensor:
-        """Return whether the next renewal finds an amax of a pass, or one has, as a tensor."""
-        return (self._of_first_operand(self.scale) + self._of_first_operand(self.amax)).any()
-
-    def _of_first_operand(self, state: Tensor) -> Tensor:
+    def of_first_operand(self) -> tuple[Tensor, Tensor]:
+        """Return the scale and amax of its input, or of its grad_output."""
         kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
-        return state[: state.numel() // kinds]
+        count = self.scale.numel() // kinds
+        return self.scale[:count], self.amax[:count]
 
 
 class DelayedState(Protocol):
@@ -79,6 +70,18 @@ class DelayedState(Protocol):
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return its state, by direction."""
         ...
+
+
+def has_begun(states: Sequence[DelayedSlots], renewed: bool = False) -> Tensor:
+    """Return whether a layer has these states of a pass, as a tensor; ``renewed``: only of what a renewal has found.
+
+    The amaxes of inputs and gradients tell: an optimizer that writes codes has those of weights before. Zeros show
+    nothing, nor does a pass without rows.
+    """
+    of_first = [slots.of_first_operand() for slots in states]
+    return torch.cat(
+        [one for scale, amax in of_first for one in ((scale,) if renewed else (scale, amax))]
+    ).any()
 
 
 # "reduced": the user did, at least once; "warned": of no reduction; "saturated": of a first step; "differ": of scales
@@ -155,9 +158,9 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
 
 
 def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
-    """Note which layers have begun in all their stages, and return their states.
+    """Note which layers have begun, and return their states.
 
-    The first scales of the others still follow their weights: what was zeros, or had no rows, has shown nothing.
+    The first scales of the others still follow their weights.
     """
     states = [[slots for slots in owner.delayed_slots() if is_readable(slots.scale)] for owner in owners]
     known = [(owner, of_owner) for owner, of_owner in zip(owners, states) if of_owner]
@@ -166,17 +169,12 @@ def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
     # what a graph without gradients has collected does not count
     put_back([buffer for _, of_owner in known for slots in of_owner for buffer in (slots.scale, slots.amax)])
     device, found = known[0][1][0].scale.device, []
-    begins = [torch.stack([slots.begins() for slots in _of_forward(of_owner)]).all() for _, of_owner in known]
-    for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begins]).tolist()):
+    begun = torch.stack([has_begun(of_owner).to(device) for _, of_owner in known]).tolist()
+    for (owner, of_owner), ends in zip(known, begun):
         if ends:
             owner.__dict__["_starts"] = False
             found += of_owner
     return found
-
-
-def _of_forward(states: list[DelayedSlots]) -> list[DelayedSlots]:
-    """Return those of a layer's states that have weights; if none has, all."""
-    return [slots for slots in states if slots.mode == "forward"] or states
 
 
 def is_readable(scale: Tensor) -> bool:
