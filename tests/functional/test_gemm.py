@@ -279,6 +279,30 @@ def test_accumulators_that_are_refused(out: Tensor, named: str) -> None:
         accumulate("wgrad", out, dy, x)
 
 
+ROTATED = {
+    "mxfp8": nc.MXFP8Quantizer(E4M3),
+    "plain": nc.NVFP4Quantizer(),
+    "rotated": nc.NVFP4Quantizer(with_rht=True),
+    "no signs": nc.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    "hybrid": nc.HybridQuantizer(
+        rowwise_quantizer=nc.MXFP8Quantizer(E4M3), columnwise_quantizer=nc.NVFP4Quantizer(with_rht=True)
+    ),
+    "identity": nc.IdentityQuantizer(),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 7, 32, 40])
+@pytest.mark.parametrize("right", ROTATED)
+@pytest.mark.parametrize("left", ROTATED)
+def test_rotations_that_do_not_cancel_are_undone(left: str, right: str, rows: int) -> None:
+    """Of the column-wise operands of wgrad, and of a weight that dgrad reads."""
+    dy, x, w = torch.randn(rows, 48), torch.randn(rows, 32), torch.randn(48, 32)
+    for kind, a, b, wanted in (("wgrad", dy, x, dy.t() @ x), ("dgrad", dy, w, dy @ w)):
+        found = multiply(kind, ROTATED[left].quantize(a), ROTATED[right].quantize(b), *wanted.shape)
+        terms = (a.t() if kind == "wgrad" else a).square() @ b.square()
+        assert ((found - wanted).norm() / terms.sum().sqrt()) < 0.25
+
+
 def test_an_unknown_kind_is_refused() -> None:
     x, w, _ = quantized("gemm_mxfp8", 32, 24, 40)
     with pytest.raises(ValueError, match="kind is 'forward'; use one of .*'fprop', 'dgrad', 'wgrad'"):

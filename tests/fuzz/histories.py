@@ -280,7 +280,7 @@ class World:
         self.program, self.plain, self.torchs = program, plain, torchs
         self.trace: list[tuple[str, Tensor | None]] = []
         self.recipe = None if torchs else recipe_of(program["recipe"])
-        self.ran = False
+        self.trained = False  # in training mode, where layers learn of an autocast's rule
         self.outer: Any = None  # of an autocast that is of one forward
         self.stored = bool(program["stored"]) and not torchs and self.recipe is not None
         torch.manual_seed(program["seed"])
@@ -379,15 +379,12 @@ class World:
         self, x: Tensor, flag: bool | None, parts: bool = False, outer: Program | None = None
     ) -> Tensor:
         leave_garbage()
-        flag, self.ran = None if self.plain or self.torchs else flag, True
+        flag = None if self.plain or self.torchs else flag
+        self.trained |= self.model.training
         self.outer = recipe_of(outer) if outer and not self.torchs else None
         try:
             with self.context():
-                if parts:
-                    for run in self.model.run:
-                        x = run(x, flag)
-                    return x
-                return self.run(x, flag)
+                return self.model.call_parts(x, flag) if parts else self.run(x, flag)
         finally:
             self.outer = None
 
@@ -712,7 +709,7 @@ class World:
         layers = [layer for layer in self.delayed() if layer.training or not training]
         for layer in layers:  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
-                if layer.recipe is None or self.ran:  # else it has run under none
+                if layer.recipe is None or self.trained:  # else it knows its own rule alone
                     layer._keep_state_of(self.recipe)
             elif has_outer(self.program) and layer.recipe is not None:
                 layer._keep_state_of(layer.recipe)
@@ -954,7 +951,14 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
 
     In a graph that runs a module outside of a checkpoint and again inside, 2.15 takes the two casts of the weight for
     one. If such an operator is of anyone's library and has several results, the partitioner then fails.
+
+    In 2.11 a graph is not traced again after ``requires_grad_(True)``, not of ``nn.Linear`` either
+    (pytorch/pytorch#177158). A recomputation that is, for another reason, saves other tensors, and the checkpoint raises.
     """
+    if torch.__version__.startswith("2.11.") and isinstance(error, CheckpointError):
+        compiles = any(wrap.get("compile") for wrap in _wraps(program))
+        if compiles and any(item["do"] == "freeze" for item in program["history"]):
+            return True
     own = TORCHS_OWN
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)

@@ -252,12 +252,13 @@ class Block(nn.Module):
     """Layers one after another, some of them run again.
 
     Args:
-        decodes: do as a graph does, in which a list of operations that ends in ``Quantize`` passes on decoded values.
+        decodes: do as a graph does, in which a list of operations that ends in ``Quantize`` passes on decoded values:
+            in the model's forward, and called alone.
     """
 
-    def __init__(self, layers: list[tuple[Program, nn.Module]], decodes: bool) -> None:
+    def __init__(self, layers: list[tuple[Program, nn.Module]], decodes: tuple[bool, bool]) -> None:
         super().__init__()
-        self.decodes = decodes
+        self.decodes, self.decodes_alone = decodes
         self.described = [layer for layer, _ in layers]
         self.layers = nn.ModuleList(module for _, module in layers)
 
@@ -360,8 +361,10 @@ class Model(nn.Module):
                     module = make(layer, features, place)
                     made.append(module)
                 layers.append((layer, module))
-            compiles = any(wrap and wrap.get("compile") for wrap in (program["whole"], described.get("wrap")))
-            blocks.append(Block(layers, decodes=plain and compiles))
+            whole, own = [
+                bool(wrap and wrap.get("compile")) for wrap in (program["whole"], described.get("wrap"))
+            ]
+            blocks.append(Block(layers, decodes=(plain and (whole or own), plain and own)))
         self.blocks = nn.ModuleList(blocks)
         self.wraps = [None if plain else described.get("wrap") for described in program["blocks"]]
         self.torchs = torchs
@@ -388,3 +391,14 @@ class Model(nn.Module):
         for run in self.run:
             x = run(x, first)
         return x
+
+    def call_parts(self, x: Tensor, first: bool | None = None) -> Tensor:
+        """Call the blocks one by one, without what is around the model."""
+        kept = [block.decodes for block in self.blocks]
+        for block in self.blocks:
+            block.decodes = block.decodes_alone
+        try:
+            return self.forward(x, first)
+        finally:
+            for block, decodes in zip(self.blocks, kept):
+                block.decodes = decodes

@@ -233,6 +233,23 @@ def test_quantized_input_is_multiplied_as_it_is(name: str) -> None:
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("of_input", QUANTIZED)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_input_of_another_format(name: str, of_input: str, compiles: bool) -> None:
+    """The weight gradient is that of the values, also where one of its operands is rotated and the other is not."""
+    recipe = RECIPES["current"] if of_input == "delayed" else RECIPES[of_input]
+    quantizer = linear_plan(recipe, "", True, True, module_type="linear").input.quantizer
+    module, x = layer(), tokens()
+    module.recipe = RECIPES[name]
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiles else module
+    y = run(quantizer.quantize(x))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    wanted = dy.flatten(0, -2).t() @ x.detach().flatten(0, -2)
+    assert (module.weight.grad - wanted).norm() < 0.35 * wanted.norm()
+
+
 def test_per_tensor_input_gets_its_columns_by_transposing() -> None:
     quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False)
     both, rowwise = layer(), layer()

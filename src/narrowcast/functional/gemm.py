@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
-from .. import _device, kernels
+from .. import _device, kernels, reference
 from .._tracing import can_overwrite
 from ..upstream import opaque
 from ..upstream.compiler import may_choose_gemms
 from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
-from .quantizer_value import NativeOperand, QuantizerValue
+from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
 from .swizzle import swizzle_scales
 
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
@@ -88,6 +88,9 @@ def _gemm(
         return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
     a = left_quantizer._native_operand(left, left_columnwise)
     b = right_quantizer._native_operand(right, right_columnwise)
+    if left_quantizer._rotates or right_quantizer._rotates:
+        if left_quantizer._rotation(left_columnwise) != right_quantizer._rotation(right_columnwise):
+            a = None  # only decoded values can be rotated back
     if a is None or b is None or not _multiplies_natively(a, b):
         raise RuntimeError(no_native_gemm("GEMM", left_quantizer, right_quantizer))
     return multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
@@ -257,6 +260,10 @@ def decoded_operands(
     compute = torch.bfloat16 if left[0].is_cuda else torch.float32
     a = left_quantizer._gemm_operand(numerics, left, columnwise[0], compute)
     b = right_quantizer._gemm_operand(numerics, right, columnwise[1], compute)
+    if left_quantizer._rotates or right_quantizer._rotates:
+        rotations = left_quantizer._rotation(columnwise[0]), right_quantizer._rotation(columnwise[1])
+        if rotations[0] != rotations[1]:  # alike, they cancel in the product
+            a, b = _unrotated(a, rotations[0]), _unrotated(b, rotations[1])
     # operands may be zero-padded to different lengths, and to more rows than the result has
     contraction = min(a.values.shape[1], b.values.shape[1])
     x, y = a.values[:rows, :contraction], b.values[:columns, :contraction]
@@ -268,6 +275,14 @@ def decoded_operands(
         x.new_ones(1, dtype=torch.float32) if one is None else one.view(-1) for one in (a.scale, b.scale)
     ]
     return x, y, (scales[0][:rows], scales[1][:columns])
+
+
+def _unrotated(operand: GemmOperand, rotation: int | None) -> GemmOperand:
+    """Return an operand whose contraction is as it was before the quantizer rotated it, in fp32."""
+    if rotation is None:
+        return operand
+    values = reference.hadamard.unrotate_rows(operand.values.float().t().contiguous(), rotation != 0)
+    return operand._replace(values=values.t())
 
 
 def multiply_native(

@@ -67,6 +67,8 @@ class QuantizerValue(opaque.Base):
     _takes_sources: ClassVar[bool] = False
     """Whether ``_encode`` only passes its input on to the numerics' quantize functions, which also take sources."""
 
+    _rotates: ClassVar[bool] = False
+    """Whether :meth:`_rotation` may be another than None."""
     _needs_amax: ClassVar[bool] = False
     """Whether all of the tensor must be seen before any of it can be encoded."""
 
@@ -113,6 +115,10 @@ class QuantizerValue(opaque.Base):
     def _is_current(self) -> bool:
         """Return whether a pass over the tensor finds the scale; an amax kept from an earlier one saves that pass."""
         return self._needs_amax and not self._is_delayed()
+
+    def _rotation(self, columnwise: bool) -> int | None:
+        """Return the signs with which data of a direction is rotated along its contraction; None where it is not."""
+        return None
 
     def _spans_rows(self: Any) -> bool:
         """Return whether other rows of a tensor change the row-wise codes of a row."""

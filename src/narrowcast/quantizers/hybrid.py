@@ -123,6 +123,11 @@ class HybridQuantizer(Quantizer):
     def _reads_decoded_rows(self) -> bool:
         return self.columnwise_source == "rowwise_dequantized"
 
+    _rotates = True
+
+    def _rotation(self, columnwise: bool) -> int | None:
+        return self._half(columnwise)._rotation(columnwise)
+
     def _spans_rows(self) -> bool:
         return self._half(False)._spans_rows()
 

@@ -156,6 +156,11 @@ class NVFP4Quantizer(AmaxReducing):
         """The 16x16 rotation, bf16 on the CPU; signs depend on the sign flag alone, never on ``with_rht``."""
         return reference.hadamard.rht_matrix(self.with_random_sign_mask, torch.device("cpu"), torch.bfloat16)
 
+    _rotates = True
+
+    def _rotation(self, columnwise: bool) -> int | None:
+        return self.rht_matrix_random_sign_mask_t if columnwise and self.with_rht else None
+
     def _spans_rows(self) -> bool:
         return self.with_2d_quantization or not self.row_scaled_nvfp4
 

@@ -117,8 +117,9 @@ def linear_plan(
         module_type: of the layer, in those roles, too: "linear" or "grouped_linear".
         weight_elements: how many the weight has; those of a small one are quantized once. None: never once.
     Raises:
-        ValueError: ``save_original_input`` under delayed scaling, what a custom recipe's factory returned, or in the
-            batch-invariant mode a recipe that scales a row by other rows.
+        ValueError: ``save_original_input`` under delayed scaling, what a custom recipe's factory returned, operands of
+            a grouped layer that are rotated in different ways, or in the batch-invariant mode a recipe that scales a
+            row by other rows.
     """
     batch_invariant = DETERMINISM.batch_invariant
     bits = 8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over
@@ -184,6 +185,8 @@ def _build(
             )
         save_original_input = False
     wgrad, dgrad = needs_weight and override is None, needs_input and override is None
+    if module_type == "grouped_linear":
+        _check_rotations(recipe, inp, weight, grad)
     repeatable = dgrad and not weight._is_stochastic()
     plan = LinearPlan(
         needs_input=needs_input,
@@ -219,6 +222,19 @@ def _few_rows(recipe: Recipe, inp: Quantizer, weight: Quantizer) -> int:
     """Return up to how many rows the GEMM quantizes its input itself."""
     prologue = inp._prologue()
     return 0 if prologue is None or recipe.emulate or weight._multiplies else prologue.rows
+
+
+def _check_rotations(recipe: Recipe, inp: Quantizer, weight: Quantizer, grad: Quantizer) -> None:
+    """Check that rotations cancel in the products of groups; :func:`narrowcast.functional.gemm` undoes what does not.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if inp._rotation(True) != grad._rotation(True) or weight._rotation(True) is not None:
+        raise ValueError(
+            f"{type(recipe).__name__} rotates the operands of a grouped layer in different ways; give the quantizers "
+            "of inputs and gradients the same with_rht and with_random_sign_mask, and those of weights with_rht=False"
+        )
 
 
 def _check_rows_alone(recipe: Recipe, quantizer: Quantizer) -> None:
