@@ -608,6 +608,9 @@ class World:
         """What must change nothing; the plain run leaves it out."""
         if way == "failed":
             self.fail()
+        rests = any(item.get("still") is not None for item in self.program["history"])
+        if way == "deepcopy" and rests and has_outer(self.program) and not self.torchs:
+            self._renew()  # decided: a copy goes on by its own recipes, also layers in evaluation
         if self.plain or way == "failed":
             return
         model = self.model
@@ -695,11 +698,20 @@ class World:
         if not self.torchs:
             self._renew()
             first = [one.data_ptr() for layer in self.delayed() for one in _of_first_steps(layer)]
-            for name, tensor in self.model.state_dict().items():
+            state = self.model.state_dict()
+            for name, tensor in state.items():
                 if (
-                    "scale" in name or "amax" in name
-                ) and tensor.data_ptr() not in first:  # follows its weight
-                    self.record(f"at the end state {name}", tensor)
+                    not ("scale" in name or "amax" in name) or tensor.data_ptr() in first
+                ):  # follows its weight
+                    continue
+                if name.endswith(
+                    "scale_fwd"
+                ):  # of a weight of zeros, or none: the constant of its first rule
+                    nothing = state[name.replace("scale", "amax")] == 0
+                    tensor = tensor.masked_fill(
+                        nothing & torch.isin(tensor, tensor.new_tensor((1.0, 16.0))), 0.0
+                    )
+                self.record(f"at the end state {name}", tensor)
         return self.trace
 
     def _renew(self, training: bool = False) -> None:
@@ -866,6 +878,12 @@ def run(program: Program) -> dict[str, float]:
     on_gpu, edits = programs.DEVICE != "cpu", any(item["do"] == "edit" for item in program["history"])
     if on_gpu and edits and False in flags:
         raise Invalid("a GPU's memory is not compared with the weights that were kept")
+    transposed = any(item.get("way") == "transposed" for item in program["history"])
+    compiles = any(wrap.get("compile") for wrap in _wraps(program))
+    if on_gpu and compiles and transposed and torch.__version__.startswith("2.11."):
+        raise Invalid(
+            "PyTorch 2.11 does not trace again for other strides of a weight"
+        )  # pytorch/pytorch#177525
     theirs, error = attempt(lambda: play(program, plain=True))
     if error is not None:
         if refused(error):
@@ -953,7 +971,7 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     one. If such an operator is of anyone's library and has several results, the partitioner then fails.
 
     In 2.11 a graph is not traced again after ``requires_grad_(True)``, not of ``nn.Linear`` either
-    (pytorch/pytorch#177158). A recomputation that is, for another reason, saves other tensors, and the checkpoint raises.
+    (pytorch/pytorch#177158). A recomputation that is, for another reason, saves other tensors: a checkpoint refuses.
     """
     if torch.__version__.startswith("2.11.") and isinstance(error, CheckpointError):
         compiles = any(wrap.get("compile") for wrap in _wraps(program))
