@@ -88,10 +88,12 @@ def _gemm(
         return (out if bias is None else out.add_(bias.to(dtype))).to(dtype)
     a = left_quantizer._native_operand(left, left_columnwise)
     b = right_quantizer._native_operand(right, right_columnwise)
-    if left_quantizer._rotates or right_quantizer._rotates:
-        if left_quantizer._rotation(left_columnwise) != right_quantizer._rotation(right_columnwise):
-            a = None  # only decoded values can be rotated back
-    if a is None or b is None or not _multiplies_natively(a, b):
+    # only decoded values can be rotated back
+    turns = left_quantizer._rotates or right_quantizer._rotates
+    alike = not turns or (
+        left_quantizer._rotation(left_columnwise) == right_quantizer._rotation(right_columnwise)
+    )
+    if a is None or b is None or not (alike and _multiplies_natively(a, b)):
         raise RuntimeError(no_native_gemm("GEMM", left_quantizer, right_quantizer))
     return multiply_native(a, b, bias, dtype, rows, columns, fast_accumulation)
 
