@@ -73,10 +73,9 @@ class ScaledWeight:
         return self.layer._delayed[self.stage.prefix][0]
 
     def has_begun(self) -> Tensor:
-        """Return whether its layer's state is of steps, as a tensor; one per scale."""
-        return has_begun(self.layer.delayed_slots(), renewed=True).expand(
-            self.count
-        )  # what was collected since differs between ranks
+        """Return whether the state of its stage is of steps, as a tensor; one per scale."""
+        # what was collected since differs between ranks
+        return has_begun(self.layer._states_of(self.stage.prefix), renewed=True).expand(self.count)
 
     def own(self, mesh: Any) -> range:
         """Return which of its scales are of this rank's shard."""

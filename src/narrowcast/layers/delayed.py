@@ -262,12 +262,16 @@ class DelayedLayer(RecipeOwner):
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
-        slots = []
-        for prefix, states in self._delayed.items():
-            for delayed, (direction, mode, _) in zip(states, _DIRECTIONS):
-                if delayed is not None:
-                    slots.append(self._slots(prefix, direction, mode, delayed))
-        return slots
+        return [slots for prefix in self._delayed for slots in self._states_of(prefix)]
+
+    def _states_of(self, prefix: str) -> list[DelayedSlots]:
+        """Return the state of a stage, by direction."""
+        rules = zip(self._delayed.get(prefix, (None, None)), _DIRECTIONS)
+        return [
+            self._slots(prefix, direction, mode, delayed)
+            for delayed, (direction, mode, _) in rules
+            if delayed is not None
+        ]
 
     def amax_to_reduce(self) -> list[Reduced]:
         """Return each state that the layer may have, by stage and direction; without tensors if it reduces none."""

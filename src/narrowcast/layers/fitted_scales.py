@@ -19,7 +19,7 @@ from ..autograd import DelayedScales
 from ..functional import fit_to_weights
 from ..functional.recomputation import FIRST
 from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT, DelayedScaling, LinearPlan
-from ..state import DelayedSlots, DelayedState, asks_callables, fp8_max, has_begun, is_readable
+from ..state import DelayedSlots, asks_callables, fp8_max, has_begun, is_readable
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.autograd import version_preserved
 from ..upstream.fsdp import is_distributed
@@ -27,10 +27,14 @@ from ..upstream.fsdp import is_distributed
 _ROUNDED = 2**-7
 
 
-class DelayedWeights(DelayedState, Protocol):
+class DelayedWeights(Protocol):
     """A layer with weights under delayed scaling."""
 
     _groups: int
+
+    def _states_of(self, prefix: str) -> list[DelayedSlots]:
+        """The state of a stage, by direction."""
+        ...
 
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         """The weights of a stage, each with its group; parts of one weight share a group."""
@@ -52,7 +56,7 @@ def fit_in_evaluation(
 @torch.no_grad()
 def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots) -> None:
     """Let first scales follow weights that were written since, unless steps have told others."""
-    _fit(layer, prefix, plan, slots, layer.delayed_slots())
+    _fit(layer, prefix, plan, slots, layer._states_of(prefix))
 
 
 def _fit(
@@ -103,7 +107,7 @@ def _fit_in_graph(
         counts: the graph collects. The host then asks what the run before has; where it may not, this one is the last.
     """
     layer: Any = known()
-    states = [] if layer is None else [slots for slots in layer.delayed_slots() if slots.amax is not None]
+    states = [] if layer is None else [slots for slots in layer._states_of(prefix) if slots.amax is not None]
     by_amax = {slots.amax.data_ptr(): slots for slots in states}
     if layer is None or key not in by_amax:  # gone, or moved
         return True

@@ -134,7 +134,7 @@ class WeightCodes:
             if not (layer._has_trained or steps):
                 fit_first_scales(layer, stage.prefix, plan, slots)
                 slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(
-                    has_begun(layer.delayed_slots())
+                    has_begun(layer._states_of(stage.prefix))
                 )
         kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:

@@ -73,7 +73,7 @@ class DelayedState(Protocol):
 
 
 def has_begun(states: Sequence[DelayedSlots], renewed: bool = False) -> Tensor:
-    """Return whether a layer has these states of a pass, as a tensor; ``renewed``: only of what a renewal has found.
+    """Return whether a stage has its states of a pass, as a tensor; ``renewed``: only of what a renewal has found.
 
     The amaxes of inputs and gradients tell: an optimizer that writes codes has those of weights before. Zeros show
     nothing, nor does a pass without rows.
@@ -158,7 +158,7 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
 
 
 def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
-    """Note which layers have begun, and return their states.
+    """Note which layers have begun in all their stages, and return their states.
 
     The first scales of the others still follow their weights.
     """
@@ -169,12 +169,22 @@ def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
     # what a graph without gradients has collected does not count
     put_back([buffer for _, of_owner in known for slots in of_owner for buffer in (slots.scale, slots.amax)])
     device, found = known[0][1][0].scale.device, []
-    begun = torch.stack([has_begun(of_owner).to(device) for _, of_owner in known]).tolist()
-    for (owner, of_owner), ends in zip(known, begun):
+    begun = [torch.stack([has_begun(stage) for stage in _by_stage(states)]).all() for _, states in known]
+    for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begun]).tolist()):
         if ends:
             owner.__dict__["_starts"] = False
             found += of_owner
     return found
+
+
+def _by_stage(states: list[DelayedSlots]) -> list[list[DelayedSlots]]:
+    """Return a layer's states by stage: each has a forward's, and a backward's behind it, or one of them."""
+    stages: list[list[DelayedSlots]] = []
+    for slots in states:
+        if slots.mode == "forward" or not stages or stages[-1][-1].mode == "backward":
+            stages.append([])
+        stages[-1].append(slots)
+    return stages
 
 
 def is_readable(scale: Tensor) -> bool:
