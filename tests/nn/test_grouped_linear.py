@@ -1302,3 +1302,16 @@ def test_codes_are_decoded_for_a_layer_in_high_precision() -> None:
         torch.randn(sum(SPLITS), K, device=DEVICE).bfloat16()
     )
     assert torch.equal(layer(codes, SPLITS), layer(codes.dequantize(), SPLITS))
+
+
+@pytest.mark.parametrize("rotated", ["input", "grad_output", "weight"])
+def test_rotations_that_do_not_cancel_are_refused(rotated: str) -> None:
+    def factory(role: nc.QuantizerRole) -> nc.Quantizer:
+        return nc.NVFP4Quantizer(with_rht=role.tensor_type == rotated)
+
+    layer, x = make_layer(), make_input().requires_grad_()
+    recipe = nc.recipe.CustomRecipe(qfactory=factory, emulate=True)
+    with pytest.raises(ValueError, match="with_rht"), nc.autocast(recipe=recipe):
+        layer(x, SPLITS)
+    with torch.no_grad(), nc.autocast(recipe=recipe):
+        layer(x, SPLITS)  # whose products read no rotated data

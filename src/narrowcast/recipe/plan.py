@@ -186,7 +186,7 @@ def _build(
         save_original_input = False
     wgrad, dgrad = needs_weight and override is None, needs_input and override is None
     if module_type == "grouped_linear":
-        _check_rotations(recipe, inp, weight, grad)
+        _check_rotations(recipe, (inp, grad) if wgrad else (), weight if dgrad else None)
     repeatable = dgrad and not weight._is_stochastic()
     plan = LinearPlan(
         needs_input=needs_input,
@@ -224,13 +224,16 @@ def _few_rows(recipe: Recipe, inp: Quantizer, weight: Quantizer) -> int:
     return 0 if prologue is None or recipe.emulate or weight._multiplies else prologue.rows
 
 
-def _check_rotations(recipe: Recipe, inp: Quantizer, weight: Quantizer, grad: Quantizer) -> None:
+def _check_rotations(recipe: Recipe, of_wgrad: tuple[Quantizer, ...], weight: Quantizer | None) -> None:
     """Check that rotations cancel in the products of groups; :func:`narrowcast.functional.gemm` undoes what does not.
 
+    Args:
+        of_wgrad: the quantizers of its operands, or none. weight: that of dgrad's, or None.
     Raises:
         ValueError: they do not.
     """
-    if inp._rotation(True) != grad._rotation(True) or weight._rotation(True) is not None:
+    alike = len({quantizer._rotation(True) for quantizer in of_wgrad}) <= 1
+    if not alike or (weight is not None and weight._rotation(True) is not None):
         raise ValueError(
             f"{type(recipe).__name__} rotates the operands of a grouped layer in different ways; give the quantizers "
             "of inputs and gradients the same with_rht and with_random_sign_mask, and those of weights with_rht=False"
