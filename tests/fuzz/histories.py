@@ -548,6 +548,7 @@ class World:
             # what is set for this thread alone
             names = ("recompile_limit", "skip_nnmodule_hook_guards", "automatic_dynamic_shapes")
             set_here = {name: getattr(torch._dynamo.config, name) for name in names}
+            _BACKWARDS.submit(torch.set_num_threads, torch.get_num_threads()).result()
             _BACKWARDS.submit(torch._dynamo.config.patch(**set_here)(run)).result()
         else:
             run()

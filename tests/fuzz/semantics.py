@@ -219,7 +219,15 @@ def other_thread(draw: Draw, module: nn.Module, x: Tensor, dy: Tensor) -> None:
     expected, ours, leaf = _plain(module, x, dy), copy.deepcopy(module), _leaf(x)
     y = ours(leaf)
     results: list[list[Tensor]] = []
-    thread = threading.Thread(target=lambda: results.append(_backward(y, ours, leaf, dy)))
+    count = (
+        torch.get_num_threads()
+    )  # OpenMP keeps it for each thread; with others, PyTorch's sums have another order
+
+    def run() -> None:
+        torch.set_num_threads(count)
+        results.append(_backward(y, ours, leaf, dy))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert results, "the backward of another thread raised"
