@@ -212,6 +212,22 @@ def test_a_layer_has_not_begun_before_it_has_seen_a_value(kind: str, how: str, w
     assert largest() > 448 * 100
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("how", ["root", "in a graph", "own", "autocast"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+def test_a_weight_that_steps_of_zeros_saw_gives_no_scale(kind: str, how: str, compiles: bool) -> None:
+    """Nothing between the steps takes the amax of the weight that they have collected."""
+    model, plain = pair(kind)
+    call = called(model, how, compiles)
+    for factor in (1e3, 1e-6):
+        step(call, model, torch.zeros(8, 32), 0.0)
+        rewrite(model, factor)
+        rewrite(plain, factor)
+    x = torch.randn(8, 32) * 0.1
+    for ours, wanted in zip(step(call, model, x), step(plain, plain, x), strict=True):
+        assert distance(ours, wanted) < 0.12
+
+
 @pytest.mark.parametrize("before", ["steps", "calibrated", "compiled"])
 def test_the_first_step_of_a_layer_that_begins_to_train_later(before: str) -> None:
     """Its scale follows its weight until it trains itself, whatever other layers have collected."""

@@ -262,7 +262,11 @@ class DelayedLayer(RecipeOwner):
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
-        return [slots for prefix in self._delayed for slots in self._states_of(prefix)]
+        return [slots for states in self._states_by_stage() for slots in states]
+
+    def _states_by_stage(self) -> list[list[DelayedSlots]]:
+        """Return the state of each stage that has one."""
+        return [states for prefix in self._delayed if (states := self._states_of(prefix))]
 
     def _states_of(self, prefix: str) -> list[DelayedSlots]:
         """Return the state of a stage, by direction."""
@@ -402,8 +406,7 @@ class DelayedLayer(RecipeOwner):
     def _fit_first_scales(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
         for prefix, plan in zip(prefixes, plans):
             if self._starts and plan.forward_state is not None:
-                slots = self._slots(prefix, "fwd", "forward", plan.forward_state)
-                fit_first_scales(self, prefix, plan, slots)
+                fit_first_scales(self, prefix, plan, self._states_of(prefix))
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 

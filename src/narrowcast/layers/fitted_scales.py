@@ -54,17 +54,21 @@ def fit_in_evaluation(
 
 
 @torch.no_grad()
-def fit_first_scales(layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots) -> None:
-    """Let first scales follow weights that were written since, unless steps have told others."""
-    _fit(layer, prefix, plan, slots, layer._states_of(prefix))
-
-
-def _fit(
-    layer: DelayedWeights, prefix: str, plan: LinearPlan, slots: DelayedSlots, states: list[DelayedSlots]
+def fit_first_scales(
+    layer: DelayedWeights, prefix: str, plan: LinearPlan, states: list[DelayedSlots]
 ) -> None:
+    """Let first scales follow weights that were written since, unless steps have told others.
+
+    Args:
+        states: of the stage, the forward's first. Of one that has not begun, the amaxes of weights are dropped: a
+            renewal would put them in the place of what was fitted.
+    """
+    slots = states[0]
     if not slots.scale.is_meta:
+        begun = has_begun(states)
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        slots.scale.copy_(first_scales(slots.scale, fitted, has_begun(states)))
+        slots.scale.copy_(first_scales(slots.scale, fitted, begun))
+        slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(begun)
 
 
 def first_scales(scale: Tensor, fitted: Tensor, begun: Tensor) -> Tensor:
@@ -83,10 +87,11 @@ def fit_in_graphs(layer: Any, prefixes: tuple[str, ...], plans: tuple[LinearPlan
     for prefix, plan in zip(prefixes, plans):
         if plan.forward_state is None:
             continue
-        slots = layer._slots(prefix, "fwd", "forward", plan.forward_state)
-        fit_first_scales(layer, prefix, plan, slots)
-        if type(slots.amax) in PLAIN and not slots.amax.is_meta:
-            key = slots.amax.data_ptr()
+        states = layer._states_of(prefix)
+        fit_first_scales(layer, prefix, plan, states)
+        amax = states[0].amax
+        if type(amax) in PLAIN and not amax.is_meta:
+            key = amax.data_ptr()
             FIRST[key] = partial(_fit_in_graph, weakref.ref(layer, partial(_forget, key)), prefix, plan, key)
 
 
@@ -107,16 +112,17 @@ def _fit_in_graph(
         counts: the graph collects. The host then asks what the run before has; where it may not, this one is the last.
     """
     layer: Any = known()
-    states = [] if layer is None else [slots for slots in layer._states_of(prefix) if slots.amax is not None]
-    by_amax = {slots.amax.data_ptr(): slots for slots in states}
-    if layer is None or key not in by_amax:  # gone, or moved
+    states = [] if layer is None else layer._states_of(prefix)
+    if (
+        layer is None or not states or states[0].amax is None or states[0].amax.data_ptr() != key
+    ):  # gone, or moved
         return True
-    read = {at: slots._replace(scale=scales.get(at, slots.scale)) for at, slots in by_amax.items()}
-    asks = counts and is_readable(read[key].scale)
-    if asks and has_begun([*read.values()]):
+    states = [slots._replace(scale=scales.get(slots.amax.data_ptr(), slots.scale)) for slots in states]
+    asks = counts and is_readable(states[0].scale)
+    if asks and has_begun(states):
         return True
-    with torch.inference_mode(False), torch.no_grad(), version_preserved([read[key].scale]):
-        _fit(layer, prefix, plan, read[key], [*read.values()])
+    with torch.inference_mode(False), version_preserved([states[0].scale, states[0].amax]):
+        fit_first_scales(layer, prefix, plan, states)
     return counts and not asks
 
 

@@ -19,8 +19,7 @@ from ..autograd.groups import by_direction, quantize_weights
 from ..functional import empty_weights, note_written
 from ..functional.grouped_decoded import ALIGNMENT
 from ..quantizers import Operand, OperandBuffers
-from ..recipe import WEIGHT_SLOT, LinearPlan, linear_plan
-from ..state import has_begun
+from ..recipe import LinearPlan, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
 from ..upstream.fsdp import is_distributed, is_managed
 from .fitted_scales import fit_first_scales
@@ -132,10 +131,7 @@ class WeightCodes:
             # as the first training forward, whatever weights were here before; blocks that run the graph of another
             # do not know of theirs
             if not (layer._has_trained or steps):
-                fit_first_scales(layer, stage.prefix, plan, slots)
-                slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(
-                    has_begun(layer._states_of(stage.prefix))
-                )
+                fit_first_scales(layer, stage.prefix, plan, layer._states_of(stage.prefix))
         kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:
             if layout:

@@ -63,8 +63,8 @@ class DelayedSlots(NamedTuple):
 class DelayedState(Protocol):
     """A layer, or another object, that keeps state of delayed scaling.
 
-    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at. It has a
-    ``_has_trained``, too: whether a training forward has begun.
+    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at. It has
+    ``_has_trained``, too, whether a training forward has begun, and ``_states_by_stage()``.
     """
 
     def delayed_slots(self) -> list[DelayedSlots]:
@@ -157,34 +157,27 @@ def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
         )
 
 
-def _end_of_first_steps(owners: list[DelayedState]) -> list[DelayedSlots]:
+def _end_of_first_steps(owners: list[Any]) -> list[DelayedSlots]:
     """Note which layers have begun in all their stages, and return their states.
 
     The first scales of the others still follow their weights.
     """
-    states = [[slots for slots in owner.delayed_slots() if is_readable(slots.scale)] for owner in owners]
-    known = [(owner, of_owner) for owner, of_owner in zip(owners, states) if of_owner]
+    stages = [
+        [states for states in owner._states_by_stage() if is_readable(states[0].scale)] for owner in owners
+    ]
+    known = [(owner, of_owner) for owner, of_owner in zip(owners, stages) if of_owner]
     if not known:
         return []
+    all_slots = [slots for _, of_owner in known for states in of_owner for slots in states]
     # what a graph without gradients has collected does not count
-    put_back([buffer for _, of_owner in known for slots in of_owner for buffer in (slots.scale, slots.amax)])
-    device, found = known[0][1][0].scale.device, []
-    begun = [torch.stack([has_begun(stage) for stage in _by_stage(states)]).all() for _, states in known]
+    put_back([buffer for slots in all_slots for buffer in (slots.scale, slots.amax)])
+    device, found = all_slots[0].scale.device, []
+    begun = [torch.stack([has_begun(states) for states in of_owner]).all() for _, of_owner in known]
     for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begun]).tolist()):
         if ends:
             owner.__dict__["_starts"] = False
-            found += of_owner
+            found += [slots for states in of_owner for slots in states]
     return found
-
-
-def _by_stage(states: list[DelayedSlots]) -> list[list[DelayedSlots]]:
-    """Return a layer's states by stage: each has a forward's, and a backward's behind it, or one of them."""
-    stages: list[list[DelayedSlots]] = []
-    for slots in states:
-        if slots.mode == "forward" or not stages or stages[-1][-1].mode == "backward":
-            stages.append([])
-        stages[-1].append(slots)
-    return stages
 
 
 def is_readable(scale: Tensor) -> bool:
