@@ -701,17 +701,13 @@ class World:
             first = [one.data_ptr() for layer in self.delayed() for one in _of_first_steps(layer)]
             state = self.model.state_dict()
             for name, tensor in state.items():
-                if (
-                    not ("scale" in name or "amax" in name) or tensor.data_ptr() in first
-                ):  # follows its weight
+                # what has not begun follows its weight
+                if not ("scale" in name or "amax" in name) or tensor.data_ptr() in first:
                     continue
-                if name.endswith(
-                    "scale_fwd"
-                ):  # of a weight of zeros, or none: the constant of its first rule
-                    nothing = state[name.replace("scale", "amax")] == 0
-                    tensor = tensor.masked_fill(
-                        nothing & torch.isin(tensor, tensor.new_tensor((1.0, 16.0))), 0.0
-                    )
+                if name.endswith("scale_fwd"):
+                    # a weight of zeros, or none, has the constant of its first rule
+                    constant = torch.isin(tensor, tensor.new_tensor((1.0, 16.0)))
+                    tensor = tensor.masked_fill(constant & (state[name.replace("scale", "amax")] == 0), 0.0)
                 self.record(f"at the end state {name}", tensor)
         return self.trace
 
@@ -879,12 +875,9 @@ def run(program: Program) -> dict[str, float]:
     on_gpu, edits = programs.DEVICE != "cpu", any(item["do"] == "edit" for item in program["history"])
     if on_gpu and edits and False in flags:
         raise Invalid("a GPU's memory is not compared with the weights that were kept")
-    transposed = any(item.get("way") == "transposed" for item in program["history"])
     compiles = any(wrap.get("compile") for wrap in _wraps(program))
-    if on_gpu and compiles and transposed and torch.__version__.startswith("2.11."):
-        raise Invalid(
-            "PyTorch 2.11 does not trace again for other strides of a weight"
-        )  # pytorch/pytorch#177525
+    if on_gpu and compiles and _transposes(program) and torch.__version__.startswith("2.11."):
+        raise Invalid("pytorch/pytorch#177525: 2.11 does not trace again for other strides of a weight")
     theirs, error = attempt(lambda: play(program, plain=True))
     if error is not None:
         if refused(error):
@@ -995,8 +988,11 @@ def _ends_in_a_norm(program: Program) -> bool:
 
 def _multiplies_other_strides(program: Program) -> bool:
     """Whether a product in high precision may have a weight of other strides, and so sum in another order."""
-    transposed = any(item.get("way") == "transposed" for item in program["history"])
-    return transposed and "none" in _families(program)
+    return _transposes(program) and "none" in _families(program)
+
+
+def _transposes(program: Program) -> bool:
+    return any(item.get("way") == "transposed" for item in program["history"])
 
 
 def sums_in_another_order(program: Program) -> bool:

@@ -219,12 +219,10 @@ def other_thread(draw: Draw, module: nn.Module, x: Tensor, dy: Tensor) -> None:
     expected, ours, leaf = _plain(module, x, dy), copy.deepcopy(module), _leaf(x)
     y = ours(leaf)
     results: list[list[Tensor]] = []
-    count = (
-        torch.get_num_threads()
-    )  # OpenMP keeps it for each thread; with others, PyTorch's sums have another order
+    count = torch.get_num_threads()
 
     def run() -> None:
-        torch.set_num_threads(count)
+        torch.set_num_threads(count)  # OpenMP keeps it for each thread; another gives sums another order
         results.append(_backward(y, ours, leaf, dy))
 
     thread = threading.Thread(target=run)

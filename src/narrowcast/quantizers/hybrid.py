@@ -41,6 +41,7 @@ class HybridQuantizer(Quantizer):
     _storage_class = HybridQuantizedTensorStorage
     _tensor_class = HybridQuantizedTensor
     _layout_fields = ("rowwise_value", "columnwise_value")
+    _rotates = True
 
     def __new__(
         cls, *, rowwise_quantizer: Any = None, columnwise_quantizer: Any = None, columnwise_source: str = ""
@@ -122,8 +123,6 @@ class HybridQuantizer(Quantizer):
 
     def _reads_decoded_rows(self) -> bool:
         return self.columnwise_source == "rowwise_dequantized"
-
-    _rotates = True
 
     def _rotation(self, columnwise: bool) -> int | None:
         return self._half(columnwise)._rotation(columnwise)

@@ -82,7 +82,7 @@ class NVFP4Quantizer(AmaxReducing):
         "nvfp4_e4m3_max",
         "rht_matrix_random_sign_mask_t",
     )
-    _shares_amax = _takes_groups = True
+    _shares_amax = _takes_groups = _rotates = True
     _elements = (DType.kFloat4E2M1,)
 
     def __init__(
@@ -155,8 +155,6 @@ class NVFP4Quantizer(AmaxReducing):
     def rht_matrix(self) -> Tensor:
         """The 16x16 rotation, bf16 on the CPU; signs depend on the sign flag alone, never on ``with_rht``."""
         return reference.hadamard.rht_matrix(self.with_random_sign_mask, torch.device("cpu"), torch.bfloat16)
-
-    _rotates = True
 
     def _rotation(self, columnwise: bool) -> int | None:
         return self.rht_matrix_random_sign_mask_t if columnwise and self.with_rht else None
