@@ -185,11 +185,17 @@ def test_parts_of_a_step_read_the_same_codes_under_delayed_scaling() -> None:
 
 @pytest.mark.parametrize("factor", [7.0, 0.1])
 @pytest.mark.parametrize("when", ["before", "written", "unwritten"])
-def test_first_scales_fit_weights_that_other_code_has_written(when: str, factor: float) -> None:
-    """Written before the optimizer was made, or since, as a checkpoint loads them: a step reads no other scale."""
+@pytest.mark.parametrize("own", [False, True])
+def test_first_scales_fit_weights_that_other_code_has_written(own: bool, when: str, factor: float) -> None:
+    """Written before the optimizer was made, or since, as a checkpoint loads them: a step reads no other scale.
+
+    Layers with recipes of their own renew their scales after they have fitted them.
+    """
     made = []
     for written in (False, True):
         model = model_of("delayed")
+        for layer in model if own else ():
+            layer.recipe = nc.recipe.DelayedScaling()
         optimizer = optimizer_of(model, written) if when != "before" else None
         with torch.no_grad():
             for p in model.parameters():

@@ -81,6 +81,8 @@ class DelayedLayer(RecipeOwner):
     cast with the scale of its own amax.
     """
 
+    codes_are_written: bool = False
+    """An optimizer writes the quantized weights of this layer; see ``layers/written_weights.py``."""
     _stage_names: dict[str, str]
     _delayed: dict[str, Rules]
     _groups: int = 1  # slots of each tensor type

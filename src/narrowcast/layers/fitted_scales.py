@@ -31,6 +31,11 @@ class DelayedWeights(Protocol):
     """A layer with weights under delayed scaling."""
 
     _groups: int
+    codes_are_written: bool  # an optimizer writes codes of its weights
+
+    def _weight_amax(self, prefix: str) -> Tensor:
+        """The amax of a stage's weights, by group."""
+        ...
 
     def _states_of(self, prefix: str) -> list[DelayedSlots]:
         """The state of a stage, by direction."""
@@ -61,14 +66,19 @@ def fit_first_scales(
 
     Args:
         states: of the stage, the forward's first. Of one that has not begun, the amaxes of weights are dropped: a
-            renewal would put them in the place of what was fitted.
+            renewal would put them in the place of what was fitted. Where an optimizer writes codes, so that no forward
+            collects them again, they are those of the weights as they are.
     """
     slots = states[0]
     if not slots.scale.is_meta:
         begun = has_begun(states)
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
         slots.scale.copy_(first_scales(slots.scale, fitted, begun))
-        slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups].mul_(begun)
+        amax = slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups]
+        if layer.codes_are_written:
+            amax.copy_(torch.where(begun | (amax == 0), amax, layer._weight_amax(prefix)))
+        else:
+            amax.mul_(begun)
 
 
 def first_scales(scale: Tensor, fitted: Tensor, begun: Tensor) -> Tensor:

@@ -93,8 +93,6 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     # the name of the four-bit format that convert/stored.py keeps the weight in, and each pass decodes; "" without
     _decodes: str = ""
     return_bias: bool = False
-    codes_are_written: bool = False
-    """An optimizer writes the quantized weights of this layer; see ``layers/written_weights.py``."""
 
     def __init__(
         self,
