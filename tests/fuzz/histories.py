@@ -162,6 +162,8 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         draw_outer(rng, program)
     if rng.random() < 0.15:
         draw_autocasts(rng, program)
+    elif rng.random() < 0.1:
+        draw_written(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program
@@ -234,6 +236,49 @@ def draw_autocasts(rng: random.Random, program: Program) -> None:
         item |= {name: other for name, other in _NO_COPY.items() if item.get(name) in _COPIES}
 
 
+def draw_written(rng: random.Random, program: Program) -> None:
+    """Let the optimizer write the weights' codes, but in the plain run: losses are the same to the bit.
+
+    Not under delayed scaling where layers scale a weight twice between two steps, or as other code has written it.
+    """
+    program |= {"written": True, "optimizer": "FusedAdam", "stored": False, "around": False}
+    program["how"] = rng.choice(("set_recipe", "own"))
+    delayed, stepped = "delayed" in _families(program), False
+    compiles = any(wrap.get("compile") for wrap in _wraps(program))
+    for item in program["history"]:
+        item.pop("outer", None)
+        if "flag" in item:
+            item["flag"] = None
+        if item["do"] == "step":
+            item["flags"] = [None for _ in item["batches"]]
+        if delayed:
+            _scale_once(item, stepped)
+            stepped |= item["do"] == "step"
+        # compiled code does not find what has changed
+        item["told"] = compiles or rng.random() < 0.5
+    if delayed:
+        program["calibrated"] = False
+        for layer in [layer for block in program["blocks"] for layer in block["layers"]]:
+            if layer["kind"] == "again":
+                layer["kind"] = "relu"
+
+
+def _scale_once(item: Program, stepped: bool) -> None:
+    """Leave out what scales a weight more than once in a step, or what writes it after steps."""
+    do = item["do"]
+    if do == "step":
+        item |= {"batches": item["batches"][:1], "flags": [None], "retain": False, "update": True}
+        item |= {name: None for name in ("still", "raises")}
+        if item.get("between") != "evaluate":
+            item["between"] = None
+    elif do in ("no_grad", "inference", "dropped"):
+        item["do"] = "evaluate"
+    elif do in ("recipe", "calibrate") or (do == "edit" and stepped):
+        item |= {"do": "neutral", "way": "requires"}
+    elif do == "neutral" and item["way"] not in ("hook", "requires", "evaluated"):
+        item["way"] = "requires"  # a layer that is moved or loaded has no codes until the next step
+
+
 def _runs_under_several(program: Program) -> bool:
     return any(item.get("autocasts") for item in program["history"])
 
@@ -283,6 +328,7 @@ class World:
         self.trained = False  # in training mode, where layers learn of an autocast's rule
         self.outer: Any = None  # of an autocast that is of one forward
         self.stored = bool(program["stored"]) and not torchs and self.recipe is not None
+        self.writes = bool(program.get("written")) and not torchs and not plain
         torch.manual_seed(program["seed"])
         init: Any = contextlib.nullcontext()
         if self.stored:
@@ -341,7 +387,10 @@ class World:
         if name == "FusedAdam":
             if self.torchs:
                 return torch.optim.AdamW(parameters, lr=1e-3)
-            return nc.optimizers.FusedAdam(parameters, lr=1e-3, master_weights=self.stored)
+            codes = self.model if self.writes else None
+            return nc.optimizers.FusedAdam(
+                parameters, lr=1e-3, master_weights=self.stored, weight_codes=codes
+            )
         if name == "FusedSGD":
             if self.torchs:
                 return torch.optim.SGD(parameters, lr=1e-3)
@@ -688,6 +737,8 @@ class World:
                 found = self.matrix(item["which"] or 0)
                 if found is not None:
                     found[1].requires_grad_(not item["frozen"])
+            if self.writes and item.get("told") and do in ("edit", "neutral"):
+                self.optimizer.write_weight_codes()
             if programs.is_something_in_force():
                 gc.collect()  # before 2.15 PyTorch ends one that raised with its frame, which the error may refer to
             if programs.is_something_in_force():
@@ -916,6 +967,8 @@ def run(program: Program) -> dict[str, float]:
     found, wanted = dict(ours), dict(theirs)
     rooms = Rooms(program, wanted) if reorders else None
     for label in [*wanted, *(label for label in found if label not in wanted)]:
+        if program.get("written") and "at the end state" in label:
+            continue  # a step that writes a weight has its amax, where a forward would have had it
         kind = " ".join(word for word in label.split() if not word[0].isdigit() and "." not in word)
         if tolerance and "key_bias" in label:
             continue  # softmax takes it away: its gradient is what rounding leaves of 0

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import random
 
-from .histories import NEUTRAL, USES, draw_autocasts, draw_edit, draw_outer, sums_in_another_order
+from .histories import (
+    NEUTRAL,
+    USES,
+    draw_autocasts,
+    draw_edit,
+    draw_outer,
+    draw_written,
+    sums_in_another_order,
+)
 from .models import draw_layer, draw_recipe, draw_wrap
 from .programs import Program
 
@@ -73,6 +81,8 @@ def draw(rng: random.Random) -> Program:
         draw_outer(rng, program)
     if rng.random() < 0.15:
         draw_autocasts(rng, program)
+    elif rng.random() < 0.1:
+        draw_written(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program

@@ -132,6 +132,32 @@ def test_losses_of_groups_are_those_without(name: str, outer: int) -> None:
     assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("when", ["written", "changed", "moved"])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", kinds(["current", "delayed", "block"]))
+def test_losses_of_operations_are_those_without(
+    name: str, large: bool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of large weights, which are quantized again in the backward, and after codes have become old."""
+    if large:
+        monkeypatch.setattr("narrowcast.recipe.plan.SMALL_WEIGHT", 0)
+    both = []
+    for written in (False, True):
+        torch.manual_seed(0)
+        options = {"dtype": BF16, "device": "cpu"}
+        first, last = nc.ops.Linear(48, 72, **options), nc.ops.Linear(72, 16, **options)
+        model = nc.ops.Sequential(first, nc.ops.GELU(), last)
+        nc.set_recipe(model, QUANTIZED[name])
+        optimizer = optimizer_of(model, written)
+        with torch.no_grad():
+            for p in model.parameters() if when == "changed" else ():
+                p.mul_(1.5)
+        if when == "moved":
+            model.to(BF16)
+        both.append(losses(model, optimizer))
+    assert both[0] == both[1]
+
+
 @pytest.mark.parametrize("name", kinds(["delayed", "block"]))
 def test_compiled_groups(name: str) -> None:
     torch.compiler.reset()

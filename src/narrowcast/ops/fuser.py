@@ -181,8 +181,10 @@ class OperationFuser:
             if ops[index]._watcher is not None and ops[index]._watcher.sampling:
                 observers[index] = ops[index]._watcher.observer(ops[index])
             wants_input = index > first or (index == first and input_requires_grad)
-            late = {"reads_scales": compiling} if ops[index]._values is not None else {}
-            own = ops[index].forward_arguments(index >= first, wants_input, **late)
+            # codes that have become old are made anew with the arguments, and need their scale then
+            late = not (compiling or ops[index]._values is None or ops[index].codes_are_written)
+            reads = {"reads_scales": False} if late else {}
+            own = ops[index].forward_arguments(index >= first, wants_input, **reads)
             if own:
                 arguments[index] = {**arguments[index], **own}
                 scales[index] = own.get("scales")
@@ -191,7 +193,7 @@ class OperationFuser:
                 eager_only |= plan is not None and bool(plan.eager_only)
                 if late and plan and (plan.forward_state or plan.backward_state):
                     reading.append((ops[index], plan, scales[index]))
-        if reading and not compiling:
+        if reading:
             read_together(reading)
         fused, operands, key = self._fused_for(
             self.recipe_in_force(compiling), first, params, plans, compiling

@@ -248,6 +248,8 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         saved_weight = SavedOperand(rest, None if requantized or high_precision else plan.weight.quantizer)
         if isinstance(weight, QuantizedTensorStorage):
             saved_weight = SavedOperand(rest, weight._quantizer)
+        elif args.workspace is not None and not high_precision:  # codes that an optimizer writes
+            saved_weight = SavedOperand(rest, args.workspace.quantizer)
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
