@@ -6,6 +6,7 @@ here: a model that knows neither buffers nor who renews.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -101,10 +102,13 @@ class Exact:
         self, layer: Any, recipe: Any, x: Tensor, y: Tensor
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]] | None:
         """Check a forward; return what checks the gradients of its output and of its input, in this order."""
-        past = self.past.setdefault(layer, {kind: Past() for kind in OPERANDS})
+        past = self.past.setdefault(layer, {kind: Past() for kind in (*OPERANDS, "begun weight")})
         if layer.training:
             for one in past.values():
                 one.renew(recipe)
+            if past["input"].rule is past["grad_output"].rule is None:
+                # decided: a layer whose inputs and gradients were zeros, or had no rows, has not begun
+                past["begun weight"] = Past()
         operands = {
             "input": x.detach().reshape(-1, x.shape[-1]).clone(),
             "weight": layer.weight.detach().clone(),
@@ -122,7 +126,8 @@ class Exact:
         collects = layer.training
         if collects:
             past["input"].collect(operands["input"])
-            past["weight"].collect(operands["weight"])
+            for kind in ("weight", "begun weight"):
+                past[kind].collect(operands["weight"])
         input_grads: list[tuple[Tensor, float]] = []
 
         def seen_output(dy: Tensor) -> None:
@@ -161,10 +166,13 @@ class Exact:
         if not layer.training:
             found["weight"] = _scale_of(recipe, "weight", _amax(weight), found["weight"])
         if self.knows_steps and layer.training and recorded:
-            for kind, one in past.items():
-                # decided: a layer whose inputs and gradients were zeros, or had no rows, has not begun
-                first = kind == "weight" and past["input"].rule is past["grad_output"].rule is None
-                self._check_scale(layer, recipe, kind, found[kind], Past() if first else one, weight)
+            for kind in OPERANDS:
+                if kind == "weight":
+                    # decided: a root renews before its layers forget what they have collected until they begin
+                    with contextlib.suppress(Difference):
+                        self._check_scale(layer, recipe, kind, found[kind], past["begun weight"], weight)
+                        continue
+                self._check_scale(layer, recipe, kind, found[kind], past[kind], weight)
         return Read(recipe, found)
 
     def _check_scale(

@@ -254,8 +254,8 @@ def draw_written(rng: random.Random, program: Program) -> None:
         if delayed:
             _scale_once(item, stepped)
             stepped |= item["do"] == "step"
-        # compiled code does not find what has changed
-        item["told"] = compiles or rng.random() < 0.5
+        # compiled code does not find what has changed; under delayed scaling eager code then scales it, not the step
+        item["told"] = compiles or delayed or rng.random() < 0.5
     if delayed:
         program["calibrated"] = False
         for layer in [layer for block in program["blocks"] for layer in block["layers"]]:

@@ -103,6 +103,29 @@ def test_numbers_of_grouped_layers_do_not_change(name: str, compiled: bool, sing
     assert set(dict(model.named_buffers())) == set(dict(plain.named_buffers()))
 
 
+@pytest.mark.parametrize("how", ["twice", "fifo", "lifo", "retained", "written in place"])
+@pytest.mark.parametrize(("name", "compiled"), [("current", False), ("delayed", False), ("delayed", True)])
+def test_numbers_of_several_forwards_do_not_change(name: str, compiled: bool, how: str) -> None:
+    """A record is that of the last of them."""
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nc.Linear(64, 64, device=DEVICE), nn.ReLU(inplace=how == "written in place"))
+        nc.set_recipe(model, QUANTIZED[name])
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        watch = nc.watch(model) if watched else None
+        inputs = [torch.randn(32, 64).to(DEVICE).requires_grad_() for _ in range(2)]
+        losses = [(run(run(x)) if how == "twice" else run(x)).square().sum() for x in inputs]
+        for loss in reversed(losses) if how == "lifo" else losses:
+            if how == "retained":
+                loss.backward(retain_graph=True)
+            loss.backward()
+        if watch is not None:
+            assert {one.operand for one in watch.step()} == {"input", "weight", "grad_output"}
+        results.append([*(x.grad for x in inputs), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
 def operations(recipe: Any) -> Any:
     torch.manual_seed(0)
     ops, place = nc.ops, {"device": DEVICE}

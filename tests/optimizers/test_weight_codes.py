@@ -210,7 +210,7 @@ def test_parts_of_a_step_read_the_same_codes_under_delayed_scaling() -> None:
 
 
 @pytest.mark.parametrize("factor", [7.0, 0.1])
-@pytest.mark.parametrize("when", ["before", "written", "unwritten"])
+@pytest.mark.parametrize("when", ["before", "written", "unwritten", "stepped"])
 @pytest.mark.parametrize("own", [False, True])
 def test_first_scales_fit_weights_that_other_code_has_written(own: bool, when: str, factor: float) -> None:
     """Written before the optimizer was made, or since, as a checkpoint loads them: a step reads no other scale.
@@ -229,6 +229,8 @@ def test_first_scales_fit_weights_that_other_code_has_written(own: bool, when: s
         optimizer = optimizer_of(model, written) if optimizer is None else optimizer
         if when == "written":
             optimizer.write_weight_codes()
+        elif when == "stepped":  # before any forward
+            optimizer.step()
         made.append(losses(model, optimizer, steps=1 if when == "unwritten" else 3))
     assert made[0] == made[1]
 

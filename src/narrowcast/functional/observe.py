@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formats import ELEMENT_FORMATS, DType
+from ..upstream.autograd import version_preserved
 from ._library import QUANTIZER, define
 from .numerics import numerics_for
 from .quantizer_value import QuantizerValue
@@ -59,8 +60,9 @@ def _observe(
     x: Tensor, quantizer: QuantizerValue, scale: Tensor | None, into: Tensor, through: Tensor
 ) -> Tensor:
     if x.numel():
-        into[0] = x.numel()
-        into[1:] = _statistics(x, quantizer, scale)
+        with version_preserved([into]):  # the backwards of several forwards write to it
+            into[0] = x.numel()
+            into[1:] = _statistics(x, quantizer, scale)
     return through.clone()
 
 
@@ -76,9 +78,10 @@ def _observe_groups(
             found.append(_statistics(own, quantizer, of_group))
     if found:
         table = torch.stack(found)
-        into[0] = min(first, rows.shape[0]) * rows.shape[1]
-        into[1:] = table.sum(0)
-        into[2] = table[:, 1].max()
+        with version_preserved([into]):
+            into[0] = min(first, rows.shape[0]) * rows.shape[1]
+            into[1:] = table.sum(0)
+            into[2] = table[:, 1].max()
     return through.clone()
 
 

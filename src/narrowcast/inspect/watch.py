@@ -87,7 +87,7 @@ class _ObservedGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.quantizer = quantizer
         ctx.save_for_backward(into, scale, splits)
-        return x.view_as(x)
+        return x.clone()  # nothing may write to a view that a function returns
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

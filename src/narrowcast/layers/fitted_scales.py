@@ -78,7 +78,7 @@ def fit_first_scales(
         if layer.codes_are_written:
             amax.copy_(torch.where(begun | (amax == 0), amax, layer._weight_amax(prefix)))
         else:
-            amax.mul_(begun)
+            amax.masked_fill_(~begun, 0.0)
 
 
 def first_scales(scale: Tensor, fitted: Tensor, begun: Tensor) -> Tensor:
