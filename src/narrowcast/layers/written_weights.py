@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.groups import by_direction, quantize_weights
-from ..functional import empty_weights, note_written, use_kept
+from ..functional import empty_weights, note_written
 from ..functional.grouped_decoded import ALIGNMENT
 from ..quantizers import Operand, OperandBuffers
 from ..recipe import LinearPlan, linear_plan
@@ -124,18 +124,18 @@ class WeightCodes:
     ) -> WrittenWeight:
         operand, scale, amax = plan.kept_weight, None, None
         layout = grouped_layout(operand.storage_name) if weight.dim() == 3 else ""
-        kept = self._kept.get((id(layer), stage.weight))
         if plan.forward_state is not None:
             layer._keep_state(stage.prefix, plan.forward_state, plan.backward_state)
             slots = layer._slots(stage.prefix, "fwd", "forward", plan.forward_state)
             scale, amax = slots.scale, slots.amax
             # as the first training forward, whatever weights were here before; in a step only those that other code
             # has written, for blocks that run the graph of another do not know that they have trained
-            unchanged = (
-                steps and kept is not None and use_kept(kept[0][1].rowwise[-1], [weight.detach()]) is not None
+            has_scale = layer._has_trained or (
+                steps and layer._kept_weight(stage.weight, operand, [weight.detach()]) is not None
             )
-            if not (layer._has_trained or unchanged):
+            if not has_scale:
                 fit_first_scales(layer, stage.prefix, plan, layer._states_of(stage.prefix))
+        kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:
             if layout:
                 buffers = empty_weights(weight.detach(), operand.quantizer, layout)
