@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -372,6 +373,22 @@ def test_another_recipe_and_loaded_weights() -> None:
         found += losses(model, optimizer, steps=2)
         model.load_state_dict(state)
         made.append([*found, *losses(model, optimizer, steps=2)])
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_recipe_in_a_checkpoint(compiled: bool) -> None:
+    """Between the change and a step both the forward and its recomputation quantize the weight."""
+    torch.compiler.reset()
+    made = []
+    for written in (False, True):
+        model = model_of("current")
+        optimizer = optimizer_of(model, written)
+        block = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        call = partial(nc.checkpoint, block)
+        found = losses(model, optimizer, call, steps=1)
+        nc.set_recipe(model, "mxfp8")
+        made.append([*found, *losses(model, optimizer, call, steps=2, parts=2)])
     assert made[0] == made[1]
 
 

@@ -320,13 +320,17 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if not self.training:  # scales of weights follow from this process's shards
                 scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False
-        keeps = is_first_microbatch
-        if keeps is None and self._reads_written():
-            keeps = False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
-        if decoded is None and plan.quantized and (keeps is not None or stored):
-            workspace = made or self._workspace(stage, plan.kept_weight, scales, weight, keeps)
+        if decoded is None and plan.quantized:
+            if is_first_microbatch is not None or stored:
+                workspace = made or self._workspace(
+                    stage, plan.kept_weight, scales, weight, is_first_microbatch
+                )
+            elif self._reads_written():
+                made_from = [part.detach() for part in self._parts_of(stage.weight)]
+                workspace = self._kept_weight(stage.weight, plan.kept_weight, made_from)
+        if workspace is not None:
             reads_columns = plan.needs_input and plan.backward_override is None
             lacks_columns = reads_columns and not workspace.columnwise
             if lacks_columns and not self._makes_columns(weight):
