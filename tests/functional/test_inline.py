@@ -77,8 +77,9 @@ with torch._inductor.config.patch(max_autotune=True):  # whose kernels have bits
 assert whole(traced(lambda x: ops.quantize(x, quantizer), device="cpu")) == {"narrowcast.quantize.default"}
 shapes = ShapeEnv()
 with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
-    for rows, static in ((128, True), (shapes.create_unbacked_symint(), False)):
-        x = FunctionalTensor.to_functional(torch.empty(rows, 256, device="cuda"))
+    unknown = shapes.create_unbacked_symint()
+    for rows, row, static in ((128, 256, True), (unknown, 256, False), (128, unknown, False)):
+        x = FunctionalTensor.to_functional(torch.empty_strided((rows, 256), (row, 1), device="cuda"))
         assert routes._is_static_on_gpu([x, [x], "fprop"]) == static
 exporting = FunctionalTensorMode(export=True)
 assert whole(traced(lambda x: ops.quantize(x, quantizer), mode=exporting)) == {"narrowcast.quantize.default"}

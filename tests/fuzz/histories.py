@@ -924,7 +924,8 @@ def run(program: Program) -> dict[str, float]:
     if flags.count(None) < len(flags) and not _flags_fit(program):
         raise Invalid("kept weights where they have other scales")
     on_gpu, edits = programs.DEVICE != "cpu", any(item["do"] == "edit" for item in program["history"])
-    if on_gpu and edits and False in flags:
+    untold = program.get("written") and not all(item.get("told", True) for item in program["history"])
+    if on_gpu and edits and (False in flags or untold):
         raise Invalid("a GPU's memory is not compared with the weights that were kept")
     compiles = any(wrap.get("compile") for wrap in _wraps(program))
     if on_gpu and compiles and _transposes(program) and torch.__version__.startswith("2.11."):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.functional.recomputation import FIRST
@@ -271,6 +272,36 @@ def test_a_backward_of_an_evaluation_reads_the_scale_of_its_forward() -> None:
     x = torch.randn(8, 32)
     for ours, wanted in zip(step(model.eval(), model, x), step(plain, plain, x), strict=True):
         assert distance(ours, wanted) < 0.08
+
+
+class Twice(nn.Module):
+    """A layer in two checkpoints, before which the first has random numbers."""
+
+    def __init__(self, compiles: str) -> None:
+        super().__init__()
+        self.noise, self.layer = nn.Dropout(0.5), nc.Linear(32, 32, device="cpu")
+        calls = {"first": lambda x: self.layer(self.noise(x)), "second": lambda x: self.layer(x)}
+        self.calls = [self.checkpointed(call, compiles in (name, "both")) for name, call in calls.items()]
+
+    def checkpointed(self, call: Callable[[Tensor], Tensor], compiles: bool) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            return checkpoint(call, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+        return torch.compile(run, backend="aot_eager", fullgraph=True) if compiles else run
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.calls
+        return second(first(x))
+
+
+@pytest.mark.parametrize("compiles", ["both", "first", "second"])
+def test_a_layer_of_two_graphs_may_begin_in_both(compiles: str) -> None:
+    """The second fits first scales, after the first has saved the amax, which its backward is to find unchanged."""
+    torch.compiler.reset()
+    model = nc.set_recipe(Twice(compiles), RECIPE)
+    for _ in range(2):
+        model(torch.randn(8, 32)).sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
 
 
 def test_functions_of_the_user_keep_what_they_have_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from recipes import DEVICE, QUANTIZED, RECIPES
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import narrowcast as nc
 from narrowcast.testing import assert_close
@@ -93,6 +95,20 @@ def test_without_a_recipe_it_is_differentiated_twice() -> None:
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+def test_a_selective_checkpoint_refuses_an_operation_in_place_behind_the_layer() -> None:
+    """As behind ``nn.Linear``: a second attempt inside of the forward would hide the refusal."""
+
+    def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    x = torch.randn(16, 48, requires_grad=True)
+    for module in (torch.nn.Linear(48, 80), layer()):
+        y = checkpoint(lambda x, m=module: m(x).relu_() * 2, x, use_reentrant=False, context_fn=contexts)
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            y.sum().backward()
 
 
 def test_backward_twice_without_retain_graph_is_pytorchs_error() -> None:

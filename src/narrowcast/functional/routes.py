@@ -136,7 +136,9 @@ def taking_apart() -> Iterator[None]:
 
 def _is_static_on_gpu(given: tuple[Any, ...]) -> bool:
     return not any(isinstance(value, torch.SymInt) for value in given) and all(
-        isinstance(x, FunctionalTensor) and x.is_cuda and all(isinstance(size, int) for size in x.shape)
+        isinstance(x, FunctionalTensor)
+        and x.is_cuda
+        and all(isinstance(size, int) for size in (*x.shape, *x.stride(), x.storage_offset()))
         for x in tensors_among(given)
     )
 

@@ -73,12 +73,13 @@ def fit_first_scales(
     if not slots.scale.is_meta:
         begun = has_begun(states)
         fitted = fitted_to_weights(layer, prefix, slots.recipe, plan, slots.scale)
-        slots.scale.copy_(first_scales(slots.scale, fitted, begun))
         amax = slots.amax[WEIGHT_SLOT * layer._groups :][: layer._groups]
-        if layer.codes_are_written:
-            amax.copy_(torch.where(begun | (amax == 0), amax, layer._weight_amax(prefix)))
-        else:
-            amax.masked_fill_(~begun, 0.0)
+        with version_preserved([slots.scale, slots.amax]):  # a graph may have saved them for its backward
+            slots.scale.copy_(first_scales(slots.scale, fitted, begun))
+            if layer.codes_are_written:
+                amax.copy_(torch.where(begun | (amax == 0), amax, layer._weight_amax(prefix)))
+            else:
+                amax.masked_fill_(~begun, 0.0)
 
 
 def first_scales(scale: Tensor, fitted: Tensor, begun: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def _fit_in_graph(
     asks = counts and is_readable(states[0].scale)
     if asks and has_begun(states):
         return True
-    with torch.inference_mode(False), version_preserved([states[0].scale, states[0].amax]):
+    with torch.inference_mode(False):
         fit_first_scales(layer, prefix, plan, states)
     return counts and not asks
 

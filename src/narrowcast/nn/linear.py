@@ -204,13 +204,18 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
+        if inp.dtype != weight.dtype:
+            return None
         may_be_recomputed = graph_task_id() != -1 or top_hooks(True) is not None or not has_forward_mode()
         if may_be_recomputed and recipe_around() is not OWN:
             return None
         try:
             return F.linear(inp, weight, self.bias)
-        except RuntimeError:  # which says less than what the checks raise
-            return None
+        except RuntimeError:
+            fits = inp.device == weight.device and inp.shape[-1:] == weight.shape[1:]
+            if fits and (self.bias is None or self.bias.dtype == inp.dtype):
+                raise  # out of memory, or a mode's refusal: run again, a selective checkpoint would give other tensors
+            return None  # the checks say more
 
     def only_multiplies(self, dtype: torch.dtype) -> bool:
         """Return whether a forward is one product of an input in ``dtype`` with the whole weight of this process."""
