@@ -204,17 +204,17 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
-        if inp.dtype != weight.dtype:
-            return None
         may_be_recomputed = graph_task_id() != -1 or top_hooks(True) is not None or not has_forward_mode()
         if may_be_recomputed and recipe_around() is not OWN:
             return None
         try:
             return F.linear(inp, weight, self.bias)
         except RuntimeError:
-            fits = inp.device == weight.device and inp.shape[-1:] == weight.shape[1:]
-            if fits and (self.bias is None or self.bias.dtype == inp.dtype):
-                raise  # out of memory, or a mode's refusal: run again, a selective checkpoint would give other tensors
+            fits = inp.shape[-1:] == weight.shape[1:] and all(
+                x.device == inp.device and x.dtype == inp.dtype for x in (weight, self.bias) if x is not None
+            )
+            if fits:  # out of memory, or a mode's refusal: run again, a selective checkpoint would give other tensors
+                raise
             return None  # the checks say more
 
     def only_multiplies(self, dtype: torch.dtype) -> bool:
