@@ -741,3 +741,12 @@ def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
         TypeError, match=r"autocast got 'current' as a positional argument; write autocast\(recipe='"
     ):
         nc.autocast("current")  # type: ignore[arg-type]
+
+
+def test_a_plan_is_chosen_by_what_a_broken_graph_knows_as_symbols() -> None:
+    def run(x: torch.Tensor, first: int) -> torch.Tensor:
+        plan = linear_plan(None, "", 2 > first, 1 > first, module_type="linear")
+        return x + plan.needs_input + 2 * plan.needs_weight
+
+    compiled = torch.compile(run, backend="eager", dynamic=True, fullgraph=True)
+    assert [compiled(torch.zeros(1), first).item() for first in (1, 2, 0)] == [1.0, 0.0, 3.0]

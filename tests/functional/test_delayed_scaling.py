@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
 import torch
 from reference.checks import assert_bitwise
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast import functional, reference
@@ -139,6 +141,34 @@ def test_a_backward_takes_nothing_and_renews_nothing(device: torch.device) -> No
     (renewed,) = functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"], [16.0])
     assert renewed.tolist() == scales[0].tolist() == [224.0] * 3
     assert not amaxes[0].any() and histories[0][-1].tolist() == [2.0] * 3
+
+
+def test_a_recomputed_graph_is_shown_the_scales_of_its_forward_beside_the_state() -> None:
+    """The graph may hold copies of the scales, which it writes back into the state when it ends."""
+    scales, amaxes = (
+        [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([5.0, 7.0])],
+        [torch.zeros(3), torch.zeros(2)],
+    )
+    unseen, before, read = [-448.0, 16.0], [scale.clone() for scale in scales], []
+
+    def run(x: Tensor) -> Tensor:
+        given = [scale.clone() for scale in scales] if read else scales
+        rest = ([], [], [], unseen, [True, False], [0, 0], True, "")
+        starts = torch.ops.narrowcast.enters_graph.default(given, [], amaxes, *rest)
+        word = int(starts)
+        read.append(list((ctypes.c_float * 5).from_address(word)) if word > 1 else word)
+        for one, new in zip(given, scales):
+            new.copy_(one)  # as the end of a graph
+        return (x * x).sin()
+
+    x = torch.ones(1, requires_grad=True)
+    y = checkpoint(run, x, use_reentrant=False)
+    assert isinstance(y, Tensor)
+    for scale in scales:
+        scale.mul_(4.0)  # by a later step
+    y.backward()
+    assert read == [0, [value for scale in before for value in scale.tolist()]]
+    assert all(torch.equal(scale, 4 * was) for scale, was in zip(scales, before))
 
 
 @pytest.mark.parametrize("name", ["renew_delayed_scaling", "take_amaxes", "scales_of_run", "enters_graph"])

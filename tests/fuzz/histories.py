@@ -858,8 +858,12 @@ _EDITS: dict[str, Callable[..., None]] = {
 
 
 def refused(error: BaseException) -> bool:
-    """Whether the error is one that a user can act on in such a model: each of them was read by a person."""
-    return refusal(error) and any(words in str(error) for words in REVIEWED)
+    """Whether the error is one that a user can act on in such a model: each of them was read by a person.
+
+    With ``fullgraph=True`` the compiler raises its own, which quotes it.
+    """
+    quoted = isinstance(error, torch._dynamo.exc.Unsupported)
+    return (quoted or refusal(error)) and any(words in str(error) for words in REVIEWED)
 
 
 def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[str, Tensor | None]]:

@@ -132,7 +132,7 @@ def test_renewing_in_place_equals_the_reference(lengths: tuple[int, ...], device
         actual = [[x.to(device) for x in some] for some in actual]
         options = {"fp8_maxes": [448.0, 57344.0, 448.0][: len(lengths)], "margins": [0, 1, 0][: len(lengths)]}
         options |= {"algos": [algos, "max", "max"][: len(lengths)], "unseen": values}
-        flag = None if starts is None else torch.tensor([starts], dtype=torch.int32)
+        flag = None if starts is None else torch.tensor([starts], dtype=torch.int64)
         read = reference.renew(*expected, **options, starts=flag)
         copied = kernels.delayed.renew(*actual, **options, starts=None if flag is None else flag.to(device))
         if starts == 0:
@@ -153,3 +153,24 @@ def test_copies_of_scales(sizes: tuple[int, ...], device: torch.device) -> None:
     for scale, copy, value in zip(scales, copies, expected, strict=True):
         assert_bitwise(copy, value)
         assert copy.data_ptr() != scale.data_ptr()
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_an_address_leads_to_scales_that_are_copied_instead(renews: bool, device: torch.device) -> None:
+    sizes, unseen = (3, 2, 40), [-448.0, 16.0, 1.0]
+    shown = [torch.rand(size, device=device) for size in sizes]
+    for one in shown:
+        one[0] = 0.0
+    table = torch.cat([torch.rand(7, device=device), *shown])
+    starts = torch.tensor([table.data_ptr()], device=device)
+    states = [[torch.rand(*lead, size, device=device) for size in sizes] for lead in ((), (4,), ())]
+    before = [[x.clone() for x in some] for some in states]
+    if renews:
+        rules = {"fp8_maxes": [448.0] * 3, "margins": [0] * 3, "algos": ["max"] * 3, "unseen": unseen}
+        copies = kernels.delayed.renew(*states, **rules, starts=starts, place=7)
+    else:
+        copies = kernels.delayed.copy_scales(states[0], unseen, starts, 7)
+    expected = reference.copy_scales([one.cpu() for one in shown], unseen)
+    for copy, value in zip(copies, expected, strict=True):
+        assert_bitwise(copy, value)
+    assert all(torch.equal(a, b) for some, were in zip(states, before) for a, b in zip(some, were))

@@ -411,6 +411,25 @@ def test_batches_without_rows_collect_the_amax_of_weights(layer: Any) -> None:
     torch.testing.assert_close(*states, rtol=1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_recomputation_changes_no_scale_of_a_model_in_a_graph(backend: str, device: str) -> None:
+    """The graph renews the scales of all layers, so that it may hold them as copies, which it writes back."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nc.ops.Sequential(nc.ops.Linear(32, 16, device=device), nc.ops.Linear(16, 32, device=device))
+    nc.set_recipe(model, RECIPE)
+    x, compiled = torch.randn(16, 32, device=device), torch.compile(model, backend=backend, fullgraph=True)
+    y = checkpoint(compiled, x.requires_grad_(), use_reentrant=False)
+    with torch.no_grad():
+        compiled(3 * x)  # in training: renews
+    kept = {(at, name): getattr(op.basic_ops[0], name) for at, op in enumerate(model) for name in STATE}
+    before = {which: state.clone() for which, state in kept.items() if not which[1].startswith("amax_")}
+    y.square().sum().backward()  # type: ignore[union-attr]
+    assert [which for which, was in before.items() if not torch.equal(kept[which], was)] == []
+    assert all(before[at, "scale_fwd"][:2].all() for at in range(2))
+
+
 # -- checkpoints and copies --------------------------------------------------------------------------------------------
 
 

@@ -329,15 +329,18 @@ def _may_change(op: Any, args: tuple[Any, ...]) -> None:
                     allow_writes_after_saving(amax)
 
 
-def shared_call(operator: Any, *args: Any) -> Any:
+def shared_call(operator: Any, *args: Any) -> tuple[Any, int]:
     """Call an operator once in a graph that is being traced; later calls add to the lists among its arguments.
 
     Its result is one for all of these. Calls that differ in an argument that is no list are apart, and so are those on
     tensors that the graph computes.
+
+    Returns:
+        the result, and how many elements the tensors of the first list have that were there before.
     """
     tracing = get_proxy_mode()
     if tracing is None:
-        return operator(*args)
+        return operator(*args), 0
     graph = tracing.tracer.graph
     values = [
         [node_of(x) if isinstance(x, Tensor) else x for x in value] if isinstance(value, list) else value
@@ -355,11 +358,13 @@ def shared_call(operator: Any, *args: Any) -> Any:
     if not inputs or key not in calls:
         result = operator(*args)
         if inputs:
-            calls[key] = result, next(node for node in reversed(graph.nodes) if node.target is operator)
-        return result
-    result, call = calls[key]
-    call.args = tuple([*a, *b] if isinstance(a, list) else a for a, b in zip(call.args, values))
-    return result
+            node = next(node for node in reversed(graph.nodes) if node.target is operator)
+            calls[key] = result, node, sum(x.numel() for x in args[0])
+        return result, 0
+    result, node, before = calls[key]
+    calls[key] = result, node, before + sum(x.numel() for x in args[0])
+    node.args = tuple([*a, *b] if isinstance(a, list) else a for a, b in zip(node.args, values))
+    return result, before
 
 
 def is_ours(quantizer: QuantizerValue) -> bool:

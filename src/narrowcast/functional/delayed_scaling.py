@@ -15,7 +15,7 @@ from ..upstream.functionalization import FunctionalTensor
 from ._library import always, define, shared_call
 from .grouped_decoded import ALIGNMENT
 from .numerics import computed_by, numerics_for
-from .recomputation import ASIDE, RUNNING, fit_first, put_back, read_in_graph, run_now, show
+from .recomputation import ASIDE, RUNNING, fit_first, put_back, read_in_graph, run_now
 from .replay import replay_of
 
 # Up to so many states are renewed two per launch. For more, kernels read a table of addresses; else they are joined.
@@ -31,7 +31,7 @@ def _renew(
     if not scales or is_in_backward():  # a graph that runs again inside a backward
         return
     if ASIDE:
-        put_back([*scales, *amaxes])
+        put_back(amaxes)
     delayed = numerics_for(scales[0]).delayed
     in_place = _in_place(scales, histories, amaxes)
     if in_place and len(scales) <= _FEW:
@@ -123,7 +123,7 @@ def _renewed_scales(
     if is_in_backward():
         return _read_scales(scales, rules[-1])  # type: ignore[no-any-return]
     if ASIDE:
-        put_back([*scales, *amaxes])
+        put_back(amaxes)
     stage = replay_of(_renewed_and_read, [*scales, *histories, *amaxes], (), *states[3:], of_state=True)
     return stage(*states)  # type: ignore[no-any-return]
 
@@ -133,12 +133,12 @@ def _renewed_and_read(
     histories: tuple[Tensor, ...],
     amaxes: tuple[Tensor, ...],
     *rules: tuple[Any, ...],
-    starts: Tensor | None = None,
+    **asks: Any,
 ) -> list[Tensor]:
     if not _in_place(scales, histories, amaxes):
         _renew(scales, histories, amaxes, *rules[:3])
         return _read_scales(scales, rules[3])  # type: ignore[no-any-return]
-    options = {**dict(zip((*_RULES, "unseen"), rules)), "starts": starts}
+    options = {**dict(zip((*_RULES, "unseen"), rules)), **asks}
     return numerics_for(scales[0]).delayed.renew(scales, histories, amaxes, **options)  # type: ignore[no-any-return]
 
 
@@ -172,13 +172,14 @@ def _scales_of_run(
     states = tuple(scales), tuple(histories), tuple(amaxes)
     rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)
     if isinstance(scales[0], FunctionalTensor):
-        starts = None
+        asks: dict[str, Any] = {}
         if scales[0].is_cuda:
             given = (fp8_maxes, margins, algorithms, unseen, collects, [call] * len(scales), recorded, root)
-            starts = shared_call(torch.ops.narrowcast.enters_graph.default, scales, histories, amaxes, *given)
+            enters_graph = torch.ops.narrowcast.enters_graph.default
+            asks["starts"], asks["place"] = shared_call(enters_graph, scales, histories, amaxes, *given)
         if histories:
-            return _renewed_and_read(*states, *rules, starts=starts)
-        return numerics_for(scales[0]).delayed.copy_scales(scales, unseen, starts)  # type: ignore[no-any-return]
+            return _renewed_and_read(*states, *rules, **asks)
+        return numerics_for(scales[0]).delayed.copy_scales(scales, unseen, **asks)  # type: ignore[no-any-return]
 
     read = partial(_read_in_run, *states, *rules, root, call)
     return read_in_graph(scales, amaxes, collects, recorded, read)
@@ -254,26 +255,26 @@ def _enters_graph(
     recorded: bool,
     root: str,
 ) -> Tensor:
-    rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)
-    starts = _renews(histories, root, max(calls)) and recorded and run_now() is None
+    rules, run = (tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)), run_now()
+    word = int(_renews(histories, root, max(calls)) and recorded and run is None)
 
     states = tuple(scales), tuple(histories), tuple(amaxes)
     read = partial(_read_in_run, *states, *rules, root, max(calls))
-    if is_in_backward() or not recorded or run_now() is not None:
+    if is_in_backward() or not recorded or run is not None:
         copies = read_in_graph(scales, amaxes, collects, recorded, read)
-        if is_in_backward():
-            show(scales, copies)
+        if is_in_backward() and run is not None:
+            word = run.show(copies)
     else:
-        put_back([*scales, *amaxes])
+        put_back(amaxes)
         fit_first(scales, amaxes, True)
-    return torch.full((1,), starts, dtype=torch.int32, device=scales[0].device)
+    return torch.full((1,), word, dtype=torch.int64, device=scales[0].device)
 
 
 enters_graph = define(
     "enters_graph(Tensor[] scales, Tensor[] histories, Tensor[] amaxes, float[] fp8_maxes, int[] margins, "
     "str[] algorithms, float[] unseen, bool[] collects, int[] calls, bool recorded, str root) -> Tensor",
     _enters_graph,
-    lambda scales, *_: scales[0].new_empty(1, dtype=torch.int32),
+    lambda scales, *_: scales[0].new_empty(1, dtype=torch.int64),
     # flexible_layout: else Inductor pairs the arguments with those of the first of the shared calls, and drops what the
     # later ones have added (constrain_to_fake_tensors in torch/_inductor/lowering.py zips them)
     tags=(torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout),
@@ -281,7 +282,9 @@ enters_graph = define(
     saved=True,
 )
 """Make the state of all layers of a graph on a GPU what its launches are to read, once per graph; see
-:data:`scales_of_run`. The result, int32 (1,), is 1 where these launches renew the scales, else 0.
+:data:`scales_of_run`. The result, int64 (1,), is 1 where these launches renew the scales, and 0 where they read them as
+they are. In a recomputation it is the address of the scales that they read instead, one state's after the other's: what
+is in the state stays, for the graph may hold the scales by copies that it writes back when it ends.
 
 It looks at what runs on the host, so that no CUDA graph may hold it.
 """

@@ -56,6 +56,7 @@ class Run:
         self.kept = forward.kept
         self.repeats = rerun or (around is not None and around.repeats)
         self.gradients = gradients or (around is not None and around.gradients)
+        self.shown: list[Tensor] = []
         self.counts: dict[int, int] = {}
 
     def collects(self, recorded: bool) -> bool:
@@ -82,6 +83,15 @@ class Run:
         for key, copy in zip(keys, copies):
             self._keep(key, copy.clone())  # the memory of a graph may be used again
         return copies
+
+    def show(self, copies: list[Tensor]) -> int:
+        """Return where the launches of a graph find what this run has read: known scales, one state's after another's.
+
+        They are kept as long as the run, for the launches have the address alone.
+        """
+        known = [copy[0] if copy.dim() == 2 else copy for copy in copies]
+        self.shown.append(torch.cat(known).clamp_(min=0.0))  # 0: nothing was seen
+        return self.shown[-1].data_ptr()
 
     def _take(self, key: int) -> Tensor | None:
         if self.rerun:
@@ -169,22 +179,22 @@ class _Running(threading.local):
 RUNNING = _Running()
 
 
-# By address: a state, and what it holds in truth. What a recomputation reads, and what it or a forward without
-# gradients collects, is in the state for as long as its graph runs.
+# By address: an amax, and what it holds in truth. What a recomputation or a forward without gradients collects is in
+# it for as long as its graph runs.
 ASIDE: dict[int, tuple[Tensor, Tensor]] = {}
 
 
-def set_aside(states: Sequence[Tensor]) -> None:
+def set_aside(amaxes: Sequence[Tensor]) -> None:
     """Remember what these hold: what is written to them from now on does not count."""
-    new = [state for state in states if state.data_ptr() not in ASIDE]
-    for state, before in zip(new, [state.clone() for state in new]):
-        ASIDE[state.data_ptr()] = (state, before)
+    new = [amax for amax in amaxes if amax.data_ptr() not in ASIDE]
+    for amax, before in zip(new, [amax.clone() for amax in new]):
+        ASIDE[amax.data_ptr()] = (amax, before)
 
 
-def put_back(states: Sequence[Tensor]) -> None:
-    """End what :func:`set_aside` began; by whatever reads or changes the same state next."""
+def put_back(amaxes: Sequence[Tensor]) -> None:
+    """End what :func:`set_aside` began; by whatever reads or changes the same amax next."""
     if ASIDE:
-        _write_back([ASIDE.pop(state.data_ptr(), None) for state in states])
+        _write_back([ASIDE.pop(amax.data_ptr(), None) for amax in amaxes])
 
 
 def _put_all_back() -> None:
@@ -192,9 +202,9 @@ def _put_all_back() -> None:
 
 
 def _write_back(found: list[tuple[Tensor, Tensor] | None]) -> None:
-    for state, before in [pair for pair in found if pair is not None]:
-        with torch.inference_mode(state.is_inference()), torch.no_grad(), version_preserved([state]):
-            state.copy_(before)
+    for amax, before in [pair for pair in found if pair is not None]:
+        with torch.inference_mode(amax.is_inference()), torch.no_grad(), version_preserved([amax]):
+            amax.copy_(before)
 
 
 # By address of the amax that a forward collects: what fits first scales of weights to the weights as they are. It is of
@@ -230,7 +240,7 @@ def read_in_graph(
     Raises:
         RuntimeError: the graph runs in a backward, and which forward it repeats is not known.
     """
-    put_back([*scales, *amaxes])
+    put_back(amaxes)
     run, in_backward = run_now(), is_in_backward()
     if run is None and in_backward and recorded:
         raise RuntimeError(UNKNOWN_FORWARD)
@@ -243,12 +253,3 @@ def read_in_graph(
         if in_backward:
             after_backward(_put_all_back)
     return copies
-
-
-def show(scales: list[Tensor], copies: list[Tensor]) -> None:
-    """Store what a recomputation reads in the state, until its next use or the end of the backward."""
-    set_aside(scales)
-    for scale, copy in zip(scales, copies):
-        with version_preserved([scale]):
-            scale.copy_((copy[0] if copy.dim() == 2 else copy).clamp(min=0.0))  # 0: nothing was seen
-    after_backward(_put_all_back)

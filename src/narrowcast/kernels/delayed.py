@@ -101,6 +101,7 @@ def _renew_columns(
     amax_ptr,
     copy_ptr,
     starts_ptr,
+    place,
     scaled_max,
     unseen,
     L,
@@ -116,10 +117,14 @@ def _renew_columns(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < n
     scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    written = inside
+    if ASKS:
+        word = tl.load(starts_ptr)  # 0, 1, or the address of what is read instead of the state
+        written = column < tl.where(word == 1, n, 0)
+        shown_ptr = word.to(tl.pointer_type(tl.float32)) + place
+        shown = tl.load(shown_ptr + column, mask=column < tl.where(word > 1, n, 0), other=0.0)
+        scale = tl.where(word > 1, shown, scale)
     if RENEW:
-        written = inside
-        if ASKS:
-            written = column < n * tl.load(starts_ptr)  # 0 or 1
         last = tl.load(amax_ptr + column, mask=written, other=0.0)
         scale = _advance(
             scale, history_ptr, history_ptr, last, column, written, scaled_max, L, n, True, MAXIMUM, ROWS
@@ -138,7 +143,7 @@ _STATE = [
 ]
 
 
-@triton.jit(do_not_specialize_on_alignment=_STATE)
+@triton.jit(do_not_specialize=["place"], do_not_specialize_on_alignment=_STATE)
 def _delayed_renew_kernel(
     first_scale_ptr,
     first_history_ptr,
@@ -149,6 +154,7 @@ def _delayed_renew_kernel(
     second_amax_ptr,
     second_copy_ptr,
     starts_ptr,
+    place,
     first_max,
     second_max,
     first_unseen,
@@ -170,13 +176,14 @@ def _delayed_renew_kernel(
 ):
     if tl.program_id(1) == 0:
         _renew_columns(
-            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, first_max, first_unseen,
-            first_L, first_n, RENEW, ASKS, COPY, FIRST_WORDS, FIRST_MAXIMUM, ROWS, COLUMNS,
+            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, place, first_max,
+            first_unseen, first_L, first_n, RENEW, ASKS, COPY, FIRST_WORDS, FIRST_MAXIMUM, ROWS, COLUMNS,
         )  # fmt: skip
     elif BOTH:
         _renew_columns(
-            second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, starts_ptr, second_max,
-            second_unseen, second_L, second_n, RENEW, ASKS, COPY, SECOND_WORDS, SECOND_MAXIMUM, ROWS, COLUMNS,
+            second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, starts_ptr, place + first_n,
+            second_max, second_unseen, second_L, second_n, RENEW, ASKS, COPY, SECOND_WORDS, SECOND_MAXIMUM, ROWS,
+            COLUMNS,
         )  # fmt: skip
 
 
@@ -195,7 +202,7 @@ def _delayed_renew_many_kernel(
     history_ptr = tl.load(addresses_ptr + state * 3 + 1).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(addresses_ptr + state * 3 + 2).to(tl.pointer_type(tl.float32))
     _renew_columns(
-        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, tl.load(largest_ptr + state), 0.0,
+        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, 0, tl.load(largest_ptr + state), 0.0,
         tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, False, 0, MAXIMUM, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -241,12 +248,18 @@ def renew(
     algos: list[str],
     unseen: list[float] | None = None,
     starts: Tensor | None = None,
+    place: int = 0,
 ) -> list[Tensor]:
     """Compute ``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
 
     All tensors are contiguous.
+
+    Args:
+        starts: int64 (1,). Any but 0 and 1 is the address of scales that are copied instead of those of the states,
+            which keep what they have.
+        place: where there those of the first state are.
     """
-    return _run(scales, unseen, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts)
+    return _run(scales, unseen, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts, place)
 
 
 _TABLES: dict[Any, list[tuple[tuple[Tensor, ...], tuple[int, int, int], tuple[Any, ...]]]] = {}
@@ -307,10 +320,12 @@ def _tables(
     return launches
 
 
-def copy_scales(scales: list[Tensor], unseen: list[float], starts: Tensor | None = None) -> list[Tensor]:
-    """Compute ``reference.delayed.copy_scales``, two vectors in a launch; in a graph after what makes ``starts``."""
+def copy_scales(
+    scales: list[Tensor], unseen: list[float], starts: Tensor | None = None, place: int = 0
+) -> list[Tensor]:
+    """Compute ``reference.delayed.copy_scales``, two vectors in a launch; ``starts``, ``place``: as :func:`renew`."""
     nothing: list[None] = [None] * len(scales)
-    return _run(scales, unseen, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts)
+    return _run(scales, unseen, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts, place)
 
 
 def _run(
@@ -320,6 +335,7 @@ def _run(
     amaxes: list[Any],
     rules: list[tuple[float, int, str]],
     starts: Tensor | None,
+    place: int,
 ) -> list[Tensor]:
     check_device(scales[0])
     new, copies = beside(scales[0]), []
@@ -343,26 +359,36 @@ def _run(
             states.append((size, length, *rules[one], value))
         if starts is not None:
             tensors.append(starts)
-        launch = launch_of(tuple(states), histories[at] is not None, starts is not None, unseen is not None)
+        asks = None if starts is None else place
+        launch = launch_of(tuple(states), histories[at] is not None, asks, unseen is not None)
         if launch is not None:
             launch(tensors)
+        place += sum(size for size, *_ in states)
     return copies
 
 
 @remembered
 def _launch(
-    states: tuple[tuple[int, int, float, int, str, float], ...], renewing: bool, asks: bool, copying: bool
+    states: tuple[tuple[int, int, float, int, str, float], ...],
+    renewing: bool,
+    place: int | None,
+    copying: bool,
 ) -> Launch | None:
-    """Return the launch for one or two states with sizes, lengths, a rule and what is unseen; None if empty."""
+    """Return the launch for one or two states with sizes, lengths, a rule and what is unseen; None if empty.
+
+    Args:
+        place: of the first state in what ``starts`` may lead to; None: nothing is asked.
+    """
     sizes, lengths, fp8_maxes, margins, algos, unseen = zip(*(states[0], states[-1]))
     largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
     maxima, words = [_takes_maximum(algo) for algo in algos], [3 if value < 0.0 else 0 for value in unseen]
-    both, size = len(states) > 1, max(sizes)
+    both, size, asks = len(states) > 1, max(sizes), place is not None
     if not size:
         return None
     one = [TENSOR, *[TENSOR if renewing else None] * 2, TENSOR if copying else None]
     arguments = [
-        *one, *(one if both else [None] * 4), TENSOR if asks else None, *largest, *unseen, *lengths, *sizes,
+        *one, *(one if both else [None] * 4), TENSOR if asks else None, place or 0, *largest, *unseen, *lengths,
+        *sizes,
     ]  # fmt: skip
     options = (renewing, asks, copying, both, *words, *maxima, _rows_at_once(max(lengths)), COLUMNS)
     return Launch(_renew, (cdiv(size, COLUMNS), 1 + both, 1), arguments, options)

@@ -122,7 +122,9 @@ def linear_plan(
             row by other rows.
     """
     batch_invariant = DETERMINISM.batch_invariant
-    bits = 8 * needs_input + 4 * needs_weight + 2 * save_original_input + hands_over
+    # a graph that was broken may hold symbols for these, which a branch, but no product, makes values of
+    bits = (8 if needs_input else 0) + (4 if needs_weight else 0)
+    bits += (2 if save_original_input else 0) + (1 if hands_over else 0)
     flags = _FLAGS[batch_invariant][bits]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]

@@ -143,7 +143,7 @@ def renew(
         histories: fp32 (L, n).
         fp8_maxes, margins, algos: as :func:`update`.
         unseen: return copies of the scales with these, as :func:`copy_scales`. None: return none.
-        starts: int32 (1,); where it is 0 nothing is advanced.
+        starts: int64 (1,), 0 or 1; where it is 0 nothing is advanced.
 
     Raises:
         ValueError: an unknown ``algo``.

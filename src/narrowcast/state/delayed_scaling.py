@@ -170,7 +170,7 @@ def _end_of_first_steps(owners: list[Any]) -> list[DelayedSlots]:
         return []
     all_slots = [slots for _, of_owner in known for states in of_owner for slots in states]
     # what a graph without gradients has collected does not count
-    put_back([buffer for slots in all_slots for buffer in (slots.scale, slots.amax)])
+    put_back([slots.amax for slots in all_slots])
     device, found = all_slots[0].scale.device, []
     begun = [torch.stack([has_begun(states) for states in of_owner]).all() for _, of_owner in known]
     for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begun]).tolist()):
@@ -346,7 +346,7 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     kept = [
         (state.amax, state.scale) for state in states if state.amax is not None and state.scale is not None
     ]
-    put_back([one for pair in kept for one in pair])
+    put_back([amax for amax, _ in kept])
     device = next((amax.device for amax, _ in kept), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
