@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import narrowcast as nc
+from narrowcast import kernels
 from narrowcast.state import renew, warn_of_saturation
 
 from . import programs
@@ -46,6 +47,7 @@ from .programs import (
     said,
     settings,
 )
+from .scales_of_gpus import read_as_on_a_gpu
 from .terms import Terms
 
 NEUTRAL = ("to", "cpu", "deepcopy", "reload", "pickle", "hook", "failed", "evaluated", "requires")
@@ -166,6 +168,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         draw_written(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
+    program["gpu_scales"] = rng.random() < 0.4
     return program
 
 
@@ -880,9 +883,14 @@ def _started(program: Program, ours: bool) -> Iterator[None]:
         warnings.catch_warnings(),
         settings(bool(program["replay"]) and ours, bool(program["large"]) and ours),
         few_rows_as_many() if _is_reentrant(program) else contextlib.nullcontext(),
+        read_as_on_a_gpu() if ours and _reads_as_on_a_gpu(program) else contextlib.nullcontext(),
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def _reads_as_on_a_gpu(program: Program) -> bool:
+    return bool(program.get("gpu_scales")) and kernels.AVAILABLE and programs.DEVICE == "cpu"
 
 
 class Rooms:

@@ -9,6 +9,7 @@ from . import (
     converted,
     cycles,
     encodings,
+    graphs,
     histories,
     masks,
     operands,
@@ -31,6 +32,7 @@ def all_suites() -> list[Suite]:
     return [
         Suite("histories", histories.run, 8.0, histories.draw),
         Suite("orders", histories.run, 2.0, orders.draw),
+        Suite("graphs", histories.run, 2.0, graphs.draw),
         Suite("chains", chains.run, 1.0, chains.draw),
         Suite("updates", updates.run, 1.0, updates.draw),
         Suite("masks", masks.run, 0.5, masks.draw),
