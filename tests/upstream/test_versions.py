@@ -179,7 +179,9 @@ def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Pat
         assert done.returncode != 0 and order[-1] == fails
         assert done.stdout.splitlines()[-1] == f"1 failed in 3.00s of {fails}"
     else:
-        assert done.returncode == 0 and order == ["lint", "slice", "small", "fuzz", "test"]
+        assert done.returncode == 0 and order == ["lint", "slice", "fuzz", "small", "test"]
+        oldest, newest = (call for call in whole if call[0] == "fuzz")
+        assert f"TORCH=torch=={versions.OLDEST_TORCH}" in oldest and "TORCH" not in " ".join(newest)
         assert installed == [call[1:] for call in whole if call[0] in ("slice", "small")]
         slices = [call[-1 - ("PYTHON" in call[-1])] for call in whole if call[0] == "slice"]
         assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH.split()]
