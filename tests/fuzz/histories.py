@@ -1030,6 +1030,9 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     In a graph that runs a module outside of a checkpoint and again inside, 2.15 takes the two casts of the weight for
     one. If such an operator is of anyone's library and has several results, the partitioner then fails.
 
+    In 2.11 what an autograd function of anyone runs in a compiled checkpoint has no mark to be recomputed
+    (pytorch/pytorch#177396). Where random numbers follow an operator of several results there, the partitioner fails.
+
     In 2.11 a graph is not traced again after ``requires_grad_(True)``, not of ``nn.Linear`` either
     (pytorch/pytorch#177158). A recomputation that is, for another reason, saves other tensors: a checkpoint refuses.
     """
@@ -1040,7 +1043,8 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     own = TORCHS_OWN
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)
-    if any(layer["kind"] == "again" for block in program["blocks"] for layer in block["layers"]):
+    kinds = {layer["kind"] for block in program["blocks"] for layer in block["layers"]}
+    if "again" in kinds or ("noise" in kinds and torch.__version__.startswith("2.11.")):
         own += ("failed to partition the joint forward-backward graph",)
     return any(words in str(error) for words in own)
 
