@@ -1027,6 +1027,9 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     After a call that failed inside of an autograd function, of anyone, PyTorch 2.15 runs its caller in eager code: the
     forward of all modules of a class. One of them that is compiled with ``fullgraph=True`` then raises.
 
+    Without ``fullgraph`` it runs in eager code what failed to be traced in a checkpoint, of any module, from then on: in
+    all releases. The recomputation of a forward before that saves other tensors.
+
     In a graph that runs a module outside of a checkpoint and again inside, 2.15 takes the two casts of the weight for
     one. If such an operator is of anyone's library and has several results, the partitioner then fails.
 
@@ -1041,6 +1044,11 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
         if compiles and any(item["do"] == "freeze" for item in program["history"]):
             return True
     own = TORCHS_OWN
+    if isinstance(error, CheckpointError) and any(
+        item.get("between") == "failed" for item in program["history"]
+    ):
+        if any(wrap.get("compile") and not wrap.get("fullgraph") for wrap in _wraps(program)):
+            return True
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)
     kinds = {layer["kind"] for block in program["blocks"] for layer in block["layers"]}
