@@ -1043,12 +1043,11 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
         compiles = any(wrap.get("compile") for wrap in _wraps(program))
         if compiles and any(item["do"] == "freeze" for item in program["history"]):
             return True
+    breaks = any(wrap.get("compile") and not wrap.get("fullgraph") for wrap in _wraps(program))
+    failed = any(item.get("between") == "failed" for item in program["history"])
+    if isinstance(error, CheckpointError) and breaks and failed:
+        return True
     own = TORCHS_OWN
-    if isinstance(error, CheckpointError) and any(
-        item.get("between") == "failed" for item in program["history"]
-    ):
-        if any(wrap.get("compile") and not wrap.get("fullgraph") for wrap in _wraps(program)):
-            return True
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)
     kinds = {layer["kind"] for block in program["blocks"] for layer in block["layers"]}
