@@ -1027,8 +1027,8 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     After a call that failed inside of an autograd function, of anyone, PyTorch 2.15 runs its caller in eager code: the
     forward of all modules of a class. One of them that is compiled with ``fullgraph=True`` then raises.
 
-    Without ``fullgraph``, what failed to be traced in a checkpoint, of any module, runs in eager code from then on, in all
-    releases. The recomputation of a forward before that saves other tensors.
+    Without ``fullgraph``, what failed to be traced in a checkpoint, of any module, runs in eager code from then on, in
+    all releases. The recomputation of a forward before that saves other tensors.
 
     In a graph that runs a module outside of a checkpoint and again inside, 2.15 takes the two casts of the weight for
     one. If such an operator is of anyone's library and has several results, the partitioner then fails.
