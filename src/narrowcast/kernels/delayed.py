@@ -255,9 +255,8 @@ def renew(
     All tensors are contiguous.
 
     Args:
-        starts: int64 (1,). Any but 0 and 1 is the address of scales that are copied instead of those of the states,
-            which keep what they have.
-        place: where there those of the first state are.
+        place: of the first state's scales behind an address, which ``starts`` is unless it is 0 or 1. They are copied
+            instead of those of the states, which keep what they have.
     """
     return _run(scales, unseen, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts, place)
 
