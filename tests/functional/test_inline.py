@@ -11,6 +11,7 @@ import pytest
 
 TRACED = """
 import os
+from unittest.mock import patch
 import torch
 import torch._higher_order_ops.triton_kernel_wrap as wrap
 from torch._dynamo.backends.common import aot_autograd
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 import narrowcast as nc
+from narrowcast import kernels
 from narrowcast.functional import routes
 
 READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr", "starts_ptr")
@@ -101,6 +103,8 @@ def renewing(x):
 
 
 assert len(launches(renewing)) == 1 and whole(traced(renewing)) == {"narrowcast.enters_graph.default"}
+with patch.object(kernels, "AVAILABLE", False):  # the reference reads no address
+    assert whole(traced(renewing)) == {"narrowcast.scales_of_run.default"}
 
 
 def graph_of_layers(renews, root=""):

@@ -415,8 +415,6 @@ def test_batches_without_rows_collect_the_amax_of_weights(layer: Any) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_recomputation_changes_no_scale_of_a_model_in_a_graph(backend: str, device: str) -> None:
     """The graph renews the scales of all layers, so that it may hold them as copies, which it writes back."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nc.ops.Sequential(nc.ops.Linear(32, 16, device=device), nc.ops.Linear(16, 32, device=device))
     nc.set_recipe(model, RECIPE)
     x, compiled = torch.randn(16, 32, device=device), torch.compile(model, backend=backend, fullgraph=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..formats import E4M3
 from ..upstream.autograd import is_in_backward, version_preserved
 from ..upstream.functionalization import FunctionalTensor
@@ -173,7 +174,7 @@ def _scales_of_run(
     rules = tuple(fp8_maxes), tuple(margins), tuple(algorithms), tuple(unseen)
     if isinstance(scales[0], FunctionalTensor):
         asks: dict[str, Any] = {}
-        if scales[0].is_cuda:
+        if scales[0].is_cuda and kernels.AVAILABLE:
             given = (fp8_maxes, margins, algorithms, unseen, collects, [call] * len(scales), recorded, root)
             enters_graph = torch.ops.narrowcast.enters_graph.default
             asks["starts"], asks["place"] = shared_call(enters_graph, scales, histories, amaxes, *given)
@@ -223,7 +224,8 @@ scales_of_run = define(
     _scales_of_run,
     lambda *given: _read_scales_fake(given[0], given[6]),
     tags=(torch.Tag.cudagraph_unsafe,),
-    inlined=lambda scales, histories, amaxes, *_: _in_place(scales, histories, amaxes),
+    # without kernels nothing reads what an address leads to
+    inlined=lambda scales, histories, amaxes, *_: kernels.AVAILABLE and _in_place(scales, histories, amaxes),
     of_state=True,
     saved=True,
     numbered=True,
