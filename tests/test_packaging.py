@@ -77,6 +77,74 @@ def test_import_again() -> None:
     )
 
 
+# Plain PyTorch of several kinds, run once before the import and once after it.
+PLAIN = """
+import copy, pickle, warnings
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 5))
+
+def loss(net, x):
+    return net(x).square().mean()
+
+def eager(net, x):
+    loss(net, x).backward()
+
+def compiled(net, x):
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(net, x).backward()
+
+def compiled_autograd(net, x):
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(eager, backend="aot_eager")(net, x)
+
+def functional(net, x):
+    parameters = dict(net.named_parameters())
+    grads = torch.func.grad(lambda p: torch.func.functional_call(net, p, (x,)).square().mean())(parameters)
+    for name, grad in grads.items():
+        parameters[name].grad = grad
+    torch.func.jvp(net, (x,), (x,))
+    torch.func.vmap(net)(x)
+
+def checkpointed(net, x):
+    torch.utils.checkpoint.checkpoint(loss, net, x, use_reentrant=False).backward()
+
+def copied(net, x):
+    other = pickle.loads(pickle.dumps(copy.deepcopy(net)))
+    loss(other, x).backward()
+    net.load_state_dict(other.state_dict())
+    for p, q in zip(net.parameters(), other.parameters()):
+        p.grad = q.grad
+
+def exported(net, x):
+    loss(torch.export.export(net, (x,)).module(), x)
+    eager(net, x)
+
+def run(program):
+    torch._dynamo.reset()
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    for seed in range(2):
+        torch.manual_seed(seed)
+        program(net, torch.randn(11, 7))
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+PROGRAMS = (eager, compiled, compiled_autograd, functional, checkpointed, copied, exported)
+before = [run(program) for program in PROGRAMS]
+import narrowcast
+warnings.simplefilter("error", UserWarning)
+for program, wanted in zip(PROGRAMS, before):
+    assert all(map(torch.equal, run(program), wanted)), program.__name__
+"""
+
+
+def test_import_changes_nothing_for_plain_pytorch() -> None:
+    run_python("-c", PLAIN)
+
+
 def test_import_and_cpu_step_without_triton() -> None:
     """None in sys.modules makes `import triton` fail as on a machine that lacks it."""
     run_python(

@@ -29,6 +29,8 @@ PENDING: list[weakref.ref[DistributedDataParallel]] = []
 
 
 def _note_replica(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if torch.compiler.is_compiling():  # Dynamo registers modules that it cannot trace, and builds no replica
+        return
     if name == "module" and isinstance(parent, DistributedDataParallel):
         PENDING.append(weakref.ref(parent))
         if module is not None and _has_stored_weights(module):
