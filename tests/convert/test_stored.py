@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -168,3 +169,25 @@ def test_what_cannot_be_raises() -> None:
         nc.autocast(recipe=QUANTIZED["mxfp8"]),
     ):
         model(inputs(32))
+
+
+@pytest.mark.parametrize("weights", ["stored", "nvfp4"])
+def test_training_codes_without_master_weights_warns_and_with_them_moves(weights: Any) -> None:
+    """A base that was frozen when it was stored, and is unfrozen: PyTorch's optimizers lose their steps to rounding."""
+    model = frozen(48, 33)
+    nc.convert(model, CURRENT, weights=weights)
+    model.requires_grad_(True)
+    values = model[0].weight.detach().dequantize()
+
+    def train(optimizer: torch.optim.Optimizer) -> Tensor:
+        for _ in range(20):
+            model(inputs(48)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (model[0].weight.detach().dequantize() - values).norm() / values.norm()
+
+    with pytest.warns(UserWarning, match=r"small steps change nothing.*master_weights=True.*revert"):
+        assert train(torch.optim.SGD(model.parameters(), lr=1e-6)) < 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert train(nc.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)) > 0.1

@@ -7,6 +7,7 @@ the end, so a write through it would be lost: :class:`DequantizedView` refuses i
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -372,8 +373,28 @@ def _written(func: Any) -> set[str]:
     return {a.name for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
+_UPDATES = ("add_", "addcdiv_", "addcmul_", "lerp_", "sub_")
+"""In-place operators by which optimizers change a weight a little, also with ``_foreach_`` before the name."""
+
+
+def _warn_if_updated(func: Any, target: DequantizingTensor) -> None:
+    """Warn if an operator adds to the codes of a weight that trains, as an optimizer without master weights does."""
+    name = func.overloadpacket.__name__
+    updates = name.removeprefix("_foreach_") in _UPDATES or name.startswith("_fused_")
+    if updates and (target.requires_grad or getattr(target, "_is_shard", False)):
+        warnings.warn(
+            f"an optimizer adds to the codes of a {type(target).__name__} that trains: the sum is rounded to codes, so "
+            "small steps change nothing; use narrowcast.optimizers.FusedAdam(master_weights=True), or decode what was "
+            "stored with narrowcast.revert(model) before you make the optimizer",
+            stacklevel=2,
+        )
+
+
 def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name."""
+    """Dequantize, run, and requantize every argument the schema writes to; keywords are paired by name.
+
+    Warns: an optimizer's update of codes, which loses steps smaller than their distance.
+    """
     given = _by_name(func, args, kwargs)
     plain = {name: tree_map_only(DequantizingTensor, _plain_of, value) for name, value in given.items()}
     positional = tuple(plain.values())[: len(args)]
@@ -383,5 +404,6 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for target, source in zip(tree_leaves(given[name]), tree_leaves(plain[name]), strict=True):
             originals[id(source)] = target
             if isinstance(target, DequantizingTensor):
+                _warn_if_updated(func, target)
                 target._overwrite(source)
     return tree_map_only(Tensor, lambda returned: originals.get(id(returned), returned), result)
