@@ -339,7 +339,7 @@ def test_threads_wait_in_a_short_loop_unless_told_otherwise(
     assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
-def test_an_interrupt_is_one_line(
+def test_an_interrupt_before_a_run_is_one_line(
     text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: object, **options: object) -> None:
@@ -347,10 +347,57 @@ def test_an_interrupt_is_one_line(
 
     monkeypatch.setattr("narrowcast_tools.train.session.Run", interrupt)
     assert train(text_file, "--out", "run") == 130
-    printed = capsys.readouterr()
-    assert printed.err.strip().splitlines() == [
-        "narrowcast: interrupted; the same command with --resume continues from the last checkpoint"
-    ]
+    assert capsys.readouterr().err.strip().splitlines() == ["narrowcast: interrupted"]
+
+
+SIGNALLED_TRAINING = """
+import os, sys
+from narrowcast_tools import cli
+from narrowcast_tools.train.trainer import Trainer
+step, number, at = Trainer.step, int(sys.argv[1]), int(sys.argv[2])
+
+def signalled(trainer, index):
+    if index == at:
+        os.kill(os.getpid(), number)
+    return step(trainer, index)
+
+Trainer.step = signalled
+sys.exit(cli.main(sys.argv[3:]))
+"""
+
+
+def run_signalled(number: int, at: int, words: list[str]) -> tuple[int, str]:
+    """Run a command whose step `at` gets a signal; return its exit code and its last line."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", SIGNALLED_TRAINING, str(int(number)), str(at), *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert "note: stopping after this step; Ctrl-C again stops at once" in ended.stderr
+    return ended.returncode, ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_is_saved_and_names_the_command_that_continues_it(
+    number: int, code: int, text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--recipe", "delayed", "--save-every", "100"]
+    ended, line = run_signalled(number, 1, [*words, "--out", "cut"])
+    told, _, command = line.partition("; to continue: ")
+    assert (ended, told) == (code, "narrowcast: interrupted at step 2 of 4; step 2 is saved")
+    assert command.endswith(" --out cut --resume")
+    assert subprocess.run(command, shell=True, timeout=300, capture_output=True).returncode == 0
+    assert main([*words, "--out", "whole"]) == 0
+    histories = [json.loads(Path(run, "result.json").read_text())["history"] for run in ("cut", "whole")]
+    assert histories[0] == histories[1]
+
+
+def test_an_interrupted_run_without_checkpoints_says_that_nothing_is_saved(text_file: Path) -> None:
+    words = ["train", "--data", str(text_file), *TINY, "--save-every", "0", "--out", "run"]
+    told = "narrowcast: interrupted at step 3 of 4; nothing is saved with --save-every 0"
+    assert run_signalled(signal.SIGINT, 2, words) == (130, told)
+    assert main(words) == 0, "the same command starts again"
+    code, line = run_signalled(signal.SIGINT, 2, [*words[:-1], "runs", "--seeds", "2"])
+    assert (code, line.partition("; to continue: ")[0]) == (130, told)
+    assert main([*words[:-1], "runs", "--seeds", "2", "--resume"]) == 0, "a series keeps its finished runs"
 
 
 # fmt: off
@@ -374,9 +421,9 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
 
     monkeypatch.setattr(Run, "_save", interrupted)
     assert main(words) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "narrowcast: interrupted; the same command with --resume continues from the last checkpoint"
-    )
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("narrowcast: interrupted at step 2 of 4; step 2 is saved; to continue: ")
+    assert line.endswith("-m narrowcast demo --quick --data " + f"{text_file} --device cpu --resume")
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert "add --resume" in line
     assert main([*words, "--resume"]) == 0

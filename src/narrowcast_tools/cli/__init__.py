@@ -6,16 +6,18 @@ declares the options, and each command imports its work when it runs.
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
-RESUMABLE = {"train", "demo"}
 MISSING: str | None = None
 
 
@@ -31,6 +33,7 @@ try:
     import typer
 
     from ..train.errors import SettingsError, TrainingError
+    from ..train.interrupt import Interrupted
     from .commands import app
 except ModuleNotFoundError as error:
     MISSING = _missing(error)
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words after the program's name; None takes the process's.
 
     Returns:
-        exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 interrupted.
+        exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 or 143 interrupted.
     """
     if MISSING is not None:
         return _fail(_install(MISSING), 2)
@@ -64,12 +67,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except usage_error as error:
         # Typer's message does not always name the value; the words do.
         return _fail(f"{error.format_message()} (you typed: {typed}; see --help)", 2)
+    except Interrupted as error:
+        return _fail(f"{error}{_how_to_go_on(words) if error.resumable else ''}", error.code)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # some releases of Typer return it, others raise
-        further = "; the same command with --resume continues from the last checkpoint"
-        return _fail("interrupted" + (further if words[:1] and words[0] in RESUMABLE else ""), code)
+        return _fail("interrupted", code)
     return code
+
+
+def _how_to_go_on(words: list[str]) -> str:
+    if _rank() is not None:
+        return "; the same command with --resume continues"
+    further = words if "--resume" in words else [*words, "--resume"]
+    return f"; to continue: {shlex.join([*_program(), *further])}"
+
+
+def _program() -> list[str]:
+    """Return the words that start this program in a shell: make and IDEs start it where it is on no path."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py" or not os.access(started, os.X_OK):
+        return [_short(Path(sys.executable)), "-m", "narrowcast"]
+    found = shutil.which(started.name)
+    return [started.name if found and Path(found).samefile(started) else _short(started)]
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _install(package: str) -> str:
@@ -77,9 +101,13 @@ def _install(package: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    # the library reads the environment; a command that fails before importing it fails alike in every process
-    environment = sys.modules.get("narrowcast._environment")
-    rank = environment.read_foreign("RANK") if environment else None  # set by torchrun
+    rank = _rank()
     program = f"narrowcast, rank {rank}" if rank and rank != "0" else "narrowcast"
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def _rank() -> str | None:
+    """Return what torchrun set; None before the library is imported, when a command fails alike in every process."""
+    environment = sys.modules.get("narrowcast._environment")
+    return environment.read_foreign("RANK") if environment else None

@@ -48,8 +48,8 @@ def compose(
         ),
         f"```\n{command}\n```",
         _wrap(
-            "With `--quick` the runs are shorter and need about a minute on two cores. After Ctrl-C, the same "
-            "command with `--resume` continues from the last checkpoint."
+            "With `--quick` the runs are shorter and need about a minute on two cores. Ctrl-C saves the current "
+            "step and names the command that continues."
         ),
         markdown_table(rows),
         _wrap(

@@ -1,7 +1,9 @@
 """A training run from start, or from a checkpoint, to its last step."""
 
 import math
+import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from .config import TrainConfig
 from .data import Corpus
 from .errors import SettingsError, TrainingError
 from .history import History, RunResult
+from .interrupt import EXIT_CODES, Interrupted, Stop, noticing
 from .memory import memory_told
 from .pace import measure
 from .progress import Progress
@@ -69,17 +72,25 @@ class Run:
                 progress.note(note)
         self.first_step = len(self.history.train)
 
-    def train(self) -> RunResult:
+    def train(self, title: str = "") -> RunResult:
         """Run the remaining steps, with evaluations and saves.
+
+        Args:
+            title: of the run in its progress; empty for its recipe.
 
         Raises:
             TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.
+            Interrupted: Ctrl-C or SIGTERM. One process finishes its step and saves it. Several processes may be in
+                different steps, so they stop at once.
         """
         began, watch = time.perf_counter(), Stopwatch()
-        self.progress.begin(self.config.recipe, done=self.first_step, total=self.config.steps)
+        self.progress.begin(title or self.config.recipe, done=self.first_step, total=self.config.steps)
+        signals = nullcontext(Stop()) if self.ranks.mode else noticing(self.progress.note)
         try:
-            with memory_told(self.config):
-                self._do_steps(watch)
+            with memory_told(self.config), signals as stop:
+                self._do_steps(watch, stop)
+        except KeyboardInterrupt as error:
+            raise self._interrupted() from error
         finally:
             self.progress.end()
         return RunResult(
@@ -92,10 +103,11 @@ class Run:
             seed=self.config.seed,
         )
 
-    def _do_steps(self, watch: Stopwatch) -> None:
+    def _do_steps(self, watch: Stopwatch, stop: Stop) -> None:
         config = self.config
         if self.first_step == 0:
             self._evaluate(0)
+            self._stop_if_asked(0, stop)
         for index in range(self.first_step, config.steps):
             if index > self.first_step:  # the first step compiles and warms up
                 watch.start()
@@ -112,6 +124,25 @@ class Run:
                 self._evaluate(done)
             if saves:
                 self._save(done)
+            self._stop_if_asked(done, stop)
+
+    def _stop_if_asked(self, done: int, stop: Stop) -> None:
+        if stop.code is None:
+            return
+        if self._pending:
+            self._fetch_losses()
+        if self._keeps and 0 < done != self.saved_step:
+            self._save(done)
+        raise self._interrupted(stop.code)
+
+    def _interrupted(self, code: int = EXIT_CODES[signal.SIGINT]) -> Interrupted:
+        where = f"interrupted at step {len(self.history.train)} of {self.config.steps}"
+        if not self.ranks.first:  # the first one saves
+            return Interrupted(where, resumable=False, code=code)
+        if self.saved_step is not None:
+            return Interrupted(f"{where}; step {self.saved_step} is saved", resumable=True, code=code)
+        why = "" if self._keeps else " with --save-every 0"
+        return Interrupted(f"{where}; nothing is saved{why}", resumable=False, code=code)
 
     def _continue(self, loaded: checkpoint.Checkpoint, corpus: Corpus) -> None:
         try:

@@ -37,23 +37,23 @@ class Bar(Progress):
     """A progress bar for terminals."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def begin(self, title: str, *, done: int, total: int) -> None:
+        # A new one for each run: one that starts again prints the lines of the runs before it once more.
         self._rich = RichProgress(
             TextColumn("{task.description:<8}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            _Figures(console),
+            _Figures(self._console),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
-            console=console,
+            console=self._console,
             expand=True,
         )
-        self._task = self._rich.add_task("", visible=False, loss="-", held_out="-", pace=Pace(0.0))
-
-    def begin(self, title: str, *, done: int, total: int) -> None:
         self._rich.start()
-        self._task = self._rich.add_task(
-            title, completed=done, total=total, loss="-", held_out="-", pace=Pace(0.0)
-        )
+        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0)}
+        self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
         self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", pace=pace)
@@ -62,7 +62,7 @@ class Bar(Progress):
         self._rich.update(self._task, completed=done, held_out=f"{loss:.3f}")
 
     def note(self, text: str) -> None:
-        self._rich.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         self._rich.stop()

@@ -17,6 +17,7 @@ from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .errors import SettingsError
 from .history import RunResult
+from .interrupt import Interrupted
 from .loop import Run
 from .machine import describe
 from .memory import expected_peak
@@ -37,6 +38,7 @@ def run_in(
     *,
     resume: bool,
     told: bool,
+    title: str = "",
     remarks: bool = True,
     tokenizer: str = "",
     tensorboard: bool = False,
@@ -47,13 +49,14 @@ def run_in(
     Args:
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
+        title: of the run in its progress; empty for its recipe.
         remarks: whether to note what is unusual about the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
         ranks: the processes that do it together, of which the first writes.
 
     Raises:
-        SettingsError, TrainingError: as `Run`.
+        SettingsError, TrainingError, Interrupted: as `Run`.
     """
     if not resume and (folder / RESULT).exists():
         raise SettingsError(
@@ -79,7 +82,7 @@ def run_in(
     if remarks:
         for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
             progress.note(remark)
-    result = run.train()
+    result = run.train(title)
     report = folder / RESULT
     written = run.first_step == config.steps and report.exists()
     if ranks.first and not written:  # resuming a finished run measures no speed
@@ -107,8 +110,10 @@ def series(
 
     Raises:
         SettingsError, TrainingError: as `Run`.
+        Interrupted: as `Run`; the finished runs are kept, so it is always resumable.
     """
     remarks = True  # the runs share the text: its remarks are noted once
+    several = len({config.seed for config in configs}) > 1
     for config in configs:
         own = folder / f"{config.recipe}-{config.seed}"
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
@@ -120,7 +125,12 @@ def series(
         # Each run compiles again, as it would alone: earlier graphs would count towards the compiler's limit.
         torch.compiler.reset()
         gc.collect()  # free the previous model before creating the next
-        run_in(own, config, corpus, progress, resume=saved, told=False, remarks=remarks, **kept)
+        title = f"{config.recipe}, seed {config.seed}" if several else ""
+        options = {"resume": saved, "told": False, "title": title, "remarks": remarks, **kept}
+        try:
+            run_in(own, config, corpus, progress, **options)
+        except Interrupted as error:
+            raise Interrupted(str(error), resumable=True, code=error.code) from error
         remarks = False
 
 

@@ -36,6 +36,19 @@ def test_a_terminal_gets_a_bar() -> None:
         assert part in text
 
 
+def test_each_run_has_one_line_of_its_own() -> None:
+    """A bar that started again printed the finished lines of the earlier runs once more for each run."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = make_progress(console)
+    for seed in range(3):
+        bar.begin(f"current, seed {seed}", done=0, total=2)
+        bar.step(2, 4.321, Pace(1234.5))
+        bar.end()
+    written = Text.from_ansi(console.file.getvalue()).plain
+    last = [line.split("\r")[-1] for line in written.splitlines() if line.strip()]
+    assert [line.partition("━")[0].strip() for line in last] == [f"current, seed {seed}" for seed in range(3)]
+
+
 @pytest.mark.parametrize(
     ("width", "speed"), [(80, "34,558 tok/s left"), (140, "34,558 tok/s  MFU 41.4%  3.0 GiB left")]
 )
