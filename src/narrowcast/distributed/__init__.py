@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..layers.described import ParameterRecord, describe_parameter, describe_parameters
 from .checkpoint import load_checkpoint, save_checkpoint
 from .master_weights import (
     cast_master_weights_to_fp8,
@@ -30,6 +31,7 @@ _LATER = {
 __all__ = [
     "ColwiseParallel",
     "MoEDispatch",
+    "ParameterRecord",
     "RowwiseParallel",
     "SequenceParallel",
     "ShardReceipt",
@@ -38,6 +40,8 @@ __all__ = [
     "WireReceipt",
     "async_tensor_parallel",
     "cast_master_weights_to_fp8",
+    "describe_parameter",
+    "describe_parameters",
     "expert_parallel",
     "load_checkpoint",
     "post_all_gather_processing",

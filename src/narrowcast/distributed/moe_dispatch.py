@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, positive
+from .._checks import flags, module, positive
 from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_arrivals, moe_positions
+from ..layers import GroupedLinearLayer
+from ..layers.described import Experts
 from ..moe.permutation import checked_places
 from ..quantizers import MXFP8Quantizer, Quantizer
 from ..reference.moe_places import fitting
@@ -29,6 +31,7 @@ from .moe_exchange import (
 )
 from .wire_receipt import WireReceipt, wire_cost
 
+_Module = TypeVar("_Module", bound=nn.Module)
 DEFAULT = MXFP8Quantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
 AS_GRAD = "as grad_quantizer"
 WIRES = ("dispatch", "combine", "dispatch_grad", "combine_grad")
@@ -98,6 +101,32 @@ class MoEDispatch(nn.Module):
             quantizers["combine_grad_quantizer"] = grad_quantizer
         wires = [wire_of(name, ranks, one, label, deliver_codes) for label, one in quantizers.items()]
         self.wires = Wires(*wires)
+
+    def local_experts(self, experts: _Module) -> _Module:
+        """Declare that a module holds this rank's experts; checkpoints and exports then name them by their number.
+
+        Rank ``r`` saves its expert ``i`` as expert ``r * E / n + i``, so any number of ranks can load the checkpoint.
+
+        Args:
+            experts: a ``GroupedLinear`` of ``num_local_experts`` groups, a module of several, or a ``ModuleList`` of
+                ``num_local_experts`` modules.
+        Returns:
+            ``experts``.
+        Raises:
+            ValueError: it holds no experts, or another number.
+        """
+        module("experts", experts)
+        grouped = [one for one in experts.modules() if isinstance(one, GroupedLinearLayer)]
+        counts = [len(experts)] if isinstance(experts, nn.ModuleList) else [one.num_gemms for one in grouped]
+        if set(counts) != {self.num_local_experts}:
+            raise ValueError(
+                f"a {type(experts).__name__} of {counts or 'no'} experts was given; pass GroupedLinear layers of "
+                f"{self.num_local_experts} groups, or a ModuleList of as many modules"
+            )
+        group = self.wires.dispatch.group
+        if group:
+            vars(experts)["_local_experts"] = Experts(self.num_experts, group)
+        return experts
 
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""

@@ -44,7 +44,7 @@ from .parameters import (
     parameter_device,
     quantize_parameter,
 )
-from .tensor_parallel import Parallel, mark_partition
+from .tensor_parallel import Parallel, Split, mark_partition
 
 FEW_ROWS = 1024
 """Rows of an average group up to which its weight is quantized once for both of its GEMMs. To read it once more would
@@ -112,7 +112,7 @@ class GroupedLinearLayer(LinearLayer):
         )
         self._groups = self.num_gemms = num_gemms
         self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.parallel_mode = bias, parallel.mode
+        self.use_bias, self.parallel_mode, self._tp_group = bias, parallel.mode, parallel.group
         self.single_grouped_weight, self.single_grouped_bias = single
         if self._init_recipe is not None:
             self._stored_as(self._stages[0])
@@ -138,9 +138,17 @@ class GroupedLinearLayer(LinearLayer):
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
         """Mark the split dim, which is never the dim of the groups."""
+        split = self._split_of(name)
+        if split is not None:
+            mark_partition(parameter, split.dim)
+
+    def _split_of(self, name: str) -> Split | None:
         column, is_weight = self.parallel_mode == "column", name.startswith("weight")
-        if column or (self.parallel_mode == "row" and is_weight):
-            mark_partition(parameter, parameter.dim() - (2 if column and is_weight else 1))
+        parameter = own_parameters(self).get(name)
+        if parameter is None or not (column or (self.parallel_mode == "row" and is_weight)):
+            return None
+        dim = parameter.dim() - (2 if column and is_weight else 1)
+        return Split(dim, self._tp_group, self.tp_size, "tensor")
 
     def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
         weights: list[Any] = self._parts_of("weight")

@@ -57,7 +57,7 @@ from .parameters import (
     remedy,
     weight_quantizer,
 )
-from .tensor_parallel import Parallel, TensorParallelLayer, mark_partition
+from .tensor_parallel import Parallel, Split, TensorParallelLayer, mark_partition
 
 
 class Stage(NamedTuple):
@@ -239,19 +239,38 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
 
     def _mark_parameter(self, name: str, parameter: Tensor) -> None:
         """Mark how a parameter is split, or whether a full one has the gradient of a row shard."""
-        if self.tp_size == 1 or self._placed:
-            return
-        for stage in self._stages:
-            parallel = None if self._parallel is None else self._parallel.get(stage.prefix)
-            if parallel is not None and name in self._names_of(stage.weight):
-                mark_partition(parameter, 1 if parallel.mode == "row" else 0)
-            if parallel is not None and name in self._names_of(stage.bias):
-                if parallel.mode == "column":
-                    mark_partition(parameter, 0)
-                else:
-                    parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        if name.startswith("layer_norm_"):
+        split = self._split_of(name)
+        if split is not None:
+            mark_partition(parameter, split.dim)
+        elif (
+            self.tp_size > 1
+            and not self._placed
+            and (self._of_rows(name) or self._stage_of(name) is not None)
+        ):
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def _stage_of(self, name: str) -> Stage | None:
+        """Return the stage that is split and has a weight or bias of this name."""
+        return next(
+            (
+                stage
+                for stage in self._stages
+                if (self._parallel or {}).get(stage.prefix) is not None
+                and name in (*self._names_of(stage.weight), *self._names_of(stage.bias))
+            ),
+            None,
+        )
+
+    def _split_of(self, name: str) -> Split | None:
+        stage = None if self._placed else self._stage_of(name)
+        if stage is None:
+            return None
+        parallel = self._parallel[stage.prefix]  # type: ignore[index]
+        column = parallel.mode == "column"
+        if not column and name in self._names_of(stage.bias):
+            return None
+        blocks = self._row_blocks.get(stage.weight, ()) if column else ()
+        return Split(0 if column else 1, parallel.group, self.tp_size, "tensor", blocks)
 
     def _takes_rows(self, storage_name: str) -> bool:
         """Note that weights come row-wise alone, and say whether the layer can do with that in this format."""

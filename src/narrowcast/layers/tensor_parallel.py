@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from .._checks import flags
 from ..autograd.tensor_parallel import MODES, TensorParallel
-from ..functional.collectives import group_name, group_size
+from ..functional.collectives import group_name, group_size, registered_name
+from ..upstream.c10d import group_named
 
 NO_GROUP = ""
 """Instead of a group's name, where ``set_tensor_parallel_group`` is still to come."""
@@ -45,6 +47,30 @@ class Parallel(NamedTuple):
         if self.mode == "column":
             return in_features, [shared("out_features", own, self.size) for own in rows]
         return shared("in_features", in_features, self.size) if self.mode == "row" else in_features, rows
+
+
+class Split(NamedTuple):
+    """How ranks share one dim of a parameter, each holding an equal part.
+
+    Attributes:
+        dim: the dim.
+        group: name of the ranks' group; None for the default one.
+        ranks: how many they are.
+        by: what splits: "tensor", "experts" or "mesh" (of a DTensor).
+        blocks: sizes of blocks along the dim, each shared by itself, as a rank holds them one after the other; empty
+            for one block.
+    """
+
+    dim: int
+    group: str | None
+    ranks: int
+    by: str
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return torch.distributed.get_rank(group_named(registered_name(self.group)))
 
 
 def parallel_of(
@@ -107,6 +133,8 @@ class TensorParallelLayer:
     _placed: bool = False
     # PyTorch's own style made them so: what comes and what is returned are DTensors, which the style redistributes
     _on_dtensors: bool = False
+    # sizes of the blocks of rows of a weight and its bias, by the weight's name, where each is split by itself
+    _row_blocks: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     # a bias of this name is added to the sum over the processes, not to this process's part of it
     _bias_behind: str = ""
 
@@ -159,6 +187,10 @@ class TensorParallelLayer:
                 "set_tensor_parallel_group(group) before the first forward"
             )
         return parallel
+
+    def _split_of(self, name: str) -> Split | None:
+        """Return how ranks share one of the layer's own parameters; None if each has all of it, or it is a DTensor."""
+        return None
 
     def _part(self, name: str) -> Any:
         """Return a parameter as the layer computes with it: of a DTensor this process's part.

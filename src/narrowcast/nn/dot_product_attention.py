@@ -33,8 +33,10 @@ from ..attention import (
     separate,
     standard_slopes,
 )
+from ..functional.collectives import group_name
 from ..layers import parameter_device
 from ..layers.extra_state import EXTRA_STATE
+from ..layers.tensor_parallel import NO_GROUP, Split
 from ..state import checkpoint
 
 
@@ -141,6 +143,11 @@ class DotProductAttention(nn.Module):
             f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
             f"attn_mask_type={self.attn_mask_type!r}, softmax_type={self.softmax_type!r}"
         )
+
+    def _split_of(self, name: str) -> Split | None:
+        """Return how ranks share the offsets of a learnable softmax: each has those of its heads."""
+        group = NO_GROUP if self.tp_group is None else group_name(self.tp_group)
+        return Split(1, group, self.tp_size, "tensor")
 
     def reset_parameters(self) -> None:
         """Begin the offset of a learnable softmax at 0, where it is."""

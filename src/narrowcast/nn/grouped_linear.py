@@ -11,6 +11,7 @@ from torch import Tensor
 from .._checks import flags
 from .._tracing import in_eager, refuse_in_transform
 from ..autograd import grouped_linear
+from ..functional.collectives import group_name
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
@@ -118,7 +119,7 @@ class GroupedLinear(GroupedLinearLayer):
                 own_parameters(self)[name] = own_parameters(self).pop(name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Check that a group fits; the layer itself communicates nothing.
+        """Set the ranks that share every group's weight; the layer itself communicates nothing.
 
         Raises:
             ValueError: it does not have ``tp_size`` processes.
@@ -128,6 +129,8 @@ class GroupedLinear(GroupedLinearLayer):
             raise ValueError(
                 f"tp_group is of {found} processes, and the layer was made for tp_size={self.tp_size}"
             )
+        if tp_group is not None:
+            self._tp_group = group_name(tp_group)
 
     def forward(
         self,

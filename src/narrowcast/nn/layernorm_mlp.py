@@ -158,6 +158,8 @@ class LayerNormMLP(NormLinearLayer):
         self.set_parallel_mode, self._bias_behind = set_parallel_mode, "fc2_bias" if size > 1 else ""
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         fc1_rows = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+        if fc1_rows > ffn_hidden_size:
+            self._row_blocks = {"fc1_weight": (ffn_hidden_size, ffn_hidden_size)}
         self._add_linear(fc1, [fc1_rows], hidden_size, bias, dtype=kind, device=place)
         self._add_linear(fc2, [hidden_size], ffn_hidden_size, bias, dtype=kind, device=place)
         self.reset_parameters()

@@ -54,6 +54,8 @@ class OfParts(nn.Module):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Give the parts the process group of their tensor parallelism, where it was not known before."""
         for child in self.children():
+            if isinstance(child, DotProductAttention):
+                child.tp_group = tp_group
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
 
@@ -207,7 +209,7 @@ class MultiheadAttention(OfParts):
         split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in first}
         total = sum(rows[kind] for kind in first)
         if self.input_layernorm:
-            layer = LayerNormLinear(
+            layer: Any = LayerNormLinear(
                 size,
                 total,
                 return_layernorm_output=self.return_layernorm_output,
@@ -218,14 +220,28 @@ class MultiheadAttention(OfParts):
             )
             self.add_module(f"layernorm_{label}", layer)
         elif self.attention_type == "self":
-            self.qkv = Linear(size, total, parameters_split=split, name=f"{prefix}linear_qkv", **column)
+            layer = self.qkv = Linear(
+                size, total, parameters_split=split, name=f"{prefix}linear_qkv", **column
+            )
         else:
-            self.query_layer = Linear(size, total, name=f"{prefix}linear_q", **column)
+            layer = self.query_layer = Linear(size, total, name=f"{prefix}linear_q", **column)
+        self._note_blocks(layer, first)
         if self.attention_type == "cross":
             split = None if self.fuse_qkv_params else {kind: rows[kind] for kind in ("key", "value")}
             self.key_value = Linear(
                 size, 2 * rows["key"], parameters_split=split, name=f"{prefix}linear_kv", **column
             )
+            self._note_blocks(self.key_value, ("key", "value"))
+
+    def _note_blocks(self, layer: Any, kinds: tuple[str, ...]) -> None:
+        """Note that the rows of a fused weight are all queries, then all keys, then all values of this rank."""
+        if self.fuse_qkv_params and not self.qkv_weight_interleaved:
+            heads = {
+                "query": self.num_attention_heads,
+                "key": self.num_gqa_groups,
+                "value": self.num_gqa_groups,
+            }
+            layer._row_blocks = {"weight": tuple(heads[kind] * self.kv_channels for kind in kinds)}
 
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""

@@ -21,6 +21,7 @@ from ..convert.find import Found, gemm_modules
 from ..convert.stored import FOUR_BITS, uses_of_parameters
 from ..formats import cdiv
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
+from ..layers.described import describe_parameters
 from ..layers.extra_state import EXTRA_STATE
 from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan
@@ -28,7 +29,7 @@ from ..upstream.fsdp import compute_dtypes
 from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat, is_codes
 from .matrices import input_scale, packed, shape_of
 from .names import CheckpointNames
-from .shards import plain, splits_of
+from .shards import plain
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Served:
         self.kept: list[str] = []
         self._matrices: dict[str, list[Matrix]] = {}  # by the first key whose parameter they are made of
         self._parts: set[str] = set()  # other keys of the same weights
-        self._dtypes, self._splits = compute_dtypes(model), splits_of(model)
+        self._dtypes = compute_dtypes(model)
+        self._records = {id(one.parameter): one for one in describe_parameters(model).values()}
         uses = uses_of_parameters(model)
         for found in gemm_modules(model):
             self._plan(found, uses)
@@ -116,7 +118,7 @@ class Served:
 
     @torch.no_grad()
     def _plain(self, value: Any) -> Tensor:
-        whole = plain(value, self._splits.get(id(value)))
+        whole = plain(value, self._records.get(id(value)))
         return whole.to(self._dtype_of(whole)).contiguous()
 
     def _plan(self, found: Found, uses: Counter[int]) -> None:

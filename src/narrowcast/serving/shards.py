@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..distributed.sharded_weight import ShardedWeight
 from ..formats import cdiv, round_up
 from ..functional.collectives import gather_rows, group_name, largest_of, smallest_of
-from ..layers import LinearLayer, Stage
+from ..layers import Stage
+from ..layers.described import ParameterRecord
 from ..quantizers import Operand
 from ..reference.layout import bytes_of_rows
-from ..tensors import GroupedTensor, grouped_storage_of, local, spread_like
+from ..tensors import GroupedTensor, grouped_storage_of, local
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
 
@@ -120,32 +121,17 @@ def unwrapped(parameter: Any, dtypes: dict[int, torch.dtype]) -> Any:
     return held.to(dtype) if dtype is not None and type(held) is Tensor else held
 
 
-def plain(parameter: Any, split: Split | None) -> Tensor:
-    """Return the values of a parameter in high precision, gathered over ranks."""
-    held = local(parameter)
-    values = held._shard if isinstance(held, ShardedWeight) else _decoded(held.detach())
-    if held is not parameter:
-        whole: Any = spread_like(values, parameter)
-        return whole.full_tensor()
-    if split is None:
-        return values
-    return gather_rows(values.movedim(split.dim, 0), split.group).movedim(0, split.dim)
+def plain(value: Any, record: ParameterRecord | None) -> Tensor:
+    """Return the values of a tensor of a state in high precision, gathered over ranks.
+
+    Args:
+        record: of the parameter that it is; None for a buffer.
+    """
+    return _decoded(value.detach()) if record is None else record.whole()
 
 
 def _decoded(value: Any) -> Tensor:
     return value.dequantize() if hasattr(value, "_quantizer") or isinstance(value, GroupedTensor) else value
-
-
-def splits_of(model: nn.Module) -> dict[int, Split]:
-    """Return how the plain parameters of layers with a ``tp_group`` are split, by their ids."""
-    found = {}
-    for layer in model.modules():
-        if isinstance(layer, LinearLayer) and layer.tp_size > 1 and not layer._placed:
-            for parameter in layer.parameters(recurse=False):
-                if getattr(parameter, "tensor_model_parallel", False):
-                    group = next((one.group for one in (layer._parallel or {}).values()), None)
-                    found[id(parameter)] = Split(parameter.partition_dim, group, layer.tp_size)  # type: ignore[attr-defined]
-    return found
 
 
 def split_of(layer: Any, stage: Stage) -> Split | None:

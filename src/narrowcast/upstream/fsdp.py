@@ -162,6 +162,25 @@ def sharded_parts(group: Any) -> list[Any]:
         raise _SHARDED_PARAMETER.error(str(error)) from None
 
 
+def sharded_parameters(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """Return FSDP2's sharded parameter of each of its modules and names, also while the modules have the gathered ones.
+
+    Raises:
+        UpstreamError: this release keeps them elsewhere.
+    """
+    if _FSDP not in sys.modules:  # nothing is sharded
+        return {}
+    found = {}
+    for one in (one for group in parameter_groups(model) for one in _read(group, "fsdp_params")):
+        try:
+            info, sharded = one._module_info, one.sharded_param
+            owners = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
+        except AttributeError as error:
+            raise _SHARDED_PARAMETER.error(str(error)) from None
+        found.update(dict.fromkeys(owners, sharded))
+    return found
+
+
 def gradient_dtypes(group: Any) -> set[torch.dtype | None]:
     """Return the dtypes of the gradients that FSDP2 keeps of a group's shards."""
     try:

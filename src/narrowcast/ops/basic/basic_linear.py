@@ -25,6 +25,7 @@ from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device
 from ...layers.parameters import parameter_dtype, random_numbers_of
+from ...layers.tensor_parallel import Split
 from ...quantizers import Operand
 from ...recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
@@ -106,6 +107,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         self._init_operation()
         self.in_features, self.out_features = in_features, out_features
         self.parallel, self._parallel = parallel, {"": parallel} if parallel.mode else None
+        self._shared_as = parallel  # also once another operation sums
         self._add_linear(stage, [rows], columns, False, dtype=kind, device=place)
         if place.type != "meta":
             self.reset_parameters()
@@ -114,6 +116,11 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         """Return sizes and split, as printed by the module."""
         split = f", tensor_parallel_mode={self.parallel.mode!r}" if self.parallel.mode else ""
         return f"in_features={self.in_features}, out_features={self.out_features}{split}"
+
+    def _split_of(self, name: str) -> Split | None:
+        """Return how ranks share the weight."""
+        mode, group = self._shared_as.mode, self._shared_as.group
+        return None if mode is None else Split(1 if mode == "row" else 0, group, group_size(group), "tensor")
 
     @property
     def tensor_parallel_mode(self) -> str | None:

@@ -12,6 +12,7 @@ from ...functional import quantize_dbias
 from ...functional.collectives import group_name, group_size
 from ...layers import parameter_device
 from ...layers.parameters import parameter_dtype
+from ...layers.tensor_parallel import Split
 from ..handover import matrix_of
 from ..op import BasicOperation
 
@@ -54,7 +55,7 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
         if size < 1 or size % shares:
             raise ValueError(f"size is {size}; use a positive multiple of the {shares} ranks that share it")
         self.tensor_parallel, self.tensor_parallel_group = tensor_parallel, tensor_parallel_group
-        self.size, self.local_size = size, size // shares
+        self.size, self.local_size, self._shares = size, size // shares, shares
         place, kind = parameter_device(device), parameter_dtype(None, dtype)
         self.bias = nn.Parameter(torch.empty(self.local_size, dtype=kind, device=place))
         if place.type != "meta":
@@ -63,6 +64,10 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
     def extra_repr(self) -> str:
         """Return the size, as printed by the module."""
         return f"size={self.size}"
+
+    def _split_of(self, name: str) -> Split | None:
+        """Return how ranks share the bias."""
+        return Split(0, group_name(self.tensor_parallel_group), self._shares, "tensor")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
