@@ -153,6 +153,22 @@ def test_a_graph_keeps_codes_of_attention_and_computes_it_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inside, made, strict=True))
 
 
+@pytest.mark.parametrize("keys", [32, 33])
+def test_a_mask_is_no_tensor_of_heads_whatever_its_size(keys: int) -> None:
+    """PyTorch saves the mask as numbers in the dtype of the queries; here its rows may be as long as a head's."""
+    plain, coded = attention(None), attention("fp8")
+    x, masked_out = given(keys, 96), torch.ones(keys, keys, dtype=torch.bool).triu(1)
+    masked_out[2] = True  # sees nothing
+    mask = {"attention_mask": masked_out[None, None], "attn_mask_type": "arbitrary"}
+    expected, made = gradients(plain, x, **mask), gradients(coded, x, **mask)
+    assert torch.equal(made[0], expected[0]) and not torch.equal(made[1], expected[1])
+    for ours, theirs in zip(made[1:], expected[1:], strict=True):
+        assert_close(ours, theirs, "fp8_saved_activations")
+    compiled = torch.compile(coded, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(gradients(coded, x, compiled, **mask), made, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_a_graph_keeps_codes_of_attention_with_dropout() -> None:
     x, coded = given(70, 96), attention("fp8")
     coded.core_attention.attention_dropout = 0.1

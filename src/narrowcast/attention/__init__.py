@@ -21,7 +21,6 @@ from .formats import FORMATS, check_tensors, checked_format, sequence_length
 from .kv_cache import InferenceParams, KVCacheManager
 from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes
 from .rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
-from .saved_codes import saving_codes
 from .scores import Scores
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "masks_of",
     "one_of",
     "padding_read",
-    "saving_codes",
     "separate",
     "sequence_length",
     "standard_slopes",

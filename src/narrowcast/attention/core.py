@@ -77,7 +77,7 @@ def attend(
         switches: which kernels may be used.
         max_logit: return the largest logit of each head, too.
         ranks: which share the sequences; None for this one alone.
-        saves_codes: as :func:`.sdpa.attend` takes it.
+        saves_codes: a kernel of PyTorch keeps int8 codes for its backward.
 
     Returns:
         The output with heads and head dim in one, and the largest logits (h).
@@ -120,7 +120,9 @@ def attend(
     if backend == "flash_varlen":
         cu_q, cu_kv = lengths.cu_seqlens
         assert cu_q is not None and cu_kv is not None
-        return varlen.attend(q, k, v, scores.scale, rule, (cu_q, cu_kv), lengths.longest).flatten(1), None
+        sums = cu_q, cu_kv
+        out = varlen.attend(q, k, v, scores.scale, rule, sums, lengths.longest, saves_codes)
+        return out.flatten(1), None
     if backend == "decode":
         cu_q, cu_kv = lengths.cu_seqlens
         assert cu_q is not None and cu_kv is not None

@@ -5,6 +5,7 @@ A row of channels has a scale. Scores are exponents, so queries and keys are kep
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from ..functional import decode_int8_rows, encode_int8_rows
 from ..upstream.autograd import innermost_hooks, traced_hooks
+from ..upstream.tensors import storage_key
 
 
-class _Kept(NamedTuple):
+class _Codes(NamedTuple):
     """Codes and scales, as the hooks around return them, and the dtype and order of dims of their tensor."""
 
     codes: Any
@@ -24,39 +26,60 @@ class _Kept(NamedTuple):
     order: Sequence[int]
 
 
-def saving_codes(like: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return a context in which autograd keeps tensors of several heads as codes, with a scale per row.
+class _Saved:
+    """A tensor that autograd saves; once the attention has returned, ``kept`` is what stays of it."""
 
-    The attention may be any of PyTorch's: its forward is unchanged, and its backward gets the decoded values. Hooks
-    around it, of a checkpoint or of offloading, get codes and scales. For eager code.
+    def __init__(self, x: Tensor) -> None:
+        self.kept: Any = x
+
+
+def in_codes(attention: Callable[..., Tensor], *, traced: bool = False) -> Callable[..., Tensor]:
+    """Return an attention that keeps queries, keys, values and output as codes for its backward.
+
+    Its forward is unchanged, and its backward gets the decoded values. Masks and whatever else it saves stay as they
+    are. Hooks around it, of a checkpoint or of offloading, get codes and scales.
 
     Args:
-        like: the queries. A tensor of other channels or of another dtype, such as the sums of a softmax, stays.
+        attention: takes queries, keys and values, then other tensors and constants.
+        traced: for traced code; Dynamo must be told not to look inside. What traces the backward then calls the hooks,
+            so the graph encodes after the forward and decodes in the backward.
     """
-    return _hooks(like, *(innermost_hooks() or (_as_it_is, _as_it_is)))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> Tensor:
+        saved: list[_Saved] = []
+        around_pack, around_unpack = (None if traced else innermost_hooks()) or (_as_it_is, _as_it_is)
+        seen = traced_hooks() if traced else contextlib.nullcontext()
+
+        def pack(x: Tensor) -> _Saved:
+            saved.append(_Saved(x))
+            return saved[-1]
+
+        def unpack(one: _Saved) -> Tensor:
+            kept = one.kept
+            return _decoded(kept, around_unpack) if isinstance(kept, _Codes) else around_unpack(kept)
+
+        with seen, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = attention(q, k, v, *others, **options)
+        named = {storage_key(x) for x in (q, k, v, out)}
+        for one in saved:
+            x = one.kept
+            one.kept = _encoded(x, around_pack) if storage_key(x) in named else around_pack(x)
+        return out
+
+    return run
 
 
-def _hooks(
-    like: Tensor, around_pack: Callable[[Any], Any], around_unpack: Callable[[Any], Any]
-) -> torch.autograd.graph.saved_tensors_hooks:
-    dtype, channels = like.dtype, like.shape[-1]
+def _encoded(x: Tensor, around_pack: Callable[[Any], Any]) -> _Codes:
+    order = _order_in_memory(x)
+    with torch.no_grad():
+        codes, scales = encode_int8_rows(x.detach().permute(*order))
+    return _Codes(around_pack(codes), around_pack(scales), x.dtype, order)
 
-    def pack(x: Tensor) -> Any:
-        if x.dtype != dtype or x.dim() < 3 or x.shape[-1] != channels:
-            return around_pack(x)
-        order = _order_in_memory(x)
-        with torch.no_grad():
-            codes, scales = encode_int8_rows(x.detach().permute(*order))
-        return _Kept(around_pack(codes), around_pack(scales), dtype, order)
 
-    def unpack(kept: Any) -> Tensor:
-        if not isinstance(kept, _Kept):
-            return around_unpack(kept)  # type: ignore[no-any-return]
-        with torch.no_grad():
-            x = decode_int8_rows(around_unpack(kept.codes), around_unpack(kept.scales), kept.dtype)
-        return x.permute(*sorted(range(x.dim()), key=kept.order.__getitem__))
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _decoded(kept: _Codes, around_unpack: Callable[[Any], Any]) -> Tensor:
+    with torch.no_grad():
+        x = decode_int8_rows(around_unpack(kept.codes), around_unpack(kept.scales), kept.dtype)
+    return x.permute(*sorted(range(x.dim()), key=kept.order.__getitem__))
 
 
 def _as_it_is(kept: Any) -> Any:
@@ -69,19 +92,3 @@ def _order_in_memory(x: Tensor) -> Sequence[int]:
     if all(type(stride) is int for stride in strides):
         return [*sorted(range(len(strides)), key=lambda dim: -strides[dim]), len(strides)]
     return range(x.dim())
-
-
-def in_codes(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an attention that keeps codes for its backward, for traced code; Dynamo must be told not to look inside.
-
-    What traces the backward sees the hooks: the graph encodes after the forward, and decodes in the backward.
-
-    Args:
-        attention: takes queries, then other tensors and constants.
-    """
-
-    def run(queries: Tensor, *others: Any, **options: Any) -> Tensor:
-        with traced_hooks(), _hooks(queries, _as_it_is, _as_it_is):
-            return attention(queries, *others, **options)
-
-    return run

@@ -21,10 +21,11 @@ from .saved_codes import in_codes
 from .scores import Scores
 
 _attend_in_codes = in_codes(scaled_dot_product_attention)
+_attend_in_traced_codes = in_codes(scaled_dot_product_attention, traced=True)
 
 
 def _allow_in_graph(context: Any) -> None:
-    torch.compiler.allow_in_graph(_attend_in_codes)
+    torch.compiler.allow_in_graph(_attend_in_traced_codes)
 
 
 def says_causal(rule: MaskRule, length_q: int, length_kv: int) -> bool:
@@ -53,7 +54,7 @@ def attend(
         kernels: what PyTorch may choose from; None: from all.
         causal: PyTorch's flag says the rule (:func:`says_causal`). Otherwise ``scores.places`` does, or every query
             sees every key.
-        saves_codes: in traced code, keep int8 codes for the backward.
+        saves_codes: keep int8 codes for the backward.
 
     Returns:
         (b, h, s_q, d_v).
@@ -74,7 +75,9 @@ def attend(
     if gqa and mask is not None and q.is_cuda:  # no kernel of PyTorch takes a mask and groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
-    run = _attend_in_codes if saves_codes and while_tracing(_allow_in_graph) else scaled_dot_product_attention
+    run = scaled_dot_product_attention
+    if saves_codes:
+        run = _attend_in_traced_codes if while_tracing(_allow_in_graph) else _attend_in_codes
     with contextlib.nullcontext() if kernels is None else sdpa_kernel(kernels):
         out = run(q, k, v, mask, scores.dropout, causal, scale=scores.scale, enable_gqa=gqa)
     if folds:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tracing import is_eager
 from .masks import MaskRule, packed
+from .saved_codes import in_codes
 
 
 class _GradientOfTokens(torch.autograd.Function):
@@ -36,6 +38,7 @@ def attend(
     rule: MaskRule,
     cu_seqlens: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None],
+    saves_codes: bool = False,
 ) -> Tensor:
     """Compute attention of packed tokens.
 
@@ -45,6 +48,7 @@ def attend(
         rule: of a padding type; counts from the bottom right, where it counts.
         cu_seqlens: (b + 1) int32 sums of lengths, of queries and of keys.
         longest: upper bounds of the lengths; None: the number of tokens, which takes longer.
+        saves_codes: in eager code, keep int8 codes for the backward.
 
     Returns:
         (tokens, h, d).
@@ -60,5 +64,6 @@ def attend(
     # 2.11 supports grouped heads without a flag
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     given: Any = (*operands, *cu_seqlens, *counts)
-    out: Any = varlen_attn(*given, scale=scale, window_size=rule.window, **grouped)
+    run: Any = in_codes(varlen_attn) if saves_codes and is_eager() else varlen_attn
+    out: Any = run(*given, scale=scale, window_size=rule.window, **grouped)
     return out.masked_fill(~valid_q[0][:, None, None], 0.0)

@@ -240,7 +240,7 @@ class DotProductAttention(nn.Module):
             inference_params: a KV cache that stores the new keys and values. Queries see all cached tokens of their
                 sequence. Needs a padding type, whose diagonal is then bottom right; no gradients flow through it.
             fast_zero_fill: accepted, without effect.
-            saves_codes: in traced code, PyTorch's attention keeps int8 codes for its backward.
+            saves_codes: a kernel of PyTorch keeps int8 codes for its backward.
         Returns:
             The format with heads and head dim in one: (s, b, h d_v), (b, s, h d_v) or (tokens, h d_v); zero if a query
             sees no key. With ``return_max_logit`` a tuple with the largest scores (h), which have no gradient.

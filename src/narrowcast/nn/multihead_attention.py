@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flags, positive, tensor, text
-from .._tracing import can_check
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
     checked_format,
-    saving_codes,
 )
 from ..layers import parameter_device
 from ..layers.neutral import AttentionOptions, check_neutral
@@ -350,9 +348,6 @@ class MultiheadAttention(OfParts):
         recipe = self.proj._recipe_in_force() if all(one is None for one in others) else None
         if recipe is None or recipe.saved_activations != "fp8":
             return attend(*parts)
-        if can_check():
-            with saving_codes(parts[0]):
-                return attend(*parts)
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in parts)
         ours = type(self.core_attention) is DotProductAttention and self.core_attention._ranks is None
         return attend(*parts, saves_codes=True) if trains and ours else attend(*parts)
