@@ -50,8 +50,22 @@ def test_counts_are_of_training_forwards_until_an_update() -> None:
     layer.update_expert_bias()
     assert not layer.tokens_per_expert.any() and set(layer.expert_bias.tolist()) <= {-0.25, 0.0, 0.25}
     assert set(layer.state_dict()) == {"weight", "expert_bias"}
-    half = router(score_function="sigmoid", bias_update_rate=0.25).bfloat16()
-    assert half(x.bfloat16()).probs.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_model_counts_and_balances_in_fp32(cast: torch.dtype) -> None:
+    layer = router(score_function="sigmoid", bias_update_rate=0.001, device="cpu")
+    layer.expert_bias.copy_(torch.linspace(-1, 1, EXPERTS))
+    before = layer.expert_bias.clone()
+    layer.to(cast)
+    assert layer(torch.randn(301, WIDTH).bfloat16()).probs.dtype == torch.bfloat16
+    layer.tokens_per_expert.add_(257)
+    counted = layer.tokens_per_expert.clone()
+    layer.update_expert_bias()
+    assert layer.state_dict()["expert_bias"].dtype == torch.float32
+    steps = torch.sign(counted.mean() - counted) * 0.001
+    assert torch.equal(layer.expert_bias, before + steps)
+    assert layer.to("meta").to(torch.bfloat16).expert_bias.dtype == torch.float32
 
 
 def test_losses_of_a_router() -> None:

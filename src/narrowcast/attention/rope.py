@@ -18,6 +18,7 @@ from .. import functional
 from .._checks import flags, in_range, numbers, positive, tensor, tensors, whole
 from .._device import default_device
 from .._tracing import host_reads
+from ..upstream.modules import own_buffers, undo_casts
 from .formats import FORMATS
 from .masks import packed
 
@@ -69,11 +70,10 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RotaryPositionEmbedding:
-        """Return the frequencies stay in fp32, whatever dtype the model around is cast to."""
-        exact = self.inv_freq
+        """Keep the frequencies in fp32, whatever dtype the model around is cast to."""
+        exact = dict(own_buffers(self))
         super()._apply(fn, recurse)
-        if self.inv_freq.dtype != exact.dtype:
-            self.inv_freq = exact.to(self.inv_freq.device)
+        undo_casts(self, exact)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ..moe import (
 )
 from ..moe.balance import POLICIES
 from ..moe.router import SCORE_FUNCTIONS
+from ..upstream.modules import own_buffers, undo_casts
 
 
 class Routing(NamedTuple):
@@ -136,6 +138,13 @@ class MoERouter(nn.Module):
             if zero is not None:
                 nn.init.zeros_(zero)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MoERouter:
+        """Keep biases and counts in fp32, whatever dtype the model around is cast to: a step of 0.001 is lost there."""
+        exact = dict(own_buffers(self))
+        super()._apply(fn, recurse)
+        undo_casts(self, exact)
+        return self
+
     def extra_repr(self) -> str:
         """Return sizes and the score function, as printed by the module."""
         return (
@@ -146,7 +155,7 @@ class MoERouter(nn.Module):
         """Choose experts for tokens ``x`` (*lead, K); see :class:`Routing`. T is the product of ``lead``."""
         logits = moe_router_logits(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         probs, routing_map = fused_topk_with_score_function(
-            logits, self.topk, expert_bias=self._bias_of_choice(), **self._choice
+            logits, self.topk, expert_bias=self.expert_bias, **self._choice
         )
         assigned = routing_map.sum(0)
         loss = self._loss(logits, assigned)
@@ -159,7 +168,7 @@ class MoERouter(nn.Module):
                 probs, routing_map, capacity, self.drop_policy, self.experts_per_group
             )
         if self._watcher is not None and self._watcher.sampling:
-            health = router_health(assigned, routing_map, self._bias_of_choice(), logits.detach())
+            health = router_health(assigned, routing_map, self.expert_bias, logits.detach())
             self._watched_health.copy_(health)
         return Routing(probs.to(x.dtype), routing_map, loss)
 
@@ -177,10 +186,6 @@ class MoERouter(nn.Module):
             raise RuntimeError("the router counts no tokens; give it a bias_update_rate such as 0.001")
         moe_update_expert_bias_(self.expert_bias, self.tokens_per_expert, self.bias_update_rate, group)
         self.tokens_per_expert.zero_()
-
-    def _bias_of_choice(self) -> Tensor | None:
-        # a model cast to bf16 casts its buffers; a step of 0.001 is lost there
-        return None if self.expert_bias is None else self.expert_bias.float()
 
     def _loss(self, logits: Tensor, assigned: Tensor) -> Tensor:
         loss = logits.new_zeros(())

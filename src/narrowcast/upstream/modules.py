@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .private import entry
@@ -45,6 +46,16 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the module's table of its own buffers, None among them; writing to it changes the module."""
     return module._buffers
+
+
+def undo_casts(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Give buffers whose dtype a cast has changed the values from before it, on the device where they are now."""
+    for name, exact in before.items():
+        moved = module._buffers[name]
+        if exact is None or moved is None or moved.dtype == exact.dtype:
+            continue
+        kept = torch.empty_like(moved, dtype=exact.dtype) if exact.is_meta else exact.to(moved.device)
+        module._buffers[name] = kept
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
