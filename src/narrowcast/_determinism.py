@@ -23,8 +23,8 @@ def set_deterministic(mode: str | None, *, processes: int = 8) -> None:
     """Set how the results of this process may depend on the batch, until the next call.
 
     In the mode "batch-invariant" the output of a row has the same bits alone and in every batch, and under tensor
-    parallelism over 1, 2, 4 or 8 processes. It covers the forward of linear layers, norms and attention, and the loss
-    :func:`narrowcast.linear_cross_entropy`. See the page on reinforcement learning.
+    parallelism over 1, 2, 4 or 8 processes. It covers the forward of linear layers, routers, norms and attention, and
+    the loss :func:`narrowcast.linear_cross_entropy`. See the page on reinforcement learning.
 
     Args:
         mode: None, in which libraries choose the order of sums by the sizes, or "batch-invariant".

@@ -130,6 +130,27 @@ def test_rows_of_operations(recipe: str) -> None:
     assert torch.equal(alone, many) and torch.equal(few, many)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("mode")
+def test_rows_of_a_router(dtype: torch.dtype) -> None:
+    """As many rows and experts as a library's GEMM has kernels for; a token's experts and weights follow from it."""
+    torch.manual_seed(0)
+    router = nc.MoERouter(136, 64, 4, score_function="sigmoid", bias=True, device=DEVICE, dtype=dtype)
+    x = torch.randn(256, 136, device=DEVICE, dtype=dtype)
+    compiled = torch.compile(router, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        logits = nc.moe_router_logits(x, router.weight, router.bias)
+        rows = torch.cat([nc.moe_router_logits(row, router.weight, router.bias) for row in x.split(1)])
+        assert torch.equal(rows, logits)
+        for run in (router, compiled):
+            alone, few, many = batches(lambda part, run=run: torch.cat(run(part)[:2], 1), x)
+            assert torch.equal(alone, many) and torch.equal(few, many)
+    expected = torch.nn.functional.linear(x.float(), router.weight.float(), router.bias.float())
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    router(x.requires_grad_()).probs.square().sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0 and router.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.usefixtures("mode")
 def test_rows_of_groups(recipe: str) -> None:

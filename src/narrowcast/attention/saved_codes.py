@@ -33,7 +33,7 @@ class _Saved:
         self.kept: Any = x
 
 
-def in_codes(attention: Callable[..., Tensor], *, traced: bool = False) -> Callable[..., Tensor]:
+def in_codes(attention: Callable[..., Any], *, traced: bool = False) -> Callable[..., Tensor]:
     """Return an attention that keeps queries, keys, values and output as codes for its backward.
 
     Its forward is unchanged, and its backward gets the decoded values. Masks and whatever else it saves stay as they

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._tracing import once_differentiable
-from ..functional import add_product, thin_products
+from ..functional import add_product, product, thin_products
 from ..tensors import saved_tensors
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
@@ -34,7 +34,7 @@ class _Inputs(torch.autograd.Function):
         thin = thins[0] if len(thins) == 1 else torch.cat(thins)
         ctx.passes, ctx.ranks, ctx.kind = passes, [lora_a.shape[0] for lora_a in lora_as], lora_as[0].dtype
         ctx.save_for_backward(inp, thin)
-        hidden = _matrix(inp) @ thin.t()
+        hidden = product(_matrix(inp), thin)
         products = (
             [part.contiguous() for part in hidden.split(ctx.ranks, 1)] if len(lora_as) > 1 else [hidden]
         )
@@ -64,7 +64,7 @@ class _Output(torch.autograd.Function):
         ctx.scaling, ctx.kind = scaling, lora_b.dtype
         ctx.save_for_backward(hidden, thin)
         # Not one kernel: rounding the sum loses small products, which a graph adds in fp32 where it is read.
-        return out + (hidden @ thin.t()).view(out.shape)
+        return out + product(hidden, thin).view(out.shape)
 
     @staticmethod
     @once_differentiable
@@ -93,7 +93,7 @@ class AdaptedLinearFunction(torch.autograd.Function):
         args: LinearFwdArgs,
     ) -> Tensor:
         thin_a, thin_b = lora_a.to(inp.dtype), (lora_b * scaling).to(inp.dtype)
-        hidden = _matrix(inp) @ thin_a.t()
+        hidden = product(_matrix(inp), thin_a)
         out, saved_input, saved_weight = linear_forward(weight, inp, bias, args, thin=(hidden, thin_b))
         ctx.save_for_backward(args.scales.scale_bwd, inp, hidden, thin_a, thin_b, *saved_weight.tensors)
         ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._tracing import after, is_known, record, release
@@ -25,6 +24,7 @@ from ..functional import (
     gemm_batch_invariant,
     gemm_few_rows,
     gemm_with_product,
+    product,
     quantize,
     quantize_dbias,
     quantize_operand,
@@ -265,7 +265,7 @@ def _forward_in_high_precision(
         out = fprop(plan, left, right, bias, dtype, rows, features, processes=processes)
         out = out.view(*inp.shape[:-1], features)
     else:
-        out = F.linear(
+        out = product(
             in_high_precision(x, args.dtype, inp.shape),
             in_high_precision(w, args.dtype, weight.shape),
             None if bias is None else bias.to(args.dtype),

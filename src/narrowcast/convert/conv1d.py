@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._determinism import DETERMINISM
 from ..autograd import LinearFunction
+from ..functional import product
 from ..layers import LinearLayer, Stage, checked_input
 
 
@@ -32,7 +32,7 @@ class Conv1DLayer(LinearLayer):
         x = checked_input(x, stored.shape[0], "in_features", stored)
         recipe, stage, weight = self._recipe_in_force(), self._stages[0], stored.t()
         if recipe is None and not DETERMINISM.batch_invariant:
-            return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+            return product(x, weight.to(x.dtype), bias.to(x.dtype))
         plan = self._plan(recipe, stage, x.requires_grad, stored)
         args = self._fwd_args(stage, plan, x.dtype, weight, bias, None)
         return LinearFunction.apply(weight, x, bias, args)

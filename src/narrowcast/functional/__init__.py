@@ -70,6 +70,7 @@ from .norm import (
     norm_quantize,
 )
 from .observe import OBSERVED, observe, observe_groups
+from .product import product
 from .quantize import (
     amax_to_share,
     dequantize,

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import function
@@ -33,7 +32,7 @@ from ..autograd import (
     compute_wgrad,
     concatenate,
 )
-from ..functional import calibrate_, use_kept
+from ..functional import calibrate_, product, use_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
@@ -497,7 +496,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
             return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]
         x = plain(inp)
-        return F.linear(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return product(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
         """Collect the amax of both operands under an autocast that only calibrates."""

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import in_range, numbers, positive, tensors, whole
 from .._device import HIGH_PRECISION
+from ..functional import product
 
 POLICIES = ("probs", "position")
 HEALTH = ("load_entropy", "max_load", "dropped", "bias_min", "bias_max", "z")
@@ -58,7 +58,7 @@ def moe_router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; pass ({weight.shape[0]},)")
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        return product(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def moe_z_loss(logits: Tensor, coeff: float) -> Tensor:
