@@ -1,9 +1,12 @@
 # make demo | install | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz | test-neighbours: each makes the virtual environment it needs
-# and installs into it, once. TORCH=torch==2.14.1 takes another PyTorch than the newest that was tested, in .venv-2.14.1.
+# and installs into it, once. TORCH=torch==2.14.1 takes that PyTorch, in .venv-2.14.1, instead of the newest tested one that
+# pip can have.
 TORCH ?=
 release := $(subst torch==,,$(TORCH))
 VENV ?= .venv$(addprefix -,$(release))
-installed := $(VENV)/.installed-$(or $(release),$(shell .ci/release NEWEST_TORCH))
+# .ci/venv leaves this mark, with the release of PyTorch in the environment.
+has := $(notdir $(wildcard $(VENV)/lib/python3*/site-packages/torch-*.dist-info))
+installed := $(VENV)/.installed-$(firstword $(subst +, ,$(or $(release),$(patsubst torch-%.dist-info,%,$(has)))))
 JOBS ?= 2
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
@@ -96,6 +99,5 @@ census: $(installed)-test
 plots: $(installed)-train
 	$(bin)/python benchmarks/plot.py
 
-$(installed)-%: pyproject.toml src/narrowcast/_version.py .ci/venv
+$(installed)-%: pyproject.toml requirements.txt src/narrowcast/_version.py .ci/venv
 	.ci/venv $(VENV) $*
-	@touch $@

@@ -1,4 +1,4 @@
-"""Writes the tables of versions in README.md and ``docs/versions.md``, from ``narrowcast.upstream.versions``.
+"""Write what ``narrowcast.upstream.versions`` says into README.md, ``docs/versions.md`` and ``requirements.txt``.
 
 python docs/versions_tables.py
 """
@@ -57,6 +57,14 @@ def not_working() -> str:
     return "\n".join(lines) + "\n"
 
 
+def requirements() -> str:
+    """``requirements.txt``: what pip and its neighbours read without knowing this project."""
+    return (
+        "# The newest PyTorch that was tested; `make` takes it if pip can have it. From docs/versions_tables.py.\n"
+        f"torch=={versions.NEWEST_TORCH}\n"
+    )
+
+
 TABLES = {"versions": support, "not working": not_working}
 """The pages' markers, each with what stands behind it."""
 
@@ -74,3 +82,4 @@ def written(text: str) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page.read_text()))
+    (DOCS.parent / "requirements.txt").write_text(requirements())

@@ -102,6 +102,7 @@ def test_the_sdist_holds_what_its_makefile_runs(sdist: Path) -> None:
         "Makefile",
         "README.md",
         "mkdocs.yml",
+        "requirements.txt",
         "docs/index.md",
         "tests/conftest.py",
         "tools/census.py",

@@ -6,8 +6,10 @@ import ast
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from narrowcast.upstream import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
+posix = pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
+newest, second, third, *_ = reversed(versions.TESTED_TORCH)
 NUMBERED = re.compile(r"\b2\.(?:1[1-9])\.\d")
 
 
@@ -39,7 +43,7 @@ def test_the_tested_releases_are_the_supported_ones() -> None:
     assert [numbers(release)[:2] for release in releases] == [
         (major, oldest + i) for i in range(versions.SUPPORTED_RELEASES)
     ]
-    assert set(versions.SLICED_TORCH.split()) <= set(releases)
+    assert set(versions.SLICED_TORCH) <= set(releases)
     assert {minor(triton) for triton in versions.TESTED_TORCH.values()} <= set(versions.TESTED_TRITON)
     pythons = list(versions.TESTED_PYTHON)
     assert (pythons[0], pythons[-1]) == (versions.OLDEST_PYTHON, versions.NEWEST_PYTHON)
@@ -76,13 +80,20 @@ def test_the_pages_have_the_tables_of_today(page: str) -> None:
     assert script["written"](text) == text, "run: python docs/versions_tables.py"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
-@pytest.mark.parametrize(
-    "name", [name for name in vars(versions) if name.startswith(("OLDEST", "NEWEST", "SLICED"))]
-)
-def test_build_files_read_the_plain_lines(name: str) -> None:
+def test_the_requirements_file_pins_the_newest() -> None:
+    """Tools that cap or cache torch read it without knowing this project."""
+    script = runpy.run_path(str(ROOT / "docs" / "versions_tables.py"))
+    text = (ROOT / "requirements.txt").read_text()
+    assert text == script["requirements"](), "run: python docs/versions_tables.py"
+    assert f"\ntorch=={versions.NEWEST_TORCH}\n" in text
+
+
+@posix
+@pytest.mark.parametrize("name", ["OLDEST_TORCH", "NEWEST_PYTHON", "SLICED_TORCH", "TESTED_TORCH"])
+def test_build_files_read_the_releases(name: str) -> None:
     printed = subprocess.run([ROOT / ".ci/release", name], check=True, capture_output=True, text=True).stdout
-    assert printed == getattr(versions, name) + "\n"
+    value = getattr(versions, name)
+    assert printed.split() == ([value] if isinstance(value, str) else list(value))
 
 
 def test_build_files_name_no_release_themselves() -> None:
@@ -129,7 +140,7 @@ def venv_of(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
+@posix
 @pytest.mark.parametrize("wanted", ["torch==2.0.0", "", "installed"])
 def test_an_environment_with_another_torch_is_not_taken_in_silence(wanted: str, tmp_path: Path) -> None:
     installed = torch.__version__.partition("+")[0]
@@ -140,8 +151,119 @@ def test_an_environment_with_another_torch_is_not_taken_in_silence(wanted: str, 
         assert done.returncode == 2 and f"has torch=={installed}, not torch==2.0.0; remove it" in done.stderr
     else:
         assert done.returncode == 0
-        newest = versions.TESTED_PYTHON.get("{}.{}".format(*sys.version_info), versions.NEWEST_TORCH)
         assert ("the newest that was tested is" in done.stderr) is (wanted == "" and installed != newest)
+
+
+def wheel(folder: Path, version: str) -> None:
+    """Write an empty package that pip takes for torch."""
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def fresh_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make an environment without torch, whose pip installs nothing but torch."""
+    venv = tmp_path_factory.mktemp("fresh") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    python = venv / "bin" / "python"
+    python.rename(python.with_name("python-itself"))
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *--editable*) exit ;; esac\nexec "$(dirname "$0")/python-itself" "$@"\n'
+    )
+    python.chmod(0o755)
+    return venv
+
+
+@posix
+@pytest.mark.parametrize(
+    "wheels, constraint, installed, because",
+    [
+        (f"{second} {newest} {third}+cpu", "", newest, ""),
+        (f"{newest}+cpu {newest}", "", f"{newest}+cpu", ""),
+        (f"{second} {newest} {third}+cpu", f"torch<={second}", second, f"a pip constraint excludes {newest}"),
+        (f"{third}+cpu 2.13.9", "", f"{third}+cpu", f"pip finds no {newest}, {second} for Python 3"),
+        (f"{newest} {third}", f"torch<{second}", third, f"pip finds no {second} for Python 3"),
+    ],
+)
+def test_the_newest_tested_release_that_pip_can_have_is_installed(
+    wheels: str, constraint: str, installed: str, because: str, fresh_environment: Path, tmp_path: Path
+) -> None:
+    done, venv = install_torch(fresh_environment, tmp_path, wheels=wheels, constraint=constraint)
+    assert done.returncode == 0, done.stderr
+    making, which = done.stderr.splitlines()
+    assert "making" in making and not done.stdout
+    assert f"has torch {installed}{because and ', because '}{because}" in which
+    assert ("a pip constraint excludes" in which) is bool(constraint)
+    assert list(venv.glob(f"lib/python3*/site-packages/torch-{installed}.dist-info"))
+    assert (venv / f".installed-{installed.partition('+')[0]}-test").exists()
+
+
+@posix
+@pytest.mark.parametrize(
+    "wheels, wanted, said",
+    [
+        ("", "", f"no PyTorch, because pip finds no {newest}, {second}, {third}"),
+        (newest, f"torch=={third}", f"no PyTorch, because pip finds no {third} for"),
+    ],
+)
+def test_without_a_release_that_pip_can_have_one_line_says_what_to_do(
+    wheels: str, wanted: str, said: str, fresh_environment: Path, tmp_path: Path
+) -> None:
+    done, venv = install_torch(fresh_environment, tmp_path, wheels=wheels, wanted=wanted)
+    assert done.returncode == 1
+    making, advice = done.stderr.splitlines()
+    assert "making" in making and said in advice and "PIP_FIND_LINKS=" in advice
+    assert not list(venv.glob(".installed-*"))
+
+
+def install_torch(
+    fresh: Path, folder: Path, *, wheels: str, constraint: str = "", wanted: str = ""
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run .ci/venv on a copy of an environment, without a network.
+
+    Returns:
+        The process, and the environment.
+    """
+    venv, links, constraints = folder / "venv", folder / "wheels", folder / "constraints.txt"
+    shutil.copytree(fresh, venv, symlinks=True)
+    links.mkdir()
+    for version in wheels.split():
+        wheel(links, version)
+    constraints.write_text(constraint)
+    stand_in = folder / "bin" / "nvidia-smi"
+    stand_in.parent.mkdir()
+    stand_in.write_text("#!/bin/sh\nexit 9\n")  # no GPU
+    stand_in.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {
+        "PATH": f"{stand_in.parent}{os.pathsep}{os.environ['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": str(links),
+        "PIP_CONSTRAINT": str(constraints),
+        "TORCH": wanted,
+        **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+        "no_proxy": "",
+    }
+    command = [ROOT / ".ci/venv", venv, "test"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True), venv
+
+
+def test_the_matrix_names_a_release_that_pip_cannot_have(tmp_path: Path, monkeypatch) -> None:
+    rows = matrix()["rows"]
+    made = rows.__globals__["made"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(made.__globals__, "ROOT", tmp_path)
+    monkeypatch.setitem(made.__globals__, "find_python", lambda version: None)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "venv").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / ".ci" / "venv").chmod(0o755)
+    found = rows([], [])  # type: ignore[operator]
+    assert [row for row, _ in found if "slice" in row] == [
+        f"| {release} | | | slice | not to be had here | |\n" for release in versions.TESTED_TORCH
+    ]
+    assert all(passed for _, passed in found)
 
 
 MAKE = """#!/bin/sh
@@ -153,24 +275,66 @@ esac
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the build files are for a POSIX shell")
+VENV = """#!/bin/sh
+echo install VENV=$1 ${TORCH:+TORCH=$TORCH} ${PYTHON:+PYTHON=$PYTHON} >> "$CALLS"
+case " $FAILS " in *" install "*) exit 2;; esac
+[ "$TORCH" != "torch==$MISSING" ] || exit 1
+mkdir -p "$1" && touch "$1/.installed-$2"
+"""
+
+
+def run_ci(
+    folder: Path, *, fails: str = "", missing: str = ""
+) -> tuple[subprocess.CompletedProcess[str], list]:
+    """Run .ci/run with stand-ins for make and .ci/venv.
+
+    Returns:
+        The process, and the words of each call.
+    """
+    calls = folder / "calls"
+    stand_ins = {"make": MAKE, ".ci/venv": VENV} | {
+        f"python{version}": "#!/bin/sh\n" for version in versions.TESTED_PYTHON
+    }
+    (folder / ".ci").mkdir()
+    for name in ("run", "release"):
+        (folder / ".ci" / name).symlink_to(ROOT / ".ci" / name)
+    for name, program in stand_ins.items():
+        (folder / name).write_text(program)
+        (folder / name).chmod(0o755)
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("TORCH", "PYTHON")},
+        "CI": "1",
+        "FAILS": fails,
+        "MISSING": missing,
+        "CALLS": str(calls),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [folder / ".ci/run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done, [call.split() for call in calls.read_text().splitlines()]
+
+
+@posix
+def test_a_run_skips_a_release_that_pip_cannot_have(tmp_path: Path) -> None:
+    missing, *others = versions.SLICED_TORCH
+    done, calls = run_ci(tmp_path, missing=missing)
+    assert done.returncode == 0, done.stdout
+    assert f"no make slice TORCH=torch=={missing}" in done.stdout
+    assert [word for call in calls if call[0] == "slice" for word in call if "TORCH" in word] == [
+        f"TORCH=torch=={release}" for release in others
+    ]
+    assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
+
+
+@posix
 @pytest.mark.parametrize("fails", ["", "install", "slice", "small", "test"])
 def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Path) -> None:
     """The whole suite comes last. What fails ends the run, which fails, too, and has pytest's line at its end.
 
     Environments are made beside lint, each before its tests.
     """
-    calls = tmp_path / "calls"
-    stand_ins = {"make": MAKE, **{f"python{version}": "#!/bin/sh\n" for version in versions.TESTED_PYTHON}}
-    for name, program in stand_ins.items():
-        (tmp_path / name).write_text(program)
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "CI": "1", "FAILS": fails, "CALLS": str(calls), "PATH": path}
-    done = subprocess.run(
-        [ROOT / ".ci/run"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    whole = [call.split() for call in calls.read_text().splitlines()]
+    done, whole = run_ci(tmp_path, fails=fails)
     installed = [call[1:] for call in whole if call[0] == "install"]
     order = list(dict.fromkeys(call[0] for call in whole if call[0] != "install" or call[0] == fails))
     if fails == "install":
@@ -180,11 +344,11 @@ def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Pat
         assert done.stdout.splitlines()[-1] == f"1 failed in 3.00s of {fails}"
     else:
         assert done.returncode == 0 and order == ["lint", "slice", "fuzz", "small", "test"]
-        oldest, newest = (call for call in whole if call[0] == "fuzz")
-        assert f"TORCH=torch=={versions.OLDEST_TORCH}" in oldest and "TORCH" not in " ".join(newest)
+        oldest, main = (call for call in whole if call[0] == "fuzz")
+        assert f"TORCH=torch=={versions.OLDEST_TORCH}" in oldest and "TORCH" not in " ".join(main)
         assert installed == [call[1:] for call in whole if call[0] in ("slice", "small")]
         slices = [call[-1 - ("PYTHON" in call[-1])] for call in whole if call[0] == "slice"]
-        assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH.split()]
+        assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH]
         assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
     folders = {
         Path(word.removeprefix("VENV=")).parent for call in whole for word in call if word.startswith("VENV=")

@@ -1,20 +1,11 @@
 """The releases that narrowcast is tested with, and the GPUs; imports nothing.
 
-The only place that names them. ``.ci/venv``, ``.ci/run`` and ``.ci/matrix`` read the plain lines ``NAME = "value"``;
-``narrowcast doctor``, ``nc.show_versions()``, README, ``docs/versions.md`` and error messages read the rest. A test
-compares ``pyproject.toml`` and the pages with it.
+The only place that names them. ``.ci/release`` prints them for the build files; ``narrowcast doctor``,
+``nc.show_versions()`` and error messages read them; ``docs/versions_tables.py`` writes them into README,
+``docs/versions.md`` and ``requirements.txt``. A test compares these files and ``pyproject.toml``.
 """
 
 from __future__ import annotations
-
-OLDEST_TORCH = "2.11.0"
-NEWEST_TORCH = "2.15.0"
-# CI runs the whole suite on the newest PyTorch, and on these the tests that depend on the release (.ci/slice).
-SLICED_TORCH = "2.11.0 2.13.0"
-OLDEST_PYTHON = "3.10"
-NEWEST_PYTHON = "3.13"
-# PyTorch 2.15 is not there for Python 3.10.
-NEWEST_TORCH_ON_PYTHON_3_10 = "2.14.1"
 
 TESTED_TORCH = {
     "2.11.0": "3.6.0",
@@ -24,14 +15,18 @@ TESTED_TORCH = {
     "2.15.0": "3.9.0",
 }
 """Releases of PyTorch, oldest first, each with the Triton that it was tested with."""
+OLDEST_TORCH, *_, NEWEST_TORCH = TESTED_TORCH
+SLICED_TORCH = ("2.11.0", "2.13.0")
+"""CI runs the whole suite on the newest PyTorch, and on these the tests that depend on the release (.ci/slice)."""
 TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 TESTED_PYTHON = {
-    "3.10": NEWEST_TORCH_ON_PYTHON_3_10,
+    "3.10": "2.14.1",  # PyTorch 2.15 is not there for it
     "3.11": NEWEST_TORCH,
     "3.12": NEWEST_TORCH,
     "3.13": NEWEST_TORCH,
 }
 """Releases of Python, oldest first, each with the newest PyTorch that it was tested with."""
+OLDEST_PYTHON, *_, NEWEST_PYTHON = TESTED_PYTHON
 
 SUPPORTED_RELEASES = 5
 """How many minor releases of PyTorch are supported: the newest that was tested and those before it."""
