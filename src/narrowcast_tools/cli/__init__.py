@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
+DOCTOR = (["doctor"], ["doctor", "--json"])
 MISSING: str | None = None
 
 
@@ -48,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 or 143 interrupted.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in DOCTOR:  # it reports what is missing
+        return import_module("narrowcast_tools.train.doctor").doctor(json=len(words) > 1)
     if MISSING is not None:
         return _fail(_install(MISSING), 2)
-    words = list(sys.argv[1:] if arguments is None else arguments)
     typed = shlex.join(["narrowcast", *words])
     spin_less()
     # Typer exports BadParameter and not its base class, which every wrong command line raises.

@@ -258,7 +258,7 @@ def presets() -> None:
     """Show what each --preset of train sets."""
 
 
-@_command("train.commands")
+@_command("train.doctor")
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -1,7 +1,7 @@
-"""The work of `train`, `compare`, `generate`, `demo`, `presets` and `doctor`; `cli.commands` has their options."""
+"""The work of `train`, `compare`, `generate`, `demo` and `presets`; `cli.commands` has their options."""
 
-from dataclasses import asdict, replace
-from json import dumps
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from .config import (
     resolve_device,
 )
 from .data import Corpus, load_corpus
-from .demo import CONFIG, QUICK, check_recipes, run_demo, write_results
-from .doctor import examine
+from .demo import CONFIG, QUICK, check_recipes, run_demo, with_steps, write_results
 from .errors import SettingsError
 from .folder import run_folder
 from .generate import Answer, Choice, load_trained
@@ -32,8 +31,8 @@ from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table, recipe_name
-from .report import terminal_table
-from .session import run_in, series
+from .report import Row, remarks, terminal_table
+from .session import COMPARED, run_in, series
 from .tokens import TOKENIZER, load_tokens
 
 
@@ -149,8 +148,15 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     comparison = compare_runs(runs)
     with writing_into(out):
         write_comparison(comparison, out, command=command)
-    Console().print(terminal_table(comparison.rows, unit=comparison.unit))
+    _show(comparison.rows, unit=comparison.unit, timed=comparison.timed)
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
+
+
+def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte") -> None:
+    console = Console()
+    console.print(terminal_table(rows, unit, timed=timed))
+    for remark in remarks(rows, timed=timed):
+        console.print(remark, highlight=False)
 
 
 def generate(
@@ -202,12 +208,12 @@ def demo(
     seed: int,
 ) -> None:
     """Run `narrowcast demo`."""
+    start = QUICK if quick else CONFIG
     config = override(
-        QUICK if quick else CONFIG,
+        start if steps is None else with_steps(start, steps),
         device=resolve_device(device),
         compile=compile,
         emulate=emulate,
-        steps=steps,
         seed=seed,
     )
     out = out or Path("runs/demo-quick" if quick else "runs/demo")
@@ -222,25 +228,10 @@ def demo(
         finished = run_demo(config, corpus, progress, out, resume=resume)
         with writing_into(out):
             write_results(finished, out, command=context.obj, document=write_docs)
-    Console().print(terminal_table(finished.rows))
-    typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'results.json'}")
+    _show(finished.rows, timed=config.device != "cpu")
+    typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / COMPARED}")
 
 
 def presets() -> None:
     """Run `narrowcast presets`."""
     Console().print(presets_table())
-
-
-def doctor(json: bool) -> int:
-    """Run `narrowcast doctor`; return its exit code."""
-    findings = []
-    for finding in examine():
-        findings.append(finding)
-        if not json:  # one by one: the later ones take a while
-            typer.echo(f"{finding.subject:<12} {finding.text}")
-    healthy = not any(finding.broken for finding in findings)
-    if json:
-        typer.echo(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
-    else:
-        typer.echo(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
-    return 0 if healthy else 1

@@ -17,7 +17,7 @@ from .pace import Pace
 from .picture import draw
 from .recipes import CHOICES
 from .report import BASELINE, Row, compare, rows_to_json
-from .session import RESULT
+from .session import COMPARED, RESULT
 
 TITLE = "One Transformer on one text, in each recipe"
 # Options in which compared runs may differ; the result lists them.
@@ -45,11 +45,13 @@ class Comparison:
         results: the runs.
         shared: what one run's `result.json` says, of which the settings outside `FREE` hold for all; `machine`
             names the machines of all.
+        timed: whether all ran on GPUs; a CPU emulates the formats, and its speed is not a recipe's own.
     """
 
     rows: list[Row]
     results: list[RunResult]
     shared: dict
+    timed: bool
 
     @property
     def unit(self) -> str:
@@ -91,7 +93,8 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     results.sort(key=lambda result: (order.index(result.recipe), result.variant, result.seed))
     machines = sorted({one_line(content["machine"]) for content in contents})
     shared = {**contents[0], "machine": "; ".join(machines)}
-    return Comparison(compare(results, strict=strict), results, shared)
+    timed = all("gpu" in content["machine"] for content in contents)
+    return Comparison(compare(results, strict=strict), results, shared, timed)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
@@ -115,7 +118,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
         "settings": settings,
         "recipes": rows_to_json(comparison.rows),
     }
-    write_json(folder / "results.json", content)
+    write_json(folder / COMPARED, content)
 
 
 def _losses(results: Sequence[RunResult]) -> bytes:

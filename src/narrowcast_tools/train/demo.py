@@ -17,7 +17,7 @@ from .picture import draw
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
-from .session import series
+from .session import COMPARED, series
 
 # Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
@@ -46,6 +46,12 @@ class Demo:
     config: TrainConfig
     corpus: Corpus
     parameters: int
+
+
+def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
+    """Return the settings for another number of steps, with a warmup and evaluations that fit into it."""
+    every = max(1, steps // 8)
+    return replace(config, steps=steps, warmup=max(0, steps // 6), eval_every=every, save_every=every)
 
 
 def check_recipes(config: TrainConfig, recipes: Sequence[str] = ALL_RECIPES) -> None:
@@ -123,7 +129,7 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
         "settings": settings,
         "runs": rows_to_json(demo.rows),
     }
-    write_json(folder / "results.json", content)
+    write_json(folder / COMPARED, content)
     write_bytes(folder / "loss.png", picture)
     if document is not None:
         _write_document(demo, facts, picture, command, document)

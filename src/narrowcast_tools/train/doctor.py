@@ -1,8 +1,12 @@
-"""``doctor``: formats that this machine runs natively or emulates, and the versions found."""
+"""The work of ``doctor``: formats that this machine runs natively or emulates, and the versions found.
+
+It needs no package of the extra ``train``, whose absence it reports.
+"""
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from json import dumps
 
 import torch
 
@@ -21,6 +25,7 @@ STANDINGS = {
     "not tried": "not tried",
 }
 PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
+ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]'"
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,27 @@ class Finding:
     broken: bool = False
 
 
+def doctor(json: bool) -> int:
+    """Run `narrowcast doctor`; return its exit code."""
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not json:  # one by one: the later ones take a while
+            print(f"{finding.subject:<12} {finding.text}", flush=True)
+    healthy = not any(finding.broken for finding in findings)
+    if json:
+        print(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        print(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
+    return 0 if healthy else 1
+
+
 def examine() -> Iterator[Finding]:
     """Yield the findings, quick ones first; each recipe is tried with a small forward and backward pass."""
     for name, text in versions().items():
         yield _torch(text) if name == "torch" else Finding(name, text)
     for name in PACKAGES:
-        yield Finding(name, installed(name) or "not installed")
+        yield Finding(name, installed(name) or ABSENT)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield Finding("device", _device(device))
     for capability, (names, standing) in GPUS.items():

@@ -7,7 +7,7 @@ from .config import TrainConfig
 from .data import Corpus
 from .machine import one_line
 from .progress import format_duration
-from .report import Row, markdown_table
+from .report import Row, judged, markdown_table, remarks
 
 
 def compose(
@@ -29,6 +29,12 @@ def compose(
     """
     model = config.model
     mode = "compiled" if config.compile else "eager"
+    timed = config.device != "cpu"
+    allowed = speed = ""
+    if judged(rows):
+        allowed = "`allowed` is the gap that counts as equal quality: 1% for FP8, 3% for 4 bits. "
+    if timed:
+        speed = "A token is a byte; its speed excludes evaluation and the first step. "
     total = format_duration(sum(row.seconds for row in rows))
     facts = (
         f"**Machine:** {one_line(machine)}.",
@@ -51,15 +57,14 @@ def compose(
             "With `--quick` the runs are shorter and need about a minute on two cores. Ctrl-C saves the current "
             "step and names the command that continues."
         ),
-        markdown_table(rows),
+        markdown_table(rows, timed=timed),
         _wrap(
             f"Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "
             f"{config.seq_len} bytes. `gap to bf16` compares it with the first row; below zero is better than bf16. "
-            "`allowed` is the gap that counts as equal quality: 1% for FP8, 3% for 4 bits. Tokens are bytes. Speed "
-            f"excludes evaluation and the first step; time includes everything. All runs took {total}."
+            f"{allowed}{speed}All runs took {total}."
         ),
         f"![Held-out loss per recipe and gap to bf16]({picture})",
-        _wrap(_remarks(rows, config)),
+        _wrap(_remarks(rows, timed=timed)),
         "\n".join(_wrap(f"- {fact}", indent="  ") for fact in facts),
     )
     return "\n\n".join(paragraphs) + "\n"
@@ -69,15 +74,10 @@ def _wrap(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 110, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _remarks(rows: Sequence[Row], config: TrainConfig) -> str:
+def _remarks(rows: Sequence[Row], *, timed: bool) -> str:
     missed = [row for row in rows if not row.within]
     verdict = "Every recipe met its allowed gap in this run."
     if missed:
         names = ", ".join(f"{row.title} ({row.gap_percent:+.2f}%)" for row in missed)
         verdict = f"Not every recipe met its allowed gap in this run: {names}."
-    if config.device == "cpu":
-        verdict += (
-            " A CPU has no low-precision matrix units. Every recipe quantizes as on an accelerator and multiplies "
-            "in higher precision, so the losses are representative and the speeds are not."
-        )
-    return verdict
+    return " ".join([*([verdict] if judged(rows) else []), *remarks(rows, timed=timed)])

@@ -16,7 +16,7 @@ from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .model import Decoder, Generation, rope_tables
 from .recipes import HEAD, build_recipe, recipe_table, set_recipes
-from .session import CHECKPOINTS
+from .session import CHECKPOINTS, COMPARED
 from .snapshot import MODEL, restore_model
 from .tokens import TOKENIZER, Tokens, load_tokens
 
@@ -92,9 +92,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         try:
             found, run = checkpoint.load_newest(path / CHECKPOINTS)[0], path
         except SettingsError as error:
-            raise SettingsError(
-                f"{path} holds no checkpoint that can be read; give the folder of a run"
-            ) from error
+            raise SettingsError(f"{path} {_without_checkpoint(path)}") from error
     settings = found.meta["settings"]
     model_settings = {
         field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings
@@ -123,6 +121,16 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
     model.to(device=device, dtype=torch.bfloat16).eval()
     return Trained(model, replace(config, compile=False), tokens, found.step)
+
+
+def _without_checkpoint(path: Path) -> str:
+    """Return why a folder has nothing to load, and what to give instead."""
+    runs = sorted(found.parent for found in path.glob(f"*/{CHECKPOINTS}"))
+    if runs:
+        return f"holds {len(runs)} runs; give the folder of one, such as {runs[-1]}"
+    if (path / COMPARED).exists():
+        return "holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
+    return "holds no checkpoint that can be read; give the folder of a run"
 
 
 @torch.no_grad()

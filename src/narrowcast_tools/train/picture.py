@@ -9,7 +9,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .report import BASELINE, Row
+from .report import BASELINE, Row, judged
 
 # Okabe and Ito's colors, told apart with every common color vision.
 COLORS = {
@@ -22,7 +22,7 @@ COLORS = {
     "mxfp6": "#56B4E9",
     "mxfp4": "#8C6D1F",
 }
-LIMIT_OF_TOLERANCE = 4 / 3  # the gaps of the first noisy evaluations may leave the panel
+LIMIT = 4 / 3  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = 
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
-    _style(axes, f"Held-out loss, nats per {unit}")
+    _style(axes, f"Held-out loss, nats per {unit}" + (", mean of the seeds" if _several(rows) else ""))
     for row, dashes in zip(rows, _dashes(rows)):
         steps, losses = zip(*row.held_out)
         wide = row.recipe == BASELINE
@@ -64,13 +64,16 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
             color=COLORS[row.recipe],
             label=label,
             linewidth=4.5 if wide else 1.6,
+            marker="o",
+            markersize=6 if wide else 2.5,
             alpha=0.25 if wide else 0.95,
         )
-        if len(row.seeds) > 1:
-            lowest, highest = zip(*row.losses)
-            axes.fill_between(steps, lowest, highest, color=COLORS[row.recipe], alpha=0.12, linewidth=0)
     legend = axes.legend(title="recipe and final loss", frameon=False, loc="upper right", alignment="left")
     legend.get_title().set_color("0.35")
+
+
+def _several(rows: Sequence[Row]) -> bool:
+    return any(len(row.seeds) > 1 for row in rows)
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
@@ -79,30 +82,38 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     _style(axes, "Gap to bf16 at the same step" + (" and seed" if several else "") + ", percent")
     last_step = baseline.held_out[-1][0]
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
-    limit = LIMIT_OF_TOLERANCE * max(tolerances, default=3.0)
-    for percent, grey in zip(tolerances, ("0.96", "0.91")):
-        axes.fill_between([0, last_step], -percent, percent, color=grey, zorder=0)
-        axes.text(0.01 * last_step, 0.015 * limit - percent, f"within {percent:g}%", color="0.45", size=8)
+    shown = [
+        *tolerances,
+        *(abs(gap) for row in rows for gap in row.gaps[-1][2:]),
+    ]  # ranges of the last step included
+    limit = LIMIT * max(shown, default=3.0)
+    for percent in tolerances if judged(rows) else ():
+        axes.hlines([-percent, percent], 0, last_step, color="#009E73", linewidth=1, linestyle="--")
+        axes.text(
+            0.01 * last_step, percent + 0.015 * limit, f"allowed: {percent:g}%", color="#007A5A", size=8
+        )
     axes.plot([0, last_step], [0, 0], color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
     ends = []
     for row, dashes in zip(rows, _dashes(rows)):
         steps, percents, lowest, highest = zip(*row.gaps)
         color = COLORS[row.recipe]
         if row is baseline:
-            axes.fill_between(steps, lowest, highest, color=color, alpha=0.14, linewidth=0)
+            if several:
+                label = "bf16's seeds around their mean"
+                axes.fill_between(steps, lowest, highest, color=color, alpha=0.1, linewidth=0, label=label)
             continue
         axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
         if len(row.seeds) > 1:  # bands of several recipes would hide each other
             beside = last_step * (1.015 + 0.012 * len(ends))
-            axes.plot(
-                [beside] * 2, [lowest[-1], highest[-1]], color=color, linewidth=2.5, solid_capstyle="butt"
-            )
+            axes.vlines(beside, lowest[-1], highest[-1], color=color, linewidth=2.5)
         ends.append((percents[-1], row))
     labels = 1.03
     if several:
         labels = 1.03 + 0.012 * len(ends)
-        told = "grey: bf16's seeds around their mean; bars: lowest to highest seed at the end"
-        axes.text(0.01 * last_step, 0.92 * limit, told, size=8, color="0.35")
+        axes.vlines(
+            [], 0, 0, color="0.35", linewidth=2.5, label="a recipe's lowest to highest seed, last step"
+        )
+        axes.legend(frameon=False, loc="upper left", fontsize=8)
     axes.set_ylim(-limit, limit)
     axes.set_xlim(0, last_step * (1.31 + labels - 1))
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])

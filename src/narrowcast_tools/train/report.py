@@ -5,12 +5,14 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from rich.table import Table
+from rich.text import Text
 
 from .history import RunResult
 from .progress import format_duration
 from .recipes import CHOICES
 
 BASELINE = "bf16"
+SHORTEST_JUDGED = 240  # steps; before, losses fall so fast that a gap says little about a recipe
 
 
 @dataclass(frozen=True)
@@ -127,45 +129,80 @@ def rows_to_json(rows: Sequence[Row]) -> list[dict]:
     return [{**asdict(row), "within": row.within} for row in rows]
 
 
-def cells(row: Row) -> list[str]:
-    """Return a row's texts: recipe, loss, gap, allowed gap, speed, time."""
-    if row.tolerance_percent is None:
-        gap, allowed = "-", "-"
-    else:
-        gap = f"{row.gap_percent:+.2f}%"
-        verdict = "met" if row.within else "missed"
-        if row.within and row.gap_percent > row.tolerance_percent:
-            verdict = "within bf16's seeds"
-        allowed = f"{row.tolerance_percent:g}%, {verdict}"
+def judged(rows: Sequence[Row]) -> bool:
+    """Return whether the runs are long enough to compare their gaps with what is allowed."""
+    return rows[0].held_out[-1][0] >= SHORTEST_JUDGED
+
+
+def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
+    """Return the texts of a table by heading.
+
+    Args:
+        timed: whether the runs' speed is a recipe's own: a CPU emulates the formats.
+    """
+    columns = {
+        "recipe": [row.title for row in rows],
+        "held-out loss": [_loss(row) for row in rows],
+        "gap to bf16": [_gap(row) for row in rows],
+    }
+    if judged(rows):
+        columns["allowed"] = [_allowed(row) for row in rows]
+    if timed:
+        columns["tokens/s"] = [f"{row.tokens_per_second:,.0f}" for row in rows]
+        columns["time"] = [format_duration(row.seconds) for row in rows]
+    return columns
+
+
+def _loss(row: Row) -> str:
     loss = f"{row.held_out_loss:.4f}"
-    if len(row.seeds) > 1:
-        loss += f" ({row.spread[0]:.4f} to {row.spread[1]:.4f})"
-    speed = f"{row.tokens_per_second:,.0f}"
-    return [row.title, loss, gap, allowed, speed, format_duration(row.seconds)]
+    return f"{loss} ({row.spread[0]:.4f} to {row.spread[1]:.4f})" if len(row.seeds) > 1 else loss
 
 
-HEADINGS = ["recipe", "held-out loss", "gap to bf16", "allowed", "tokens/s", "time"]
+def _gap(row: Row) -> str:
+    return "-" if row.tolerance_percent is None else f"{row.gap_percent:+.2f}%"
 
 
-def terminal_table(rows: Sequence[Row], unit: str = "byte") -> Table:
-    """Return the rows as a table for rich; a loss is per `unit`."""
+def _allowed(row: Row) -> str:
+    if row.tolerance_percent is None:
+        return "-"
+    verdict = "met" if row.within else "missed"
+    if row.within and row.gap_percent > row.tolerance_percent:
+        verdict = "within bf16's seeds"
+    return f"{row.tolerance_percent:g}%, {verdict}"
+
+
+def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
+    """Return what a table leaves out and why, a sentence each."""
+    said = []
+    if not judged(rows):
+        steps = rows[0].held_out[-1][0]
+        said.append(
+            f"{steps} steps are too few to judge a recipe by its gap; take {SHORTEST_JUDGED} or more."
+        )
+    if not timed:
+        said.append("A CPU emulates the formats: it shows the losses of a GPU, and not its speed.")
+    return said
+
+
+def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = True) -> Table:
+    """Return the rows as a table for rich; a loss is per `unit`, and `timed` as `columns` takes it."""
     seeds = max(len(row.seeds) for row in rows)
     title = f"held-out loss in nats per {unit}" + (
         f", mean of up to {seeds} seeds, lowest to highest" if seeds > 1 else ""
     )
     table = Table(title=title, title_justify="left")
-    for heading in HEADINGS:
+    texts = columns(rows, timed=timed)
+    for heading in texts:
         table.add_column(heading, justify="left" if heading in ("recipe", "allowed") else "right")
-    for row in rows:
-        color = None if row.tolerance_percent is None else "green" if row.within else "red"
-        texts = cells(row)
-        texts[2] = f"[{color}]{texts[2]}[/]" if color else texts[2]
-        table.add_row(*texts)
+    for row, line in zip(rows, zip(*texts.values())):
+        color = "green" if row.within else "red"
+        colored = row.tolerance_percent is not None and judged(rows)
+        table.add_row(*(Text(text, color if colored and text == _gap(row) else "") for text in line))
     return table
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "| --- | ---: | ---: | --- | ---: | ---: |"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
-    return "\n".join(lines)
+def markdown_table(rows: Sequence[Row], *, timed: bool = True) -> str:
+    """Return the rows as a Markdown table; `timed` as `columns` takes it."""
+    texts = columns(rows, timed=timed)
+    rules = ("---" if heading in ("recipe", "allowed") else "---:" for heading in texts)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (texts, rules, *zip(*texts.values())))

@@ -26,6 +26,7 @@ from .ranks import ALONE, Ranks
 from .tokens import TOKENIZER
 
 RESULT = "result.json"
+COMPARED = "results.json"  # of a comparison
 CHECKPOINTS = "checkpoints"
 BOARD = "tensorboard"
 

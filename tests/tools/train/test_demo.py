@@ -10,7 +10,14 @@ import pytest
 from narrowcast_tools.train import demo as demos
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.data import Corpus
-from narrowcast_tools.train.demo import ALL_RECIPES, CONFIG, check_recipes, run_demo, write_results
+from narrowcast_tools.train.demo import (
+    ALL_RECIPES,
+    CONFIG,
+    check_recipes,
+    run_demo,
+    with_steps,
+    write_results,
+)
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.progress import Progress
 
@@ -54,3 +61,11 @@ def test_recipes_are_checked_before_the_first_step(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SettingsError):
         check_recipes(CONFIG)
     assert asked == list(ALL_RECIPES)
+
+
+def test_the_schedule_fits_into_the_steps() -> None:
+    assert with_steps(CONFIG, CONFIG.steps) == CONFIG
+    short = with_steps(CONFIG, 30)
+    assert short.warmup < short.steps / 4 and short.eval_every == 3
+    with pytest.raises(SettingsError, match="--steps is 0"):
+        with_steps(CONFIG, 0)

@@ -156,6 +156,22 @@ def test_a_checkpoint_by_its_folder_and_a_damaged_one(trained_run: Path) -> None
         load_trained(trained_run, device="cpu")
 
 
+def test_a_comparison_is_told_from_a_run(trained_run: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        shutil.copytree(trained_run, tmp_path / "series" / f"bf16-{seed}")
+    with pytest.raises(
+        SettingsError, match=r"series holds 2 runs; give the folder of one, such as .*bf16-1$"
+    ):
+        load_trained(tmp_path / "series", device="cpu")
+    compared = tmp_path / "compared"
+    compared.mkdir()
+    (compared / "results.json").write_text("{}")
+    with pytest.raises(
+        SettingsError, match=r"holds a comparison and no checkpoint; give the folder of a run"
+    ):
+        load_trained(compared, device="cpu")
+
+
 def test_text_comes_as_it_is_made(trained_run: Path) -> None:
     trained = load_trained(trained_run, device="cpu", recipe="bf16")
     answered = Answer(trained, "3 bottles", 5, samples=1)

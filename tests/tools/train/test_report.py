@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +19,15 @@ from narrowcast_tools.train.document import compose
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
 from narrowcast_tools.train.picture import draw, spread
-from narrowcast_tools.train.report import Row, cells, compare, markdown_table, rows_to_json, terminal_table
+from narrowcast_tools.train.report import (
+    Row,
+    columns,
+    compare,
+    markdown_table,
+    remarks,
+    rows_to_json,
+    terminal_table,
+)
 
 FACTS = {
     "cpu": "Some CPU",
@@ -31,9 +40,19 @@ FACTS = {
 }
 
 
-def result(recipe: str, loss: float) -> RunResult:
-    held_out = [(0, 5.545), (10, 3.0), (20, loss)]
-    return RunResult(recipe, History([5.0] * 20, held_out), 20, 1000, Pace(12345.6), 61.0)
+def result(recipe: str, loss: float, steps: int = 240) -> RunResult:
+    held_out = [(0, 5.545), (10, 3.0), (steps, loss)]
+    return RunResult(recipe, History([5.0] * steps, held_out), steps, 1000, Pace(12345.6), 61.0)
+
+
+def figures(run: Callable[[], object]) -> list[Figure]:
+    """Return the figures that a function saves."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+        run()
+    return drawn
 
 
 @pytest.fixture
@@ -70,7 +89,8 @@ def test_seeds_are_one_row() -> None:
     assert [row.tolerance_percent for row in several] == [None, 0.5, 1.5]
     assert [row.within for row in several] == [True, True, False]
     assert several[1].gap_percent > 0.5, "met by the spread of bf16's seeds"
-    assert cells(several[1])[1:4] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "0.5%, within bf16's seeds"]
+    shown = [texts[1] for texts in columns(several, timed=False).values()]
+    assert shown[1:] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "0.5%, within bf16's seeds"]
     assert draw(several, subtitle="seeds").startswith(b"\x89PNG")
 
 
@@ -84,6 +104,31 @@ def test_terminal_table(rows: list[Row]) -> None:
     assert "1%, missed" in console.file.getvalue()
 
 
+def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None:
+    short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
+    assert list(columns(short, timed=False)) == ["recipe", "held-out loss", "gap to bf16"]
+    assert remarks(short, timed=False) == [
+        "30 steps are too few to judge a recipe by its gap; take 240 or more.",
+        "A CPU emulates the formats: it shows the losses of a GPU, and not its speed.",
+    ]
+    assert remarks(compare([result("bf16", 2.0)]), timed=True) == []
+    drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
+    assert not any("allowed" in text.get_text() for text in drawn.texts)
+
+
+def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
+    """The range of bf16's seeds left the panel, gray on the gray of the allowed gap."""
+    runs = [("bf16", 0, 2.0), ("bf16", 1, 2.2), ("nvfp4", 0, 2.3), ("nvfp4", 1, 2.2)]
+    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    gaps = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[1]
+    low, high = gaps.get_ylim()
+    assert low < min(row.gaps[-1][2] for row in rows) and high > max(row.gaps[-1][3] for row in rows) > 14
+    assert [text.get_text() for text in gaps.get_legend().get_texts()] == [
+        "bf16's seeds around their mean",
+        "a recipe's lowest to highest seed, last step",
+    ]
+
+
 def test_markdown_table(rows: list[Row]) -> None:
     lines = markdown_table(rows).splitlines()
     assert len(lines) == 2 + len(rows)
@@ -95,7 +140,7 @@ def test_json_is_plain(rows: list[Row]) -> None:
     read = json.loads(json.dumps(rows_to_json(rows)))
     assert read[1]["recipe"] == "current"
     assert read[1]["within"] is True
-    assert read[1]["held_out"] == [[0, 5.545], [10, 3.0], [20, 2.01]]
+    assert read[1]["held_out"] == [[0, 5.545], [10, 3.0], [240, 2.01]]
 
 
 def test_the_picture_is_a_png_of_readable_size(rows: list[Row]) -> None:
@@ -106,14 +151,11 @@ def test_the_picture_is_a_png_of_readable_size(rows: list[Row]) -> None:
     assert height >= 500
 
 
-def test_no_leader_line_strikes_through_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_leader_line_strikes_through_a_label() -> None:
     """Losses as close as those of the demo: the labels are moved far from the ends of their curves."""
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
     names = ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
-    draw(compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)]), subtitle="close")
-    gaps = drawn[0].axes[1]
+    close = compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)])
+    gaps = figures(lambda: draw(close, subtitle="close"))[0].axes[1]
     labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
     assert len(labels) == 5
     left = min(Text.get_window_extent(label).x0 for label in labels)
@@ -160,7 +202,7 @@ def test_the_page_names_machine_command_and_misses(
     ):
         assert part in page
     assert "Not every recipe met its allowed gap in this run: MXFP8 (+5.00%)." in page
-    assert markdown_table(rows) in page
+    assert markdown_table(rows, timed=False) in page
     assert max(map(len, page.splitlines())) <= 110
     assert "\n- **Machine:** " in page
     assert "Every recipe met its allowed gap in this run." in compose(rows[:2], **arguments)
