@@ -35,6 +35,8 @@ from .report import Row, remarks, terminal_table
 from .session import COMPARED, run_in, series
 from .tokens import TOKENIZER, load_tokens
 
+MOST_SEEDS = 1000
+
 
 def train(
     context: typer.Context,
@@ -60,7 +62,7 @@ def train(
     **settings: Any,
 ) -> None:
     """Run `narrowcast train`: one run, or one for each recipe and seed and their comparison."""
-    given = dict(context.params)
+    given, seeds = dict(context.params), _count(seeds)
     start = find_preset(preset)
     shape = start.model if init == RANDOM else shape_of(Path(init), start.model)
     if tokenizer is None and init != RANDOM and (Path(init) / TOKENIZER).exists():
@@ -96,7 +98,7 @@ def train(
         config, choice = automatic.choose(config, alone=parallel is None)
         recipes = [config.recipe]
     check_recipes(config, recipes)
-    configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(_count(seeds))]
+    configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(seeds)]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
@@ -133,8 +135,10 @@ def _taken(given: dict[str, object], settings: object) -> dict[str, object]:
 
 
 def _count(seeds: int) -> int:
-    if seeds < 1:
-        raise SettingsError(f"--seeds is {seeds}; it must be at least 1")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise SettingsError(
+            f"--seeds is {seeds}, the runs to compare per recipe; it must be at least 1 and at most {MOST_SEEDS}"
+        )
     return seeds
 
 
