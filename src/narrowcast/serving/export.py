@@ -6,10 +6,15 @@ written, so the served model is the one that was evaluated, and no quantization 
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,17 +22,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._checks import path as path_given
+from .. import _checks
 from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..recipe import Recipe
 from .formats import compressed_tensors_config, fine_grained_config
+from .load import INDEX
 from .served import ExportedWeight, Served
-from .weights import checked
+from .together import Together
+from .weights import checked, together_of
+
+FILE_BYTES = 5 * 10**9
+"""Of the tensors in one file, and so of those that are made before they are written."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of :func:`export`.
+    """The result of :func:`export`, the same on every rank.
 
     Attributes:
         bytes: bytes of all tensors.
@@ -66,10 +76,12 @@ def export(
     ``config.json`` holds only the ``quantization_config``. A tied tensor is written once, under the name that
     Transformers keeps; in other models under its first name. Tied weights, transposed weights, and layers without a
     recipe stay in high precision; the config and the result list them. The tensors are those of
-    :func:`narrowcast.serving.weights`.
+    :func:`narrowcast.serving.weights`. More than 5 GB are several files with an index.
+
+    All ranks that share the model's parameters call it. One of them writes, and an error on one ends the call on all.
 
     Args:
-        path: a folder that does not exist yet, or is empty; it appears when it is complete.
+        path: a folder that does not exist yet, or is empty; it appears at once, when it is complete.
         format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8, NVFP4 or MXFP4, by
             the recipe or as stored), "mxfp8", "nvfp4" or "mxfp4" (compressed-tensors of this format),
             "fp8-static" (delayed scaling, with the scales of inputs), or "bf16" (no quantization).
@@ -87,23 +99,25 @@ def export(
             on the meta device; ``merge`` is unknown, or missing for a model with adapters.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
+        RuntimeError: another rank raised one of these.
     """
-    path_given("path", path)
-    given, model = model, _without_adapters(model, merge)
-    served, path = checked(model, format, recipe, dtype), Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
-    _safetensors()
-    state = _unshared(served)
-    config = None
-    if served.kind.fine_grained:
-        config = fine_grained_config(served.kept)
-    elif served.kind.weights:
-        config = compressed_tensors_config(served.modules, served.kept)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    exported = Exported(path, format, tuple(served.weights), size, served.plain_bytes())
-    _write(model, path, state, served.aliases, config, given if merge == "beside" else None)
-    return exported
+    _checks.path("path", path)
+    _checks.module("model", model)
+    path, together = Path(path), together_of(model)
+    with together.step():
+        if together.first and path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
+        _safetensors()
+        base = _without_adapters(model, merge)
+        served = checked(base, format, recipe, dtype, together)
+    with _folder_for(path, together) as folder:
+        size = _write_tensors(folder, served, together)
+        with together.step():
+            if folder is not None:
+                _write_config(folder, base, served)
+                if merge == "beside":
+                    model.save_pretrained(folder / "adapter")  # type: ignore[operator]
+    return Exported(path, format, tuple(served.weights), size, served.plain_bytes())
 
 
 def _without_adapters(model: Any, merge: str | None) -> Any:
@@ -131,49 +145,113 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def _unshared(served: Served) -> dict[str, Tensor]:
-    """Return the served tensors, those that share memory copied: safetensors writes none that do."""
+@contextmanager
+def _folder_for(path: Path, together: Together) -> Iterator[Path | None]:
+    """Yield a folder beside ``path`` that gets its name at the end, on the one rank that writes; None on others.
+
+    Raises:
+        FileExistsError: another process has written ``path`` meanwhile.
+    """
+    folder: Path | None = None
+    try:
+        with together.step():
+            if together.first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        yield folder
+        with together.step():
+            if folder is not None:
+                folder.chmod(0o755)
+                for written in (*folder.rglob("*"), folder):
+                    _force_to_disk(written)
+                try:
+                    folder.replace(path)
+                except OSError as error:
+                    if path.exists():
+                        raise FileExistsError(
+                            f"another process has written {path} meanwhile; where every rank has the whole model, call "
+                            "export on one"
+                        ) from error
+                    raise
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _force_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_tensors(folder: Path | None, served: Served, together: Together) -> int:
+    """Write the tensors, and the index of several files; return their bytes."""
+    # as safetensors.torch.save_model tells which names it left out
+    metadata = {"format": "pt", **served.aliases}
+    files: list[list[str]] = []
+    total = 0
+    for tensors in _in_files(served):
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        files.append(list(tensors))
+        with together.step():
+            if folder is not None:
+                _safetensors().save_file(_unshared(tensors), folder / f"{len(files)}.part", metadata)
+    with together.step():
+        if folder is not None:
+            names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+            if len(files) == 1:
+                names = ["model.safetensors"]
+            for i, name in enumerate(names):
+                (folder / f"{i + 1}.part").rename(folder / name)
+            if len(files) > 1:
+                weight_map = {key: name for keys, name in zip(files, names) for key in keys}
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _in_files(served: Served) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each file, on the CPU."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in served:
+        if tensors and size + tensor.nbytes > FILE_BYTES:
+            yield tensors
+            tensors, size = {}, 0
+        tensors[name] = tensor.cpu()
+        size += tensor.nbytes
+    yield tensors
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors, those that share memory copied: safetensors writes none that do."""
     state: dict[str, Tensor] = {}
     storages = set()
-    for name, tensor in served:
+    for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
         state[name] = tensor.clone() if tensor.numel() and storage in storages else tensor
         storages.add(storage)
     return state
 
 
-def _write(
-    model: Any,
-    path: Path,
-    state: dict[str, Tensor],
-    aliases: dict[str, str],
-    config: dict[str, Any] | None,
-    adapters: Any,
-) -> None:
-    """Write a folder beside ``path`` and give it its name when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        if hasattr(model, "save_pretrained"):
-            # the names are the checkpoint's already
-            model.save_pretrained(folder, state_dict=state, save_original_format=False)
-        else:
-            # as safetensors.torch.save_model tells which names it left out
-            _safetensors().save_file(
-                state, folder / "model.safetensors", metadata={"format": "pt", **aliases}
-            )
-        file = folder / "config.json"
-        content = json.loads(file.read_text()) if file.exists() else {}
-        content.pop("quantization_config", None)
-        if config is not None:
-            content["quantization_config"] = config
-        file.write_text(json.dumps(content, indent=2) + "\n")
-        if adapters is not None:
-            adapters.save_pretrained(folder / "adapter")
-        folder.chmod(0o755)
-        if path.exists():
-            path.rmdir()
-        folder.rename(path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+def _write_config(folder: Path, model: Any, served: Served) -> None:
+    """Write what a model of Transformers says of itself, and how its weights are quantized."""
+    if hasattr(model, "save_pretrained"):
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        if model.is_remote_code():
+            sys.modules["transformers.dynamic_module_utils"].custom_object_save(model, folder, config=config)
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content.pop("quantization_config", None)
+    if served.kind.fine_grained:
+        content["quantization_config"] = fine_grained_config(served.kept)
+    elif served.kind.weights:
+        content["quantization_config"] = compressed_tensors_config(served.modules, served.kept)
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -30,6 +30,7 @@ from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat,
 from .matrices import input_scale, packed, shape_of
 from .names import CheckpointNames
 from .shards import plain
+from .together import ALONE, Together
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Served:
         format: a key of :data:`CHECKPOINT_FORMATS`.
         recipe: instead of the recipes of layers that have one.
         dtype: of tensors in high precision; None leaves each in its own.
+        together: the processes that end together if one cannot go on.
 
     Attributes:
         weights: every GEMM weight of the model, with its format or the reason why it has none.
@@ -80,9 +82,15 @@ class Served:
     """
 
     def __init__(
-        self, model: nn.Module, format: str, recipe: Recipe | None, dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        format: str,
+        recipe: Recipe | None,
+        dtype: torch.dtype | None,
+        together: Together = ALONE,
     ) -> None:
         self.kind, self.format, self.recipe = CHECKPOINT_FORMATS[format], format, recipe
+        self._together = together
         self.dtype = torch.bfloat16 if format == "bf16" and dtype is None else dtype
         self.state, self.aliases = _each_once(_state(model))
         self.names = CheckpointNames(model, self.state)

@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.sharded_weight import ShardedWeight
 from ..formats import cdiv, round_up
-from ..functional.collectives import gather_rows, group_name, largest_of, smallest_of
+from ..functional.collectives import gather_rows, group_name, largest_of, registered_name, smallest_of
 from ..layers import Stage
-from ..layers.described import ParameterRecord
+from ..layers.described import ParameterRecord, describe_parameters
 from ..quantizers import Operand
 from ..reference.layout import bytes_of_rows
 from ..tensors import GroupedTensor, grouped_storage_of, local
+from ..upstream.c10d import group_named
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
 
@@ -132,6 +133,18 @@ def plain(value: Any, record: ParameterRecord | None) -> Tensor:
 
 def _decoded(value: Any) -> Tensor:
     return value.dequantize() if hasattr(value, "_quantizer") or isinstance(value, GroupedTensor) else value
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    """Return the process groups that share parameters of a model, each once, in the order of the parameters."""
+    found: dict[str, Any] = {}
+    for record in describe_parameters(model).values():
+        if record.mesh is not None:
+            dims = [dim for dim in range(record.mesh.ndim) if record.mesh.size(dim) > 1]
+            found |= {record.mesh.get_group(dim).group_name: record.mesh.get_group(dim) for dim in dims}
+        names = [registered_name(split.group) for split in record.splits]
+        found |= {name: group_named(name) for name in names if name not in found}
+    return list(found.values())
 
 
 def split_of(layer: Any, stage: Stage) -> Split | None:

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from .. import _checks
 from ..recipe import Recipe
 from ..state import checked_recipe
+from ..upstream.fsdp import reshard
 from .formats import CHECKPOINT_FORMATS
 from .served import Served
+from .shards import groups_of
+from .together import ALONE, Together
 
 
 def weights(
@@ -50,16 +53,31 @@ def weights(
     return iter(checked(model, format, recipe, dtype))
 
 
-def checked(model: nn.Module, format: str, recipe: Recipe | str | None, dtype: torch.dtype | None) -> Served:
+def together_of(model: nn.Module) -> Together:
+    """Return the processes that share a model's parameters; all of them call this."""
+    reshard(model)
+    return Together(groups_of(model))
+
+
+def checked(
+    model: nn.Module,
+    format: str,
+    recipe: Recipe | str | None,
+    dtype: torch.dtype | None,
+    together: Together = ALONE,
+) -> Served:
     """Return the served tensors of a model.
 
+    Args:
+        together: the processes that make them together, and end together if one cannot; else each ends alone.
     Raises:
         TypeError, ValueError: as for :func:`weights`.
     """
     _checks.module("model", model)
+    reshard(model)
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values to export")
-    return Served(model, format, checked_recipe(recipe, "export"), dtype)
+    return Served(model, format, checked_recipe(recipe, "export"), dtype, together)
