@@ -135,7 +135,7 @@ Args:
     left, right: the buffers of that direction, as ``rowwise_operand`` or ``columnwise_operand`` of a storage give them.
     bias: (columns,) or None.
     dtype: bf16, fp16 or fp32.
-    fast_accumulation: let per-tensor FP8 accumulate in the tensor cores' short registers; ignored elsewhere.
+    fast_accumulation: let FP8 with scales of tensors or rows accumulate in the tensor cores' short registers.
     emulate: on a GPU, decode and multiply in bf16 or fp32.
 
 Returns:
@@ -305,7 +305,7 @@ def multiply_native(
     if "row" in (a.scaling, b.scaling):
         fused = _library_multiplies_rows(a, b, dtype)
         if fused:
-            product = _multiply_by_rows(a, b, bias, dtype)
+            product = _multiply_by_rows(a, b, bias, dtype, fast_accumulation)
         else:
             kernel = numerics_for(a.data).batch_invariant.multiply_codes
             product = kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
@@ -362,7 +362,9 @@ def _library_multiplies_rows(a: NativeOperand, b: NativeOperand, dtype: torch.dt
     return dtype == torch.bfloat16 and a.data.shape[1] % 16 == 0 and b.data.shape[0] % 16 == 0
 
 
-def _multiply_by_rows(a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _multiply_by_rows(
+    a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool
+) -> Tensor:
     """A scale per row, repeated where there is one: in these sizes the GEMM that Transformers runs, with its bits."""
     left, right = (one.scale.view(-1, 1).expand(one.data.shape[0], 1).contiguous() for one in (a, b))
     return scaled_mm(
@@ -372,7 +374,7 @@ def _multiply_by_rows(a: NativeOperand, b: NativeOperand, bias: Tensor | None, d
         right.t(),
         bias=None if bias is None else bias.to(dtype),
         out_dtype=dtype,
-        use_fast_accum=False,
+        use_fast_accum=fast_accumulation,
     )
 
 

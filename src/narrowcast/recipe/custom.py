@@ -12,6 +12,7 @@ from ..roles import QuantizerRole
 from .base import (
     BackwardOverride,
     Format,
+    MMParams,
     Mode,
     Recipe,
     SavedActivations,
@@ -31,6 +32,7 @@ class CustomRecipe(Recipe):
         qfactory: called with a :class:`QuantizerRole`, returns a quantizer for that tensor.
         fp8_format: for delayed-scaling requests.
         quantization_alignment: row multiple for grouped GEMMs, positive.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation per GEMM.
     Raises:
         ValueError: the factory is not callable, the alignment is not positive, or, at the first use of a role, the
             factory returns None.
@@ -47,6 +49,9 @@ class CustomRecipe(Recipe):
     fp8_mha: bool = False
     backward_override: BackwardOverride = None
     quantization_alignment: int = field(default_factory=lambda: 128)
+    fp8_gemm_fprop: MMParams = field(default_factory=lambda: MMParams(False))
+    fp8_gemm_dgrad: MMParams = field(default_factory=lambda: MMParams(True))
+    fp8_gemm_wgrad: MMParams = field(default_factory=lambda: MMParams(True))
     emulate: bool = flag_field("EMULATE")
     saved_activations: SavedActivations = None
 

@@ -24,7 +24,7 @@ from ..quantizers import (
     IdentityQuantizer,
     Quantizer,
 )
-from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe, DelayedScaling, Recipe
+from ..recipe import BACKWARD_TENSOR_TYPES, CustomRecipe, DelayedScaling, MMParams, Recipe
 from ..roles import QuantizerRole
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -144,5 +144,5 @@ def forward_like(
     recipes: dict[bool, Recipe] = {}
     for grouped in (False, True):
         decodes = engine in (DECODING, WEIGHT_ONLY) or (by_row and grouped) if emulate is None else emulate
-        recipes[grouped] = CustomRecipe(qfactory=factory, emulate=decodes)
+        recipes[grouped] = CustomRecipe(qfactory=factory, fp8_gemm_fprop=MMParams(True), emulate=decodes)
     return set_recipe(model, {name: recipes[is_grouped] for name, is_grouped in names.items()})
