@@ -48,4 +48,6 @@ def kinds(names: Iterable[str]) -> list[Any]:
 MORE_FORMATS: dict[str, nc.recipe.Recipe] = {
     "mxfp6": nc.recipe.MXFP6BlockScaling(emulate=EMULATE),
     "mxfp4": nc.recipe.MXFP4BlockScaling(emulate=EMULATE),
+    "rowwise": nc.recipe.Float8RowwiseScaling(),
+    "rowwise_with_gw_hp": nc.recipe.Float8RowwiseScaling(high_precision_wgrad=True),
 }

@@ -17,6 +17,7 @@ from narrowcast.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     MMParams,
     MXFP4BlockScaling,
@@ -33,6 +34,7 @@ E4M3, E5M2 = nc.DType.kFloat8E4M3, nc.DType.kFloat8E5M2
 FAST, SPLIT = MMParams(False), MMParams(True)
 PLAIN = QParams()
 POWER_2 = QParams(power_2_scale=True)
+POWER_2_FROM = QParams(power_2_scale=True, amax_epsilon=1e-12)
 
 
 def identity_factory(role: nc.QuantizerRole) -> nc.Quantizer:
@@ -56,6 +58,7 @@ def make(kind: type[Recipe], **fields: Any) -> Recipe:
 KINDS = [
     DelayedScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     Float8BlockScaling,
     NVFP4BlockScaling,
@@ -82,6 +85,18 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "fp8_quant_fwd_inp": PLAIN,
         "fp8_quant_fwd_weight": PLAIN,
         "fp8_quant_bwd_grad": PLAIN,
+        "fp8_gemm_fprop": FAST,
+        "fp8_gemm_dgrad": SPLIT,
+        "fp8_gemm_wgrad": SPLIT,
+        **COMMON,
+    },
+    Float8RowwiseScaling: {
+        "use_power_2_scales": True,
+        "high_precision_wgrad": False,
+        "fp8_format": Format.E4M3,
+        "fp8_quant_fwd_inp": POWER_2_FROM,
+        "fp8_quant_fwd_weight": POWER_2_FROM,
+        "fp8_quant_bwd_grad": POWER_2_FROM,
         "fp8_gemm_fprop": FAST,
         "fp8_gemm_dgrad": SPLIT,
         "fp8_gemm_wgrad": SPLIT,
@@ -148,6 +163,9 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         **ATTENTION,
         "backward_override": None,
         "quantization_alignment": 128,
+        "fp8_gemm_fprop": FAST,
+        "fp8_gemm_dgrad": SPLIT,
+        "fp8_gemm_wgrad": SPLIT,
         "emulate": False,
         "saved_activations": None,
     },
@@ -220,6 +238,7 @@ def test_alignment_of_grouped_rows() -> None:
     assert sizes == {
         DelayedScaling: 16,
         Float8CurrentScaling: 16,
+        Float8RowwiseScaling: 16,
         MXFP8BlockScaling: 32,
         MXFP6BlockScaling: 32,
         MXFP4BlockScaling: 32,
@@ -236,7 +255,8 @@ def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:
 
 
 @pytest.mark.parametrize(
-    "kind", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling]
+    "kind",
+    [DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling, Float8BlockScaling],
 )
 @pytest.mark.parametrize("fp8_format, backward", [(Format.E4M3, E4M3), (Format.HYBRID, E5M2)], ids=str)
 def test_element_types_follow_the_format(kind: type[Recipe], fp8_format: Format, backward: nc.DType) -> None:
@@ -399,6 +419,7 @@ CHANGES: dict[type[Recipe], list[dict[str, Any]]] = {
         {"fp8_gemm_fprop": SPLIT},
         {"backward_override": "dequantized"},
     ],
+    Float8RowwiseScaling: [{"use_power_2_scales": False}, {"high_precision_wgrad": True}],
     MXFP8BlockScaling: [{"fp8_format": Format.HYBRID}, {"enable_2d_quantization": True}],
     MXFP6BlockScaling: [{"forward_format": Format.E3M2}, {"enable_2d_quantization": True}],
     MXFP4BlockScaling: [{"enable_2d_quantization": True}, {"backward_override": "dequantized"}],
@@ -681,7 +702,8 @@ def test_every_recipe_has_a_name() -> None:
         assert nc.recipe.recipe_from_name(name) == cls()
     assert nc.recipe.recipe_from_name("nvfp4", emulate=True) == NVFP4BlockScaling(emulate=True)
     assert nc.recipe.recipe_from_name("tensorwise") == Float8CurrentScaling()
-    assert nc.recipe.recipe_from_name("rowwise") == Float8BlockScaling()
+    with_bf16_wgrad = Float8RowwiseScaling(high_precision_wgrad=True, emulate=True)
+    assert nc.recipe.recipe_from_name("rowwise_with_gw_hp", emulate=True) == with_bf16_wgrad
 
 
 def test_a_recipe_is_taken_by_name_wherever_one_goes() -> None:
@@ -702,9 +724,9 @@ def test_a_recipe_is_taken_by_name_wherever_one_goes() -> None:
     assert list(nc.get_recipes(model).values()) == [Float8CurrentScaling(), Float8BlockScaling()]
     nc.set_recipe(model, "delayed")
     assert set(nc.get_recipes(model).values()) == {DelayedScaling()}
-    table = '{"": "nvfp4", "1": {"type": "rowwise", "emulate": true}, "0": null}'
+    table = '{"": "nvfp4", "1": {"type": "tensorwise", "emulate": true}, "0": null}'
     nc.set_recipe(model, table)
-    assert list(nc.get_recipes(model).values()) == [None, Float8BlockScaling(emulate=True)]
+    assert list(nc.get_recipes(model).values()) == [None, Float8CurrentScaling(emulate=True)]
 
 
 def test_a_recipe_is_taken_by_name_in_compiled_code() -> None:

@@ -1,4 +1,4 @@
-"""FP8 rows and groups by the rules of engines: the kernel against the reference, byte for byte."""
+"""FP8 rows and groups by the rules of training and engines: the kernel against the reference, byte for byte."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def test_equal_to_the_reference(shape: tuple[int, ...], rule: str, device: torch
     for i, (group, alignment, epsilon, smallest) in enumerate(bounds):
         kind, dtype = KINDS[(at + i) % len(KINDS)], DTYPES[(at + i) % 3]
         options = {"fmt": E5M2 if dtype == torch.float16 else E4M3, "rule": rule, "epsilon": epsilon}
+        smallest = 0.0 if rule in reference.TRAINING_RULES else smallest
         options |= {"smallest": smallest, "group": group, "alignment": alignment}
         compare(
             functools.partial(kernels.float8_rows.quantize, **options),
@@ -47,6 +48,21 @@ def test_rows_beside_each_other_in_memory(dtype: torch.dtype, device: torch.devi
         options = {"fmt": E4M3, "rule": "divide", "group": group}
         made, expected = (kernels.float8_rows.quantize(one, **options) for one in (x, x.contiguous()))
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(made, expected))
+
+
+@pytest.mark.parametrize("rule", reference.TRAINING_RULES)
+@pytest.mark.parametrize("shape", [(7, 33), (0, 8), (1025, 7), (2, 512, 256), (1026, 130)], ids=str)
+def test_both_directions_equal_the_reference(shape: tuple[int, ...], rule: str, device: torch.device) -> None:
+    for i, kind in enumerate(KINDS):
+        dtype = DTYPES[i % 3]
+        options = {"fmt": E5M2 if dtype == torch.float16 else E4M3, "rule": rule, "epsilon": 1e-12 * (i % 2)}
+        compare(
+            functools.partial(kernels.float8_rows.quantize_both, **options),
+            functools.partial(reference.quantize_both, **options),
+            make(kind, shape, dtype),
+            device,
+            f"{rule}, {kind}",
+        )
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from recipes import DEVICE, MORE_FORMATS
 import narrowcast as nc
 from narrowcast import ops
 from narrowcast.recipe import linear_plan
+from narrowcast.tensors import Float8RowsTensor
 
 each_recipe = pytest.mark.parametrize("name", MORE_FORMATS)
 
@@ -62,7 +63,7 @@ def test_backward_override(name: str, override: str) -> None:
     compare_compiled(make_linear(), 100, recipe)
 
 
-@each_recipe
+@pytest.mark.parametrize("name", ["mxfp6", "mxfp4"])
 def test_tiles_of_weights(name: str) -> None:
     recipe = dataclasses.replace(MORE_FORMATS[name], enable_2d_quantization=True)  # type: ignore[type-var]
     layer, x = make_linear(64, 96), make_input(64)
@@ -78,8 +79,8 @@ def test_quantized_weights(name: str) -> None:
     recipe = MORE_FORMATS[name]
     with nc.quantized_model_init(recipe=recipe):
         layer = make_linear()
-    kinds = {"mxfp6": nc.MXFP6Tensor, "mxfp4": nc.MXFP4Tensor}
-    assert type(layer.weight) is kinds[name]
+    kinds = {"mxfp6": nc.MXFP6Tensor, "mxfp4": nc.MXFP4Tensor, "rowwise": Float8RowsTensor}
+    assert type(layer.weight) is kinds.get(name, nc.HybridQuantizedTensor)
     assert_same(step(layer, make_input(100), recipe), step(make_linear(), make_input(100), recipe))
 
 
@@ -122,7 +123,7 @@ def test_grouped_linear(name: str) -> None:
         assert torch.equal(y[part].detach(), results["out0"]) and torch.equal(dx[part], results["d input"])
 
 
-@each_recipe
+@pytest.mark.parametrize("name", ["mxfp6", "mxfp4", "rowwise"])
 def test_a_hybrid_half(name: str) -> None:
     weight = MORE_FORMATS[name].make_quantizer("weight", 0)
     x = torch.randn(33, 50).bfloat16()
@@ -141,3 +142,34 @@ def test_nvfp4_with_four_over_six_and_stochastic_gradients(choice: str) -> None:
     plan = linear_plan(recipe, "", True, True, module_type="linear")
     assert plan.grad_output.stochastic and not (plan.input.stochastic or plan.weight.stochastic)
     compare_compiled(make_linear(), 100, recipe, steps=1)
+
+
+@pytest.mark.parametrize("sizes", [(7, 33, 50), (1, 1, 16), (16, 16, 16)], ids=str)
+def test_rowwise_scales_each_gemm_along_its_contraction(sizes: tuple[int, int, int]) -> None:
+    """The formula of torchao's recipe, written out: a power of two for every row of both operands of each GEMM."""
+    tokens, inputs, outputs = sizes
+    torch.manual_seed(4)
+    layer = nc.Linear(inputs, outputs, bias=False, device="cpu", recipe="rowwise")
+    x = (torch.randn(tokens, inputs) * torch.logspace(-3, 2, tokens)[:, None]).requires_grad_()
+    dy = torch.randn(tokens, outputs) * torch.logspace(-5, 1, outputs)
+
+    def rounded(matrix: torch.Tensor) -> torch.Tensor:
+        amax = matrix.detach().double().abs().amax(1, keepdim=True).clamp(min=1e-12)
+        scale = torch.exp2(torch.floor(torch.log2(448 / amax))).float()
+        return (matrix * scale).to(torch.float8_e4m3fn).float() / scale
+
+    w = layer.weight.detach()
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    torch.testing.assert_close(y, rounded(x) @ rounded(w).t())
+    torch.testing.assert_close(x.grad, rounded(dy) @ rounded(w.t()).t())
+    torch.testing.assert_close(layer.weight.grad, rounded(dy.t()) @ rounded(x.t()).t())
+
+
+def test_rowwise_with_gw_hp_keeps_the_gradient_of_the_weight() -> None:
+    torch.manual_seed(4)
+    layer = nc.Linear(33, 50, bias=False, device="cpu", recipe="rowwise_with_gw_hp")
+    x, dy = torch.randn(7, 33), torch.randn(7, 50)
+    layer(x).backward(dy)
+    torch.testing.assert_close(layer.weight.grad, dy.t() @ x)

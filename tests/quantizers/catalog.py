@@ -34,6 +34,7 @@ VARIANTS: dict[str, nc.Quantizer] = {
         E5M2, rowwise=True, columnwise=True, force_pow_2_scales=False, amax_epsilon=0.25
     ),
     "rows": Float8RowsQuantizer(E4M3, rule="reciprocal"),
+    "rows for training": Float8RowsQuantizer(E4M3, rule="training_power_2", amax_epsilon=1e-12),
     "groups": Float8GroupsQuantizer(E4M3, rule="factors", amax_epsilon=1e-10),
     "nvfp4 2d": nc.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4 rht": nc.NVFP4Quantizer(with_rht=True),

@@ -1,4 +1,4 @@
-"""FP8 rows and groups by the rules of inference engines, against the rules written out in numpy's fp32."""
+"""FP8 rows and groups by the rules of training and of engines, against the rules written out in numpy's fp32."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 import torch
 
+import narrowcast as nc
 from narrowcast.formats import E4M3, E5M2
 from narrowcast.reference import float8_rows
 
 from .checks import normal
 
 F = np.float32
+BY_AMAX = ("factors", *float8_rows.TRAINING_RULES)  # without a lower bound of the scale
 
 
 def by_hand(row: np.ndarray, rule: str, epsilon: float, smallest: float) -> tuple[np.ndarray, np.float32]:
     """Values that are cast to E4M3, and the scale, of one row: each step one rounding to fp32, or to bf16."""
     amax = max(np.abs(row).max(initial=F(0)), F(epsilon))
+    if rule in float8_rows.TRAINING_RULES:
+        factor = F(448) / amax
+        factor = F(2) ** np.floor(np.log2(np.float64(factor))).astype(F) if "power_2" in rule else factor
+        return row * factor, F(1) / factor
     if rule == "factors":
         return row * (F(448) / amax), amax * (F(1) / F(448))
     scale = amax * (F(1) / F(448)) if rule == "product" else amax / F(448)
@@ -37,7 +43,7 @@ def in_bf16(x: Any) -> Any:
 @pytest.mark.parametrize("group", [0, 128])
 def test_codes_and_scales_are_those_of_the_rule(rule: str, group: int) -> None:
     x = normal((7, 300), torch.bfloat16) * torch.logspace(-12, 3, 7).bfloat16()[:, None]
-    bounds: dict[str, Any] = {"epsilon": 1e-10, "smallest": 0.0 if rule == "factors" else 1.0 / (448 * 512)}
+    bounds: dict[str, Any] = {"epsilon": 1e-10, "smallest": 0.0 if rule in BY_AMAX else 1.0 / (448 * 512)}
     codes, scale = float8_rows.quantize(x, E4M3, rule=rule, group=group, **bounds)
     values = x.float().numpy()
     for row in range(7):
@@ -74,3 +80,21 @@ def test_zeros_nan_and_infinity(rule: str) -> None:
     assert decoded[2].isnan().all()
     empty = float8_rows.quantize(torch.empty(3, 0), E4M3, rule=rule)
     assert [tuple(buffer.shape) for buffer in empty] == [(3, 0), (1, 3)]
+
+
+@pytest.mark.parametrize("rule", float8_rows.TRAINING_RULES)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1), (4, 4), (0, 3), (3, 0)], ids=str)
+def test_both_directions_are_rows_and_columns(shape: tuple[int, ...], rule: str) -> None:
+    x = normal(shape, torch.bfloat16)
+    made = float8_rows.quantize_both(x, E4M3, rule=rule, epsilon=1e-12)
+    columns = x.flatten(0, -2).t().contiguous()
+    rows, columns = (float8_rows.quantize(part, E4M3, rule=rule, epsilon=1e-12) for part in (x, columns))
+    assert all(torch.equal(a, b) for a, b in zip(made, rows + columns))
+
+
+def test_a_power_of_two_is_the_rule_of_per_tensor_scaling() -> None:
+    """A tensor of one row has one scale under both."""
+    x = normal((1, 300), torch.float32) * 3e-3
+    codes, scale = float8_rows.quantize(x, E4M3, rule="training_power_2")
+    current = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, force_pow_2_scales=True)(x)
+    assert torch.equal(codes, current._data) and scale.item() == current._scale_inv.item()

@@ -1,4 +1,8 @@
-"""FP8 with one scale per row, or per group of a row's elements: each is read once, or twice if it is long."""
+"""FP8 with one scale per row, or per group of a row's elements: each is read once, or twice if it is long.
+
+``quantize_both`` also scales the columns, for the transposed codes that wgrad and dgrad read: one pass takes the amax
+of rows and columns, a second one encodes a tile twice, so that both passes read the tensor once.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import ElementFormat, cdiv, round_up
-from .codecs import fp8_code, magnitude, product, reciprocal, round_to_dtype, to_float32
+from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
+from .codecs import fp8_code, magnitude, pack_codes, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_input
+from .scaling import scale_from_amax
+from .tiles import is_wide, load_tile, store_tile, store_transposed, tile_grid, tile_position
 
 TILE = 4096
 """Elements of a program's tile."""
@@ -19,6 +25,13 @@ LONGEST = 2048
 """Of a row's elements, at most as many in one tile."""
 TRANSPOSED = 64
 """The same where adjacent rows lie beside each other in memory."""
+AMAX_ROWS, AMAX_COLUMNS = 32, 256
+"""Rows of a program that takes the amax of rows and columns, and columns that it reads at once."""
+TILE_ROWS, TILE_COLUMNS = 64, 128
+"""Of a program that encodes in both directions."""
+FEWEST_ROWS = 1024
+"""Rows from which both directions share their passes: fewer are too few programs for the first one."""
+_FLT_MAX = tl.constexpr(FLT_MAX)
 
 
 @triton.jit
@@ -30,6 +43,9 @@ def _scales(
     smallest = tl.cast(smallest, tl.float32)
     largest = tl.full(amax.shape, FP8_MAX, tl.float32)
     amax = tl.maximum(tl.maximum(amax, 0.0), epsilon)
+    if RULE == "training" or RULE == "training_power_2":
+        scale = scale_from_amax(amax, epsilon, FP8_MAX, _FLT_MAX, RULE == "training_power_2")
+        return reciprocal(scale, EMULATE), scale
     if RULE == "factors" or RULE == "product":
         scale_inv = product(amax, tl.full(amax.shape, RECIPROCAL, tl.float32), EMULATE)
     elif RULE == "triton":
@@ -51,7 +67,7 @@ def _scales(
 def _codes(x, factor, RULE: tl.constexpr, E5M2: tl.constexpr, EMULATE: tl.constexpr):
     wide = to_float32(x, EMULATE)
     factors = tl.broadcast_to(factor[:, None], wide.shape)
-    if RULE == "reciprocal" or RULE == "factors":
+    if RULE == "reciprocal" or RULE == "factors" or RULE == "training" or RULE == "training_power_2":
         scaled = wide * factors
     elif RULE == "triton":
         scaled = wide / factors
@@ -155,3 +171,141 @@ def quantize(
             ),
         )  # fmt: skip
     return [codes, scale_inv]
+
+
+@triton.jit(do_not_specialize=["M"])
+def _amax_of_rows_and_columns_kernel(
+    x_ptr,
+    row_ptr,
+    column_ptr,
+    M,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Take the amax of rows, and that of each column over the rows of this program."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    largest = tl.zeros([ROWS], tl.float32)
+    for start in tl.range(0, K, COLUMNS):
+        inside = (row < M)[:, None] & (start + column < K)[None, :]
+        x = tl.load(x_ptr + row[:, None] * K + (start + column)[None, :], mask=inside, other=0.0)
+        size = magnitude(x, EMULATE)
+        largest = tl.maximum(largest, tl.max(size, axis=1))
+        # a maximum over nothing but NaN is NaN
+        below = tl.maximum(tl.max(size, axis=0), 0.0)
+        tl.store(column_ptr + program * K + start + column, below, mask=start + column < K)
+    tl.store(row_ptr + row, tl.maximum(largest, 0.0), mask=row < M)
+
+
+@triton.jit
+def _float8_both_kernel(
+    x_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    codes_ptr,
+    row_scale_ptr,
+    transpose_ptr,
+    column_scale_ptr,
+    M,
+    K,
+    band_bits,
+    epsilon,
+    RULE: tl.constexpr,
+    E5M2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    # the pass before ends at the last tiles, so what L2 still holds is there: start there
+    tile_m, tile_k = tile_position(band_bits, True)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= M:
+        return
+    if WIDE:
+        M = M.to(tl.int64)
+        K = K.to(tl.int64)
+    rows_left = tl.minimum(M - m0, TILE_ROWS).to(tl.int32)
+    columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
+    group = tl.arange(0, TILE_ROWS // 4) * 4
+    column = tl.arange(0, TILE_COLUMNS)
+    offsets = group[:, None] * K + column[None, :]
+    xs = load_tile(
+        x_ptr + (m0 * K + k0), offsets, group[:, None], column[None, :], K, rows_left, columns_left, EVEN
+    )
+    below = tl.load(column_amax_ptr + k0 + column, mask=column < columns_left, other=0.0)
+    column_inv, column_scale = _scales(below, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
+    if tile_m == 0:
+        tl.store(column_scale_ptr + k0 + column, column_inv, mask=column < columns_left)
+    codes = ()
+    transposed = ()
+    for j in tl.static_range(4):
+        beside = tl.load(row_amax_ptr + m0 + group + j, mask=group + j < rows_left, other=0.0)
+        row_inv, row_scale = _scales(beside, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
+        if tile_k == 0:
+            tl.store(row_scale_ptr + m0 + group + j, row_inv, mask=group + j < rows_left)
+        wide = to_float32(xs[j], EMULATE)
+        codes = codes + (fp8_code(wide * row_scale[:, None], E5M2, EMULATE),)
+        transposed = transposed + (fp8_code(wide * column_scale[None, :], E5M2, EMULATE),)
+    store_tile(
+        codes_ptr + (m0 * K + k0),
+        offsets,
+        codes,
+        group[:, None],
+        column[None, :],
+        K,
+        rows_left,
+        columns_left,
+        EVEN,
+    )
+    words = pack_codes(*transposed, EMULATE)
+    store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+
+
+_take_amaxes = Launcher(_amax_of_rows_and_columns_kernel, num_warps=8)
+_quantize_both = Launcher(_float8_both_kernel, num_warps=8)
+
+
+def quantize_both(x: Tensor, fmt: ElementFormat, *, rule: str, epsilon: float = 0.0) -> list[Tensor]:
+    """Compute ``reference.float8_rows.quantize_both``.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: a tensor the kernel cannot reach, or rank below 2.
+    """
+    check_input(x, 2)
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    if M < FEWEST_ROWS or K == 0:
+        columns = x.reshape(M, K).t()
+        return [
+            *quantize(x, fmt, rule=rule, epsilon=epsilon),
+            *quantize(columns, fmt, rule=rule, epsilon=epsilon),
+        ]
+    x = x.contiguous()
+    programs = cdiv(M, AMAX_ROWS)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    transposed = torch.empty((K, M), dtype=torch.uint8, device=x.device)
+    of_rows, of_columns, row_amax, parts = (
+        torch.empty(sizes, dtype=torch.float32, device=x.device)
+        for sizes in ((1, M), (1, K), (M,), (programs, K))
+    )
+    _take_amaxes((programs, 1, 1), (x, row_amax, parts, M, K), (AMAX_ROWS, AMAX_COLUMNS, INTERPRETING))
+    grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+    even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
+    _quantize_both(
+        grid,
+        (x, row_amax, parts.amax(0), codes, of_rows, transposed, of_columns, M, K, band_bits, epsilon),
+        (
+            rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0,
+            is_wide(M, K), INTERPRETING,
+        ),
+    )  # fmt: skip
+    return [codes, of_rows, transposed, of_columns]

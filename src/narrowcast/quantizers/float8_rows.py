@@ -19,10 +19,13 @@ from .float8_blockwise import Float8BlockQuantizer
 from .quantizer import Quantizer
 
 
-def _checked_rule(rule: str) -> str:
+def _check_rule(rule: str, smallest_scale: float) -> None:
     if rule not in float8_rows.RULES:
         raise ValueError(f"rule is {rule!r}; use one of {', '.join(map(repr, float8_rows.RULES))}")
-    return rule
+    if rule in float8_rows.TRAINING_RULES and smallest_scale:
+        raise ValueError(
+            f"smallest_scale is {smallest_scale}; rule={rule!r} has amax_epsilon alone, leave it 0"
+        )
 
 
 class Float8RowsQuantizer(Quantizer):
@@ -35,9 +38,9 @@ class Float8RowsQuantizer(Quantizer):
         rowwise, columnwise: directions to produce.
         rule: how scales and codes are computed, one of ``reference.float8_rows.RULES``.
         amax_epsilon: lower bound of a row's amax.
-        smallest_scale: lower bound of its scale.
+        smallest_scale: lower bound of its scale; an engine's rule alone takes it.
     Raises:
-        ValueError: another rule.
+        ValueError: another rule, or one for training with a ``smallest_scale``.
     """
 
     dtype: DType
@@ -74,11 +77,16 @@ class Float8RowsQuantizer(Quantizer):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        _checked_rule(self.rule)
+        _check_rule(self.rule, self.smallest_scale)
 
     def _encode(self, numerics: ModuleType, x: Tensor, seed: Tensor | None) -> list[Tensor]:
-        rules: Any = {"rule": self.rule, "epsilon": self.amax_epsilon, "smallest": self.smallest_scale}
+        rules: Any = {"rule": self.rule, "epsilon": self.amax_epsilon}
         element, buffers = ELEMENT_FORMATS[self.dtype], []
+        if self.rule in float8_rows.TRAINING_RULES and self.rowwise_usage and self.columnwise_usage:
+            codes, of_rows, transposed, of_columns = numerics.float8_rows.quantize_both(x, element, **rules)
+            sizes = (x.shape[-1], *x.shape[:-1])
+            return [codes, of_rows.view(-1), transposed.view(sizes), of_columns.view(-1)]
+        rules["smallest"] = self.smallest_scale
         for columnwise in self._directions():
             source = float8_rows.transposed(x) if columnwise else x
             codes, scale_inv = numerics.float8_rows.quantize(source, element, **rules)
@@ -110,7 +118,7 @@ class Float8RowsQuantizer(Quantizer):
         )
 
     def _scales_are_powers(self) -> bool:
-        return False
+        return self.rule == "training_power_2"
 
 
 class Float8GroupsQuantizer(Float8BlockQuantizer):
@@ -144,7 +152,8 @@ class Float8GroupsQuantizer(Float8BlockQuantizer):
         smallest_scale: float = 0.0,
     ) -> None:
         numbers(smallest_scale=smallest_scale)
-        self._freeze(rule=_checked_rule(rule), smallest_scale=float(smallest_scale))
+        _check_rule(rule, smallest_scale)
+        self._freeze(rule=rule, smallest_scale=float(smallest_scale))
         super().__init__(
             fp8_dtype,
             rowwise=rowwise,

@@ -33,6 +33,7 @@ from .plan import (
     eager_only,
     linear_plan,
 )
+from .rows import Float8RowwiseScaling
 
 __all__ = [
     "ALIASES",
@@ -49,6 +50,7 @@ __all__ = [
     "DelayedScalingRequest",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8RowwiseScaling",
     "Format",
     "LinearPlan",
     "MMParams",

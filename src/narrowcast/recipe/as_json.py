@@ -111,7 +111,7 @@ def _recipe(value: Any, pattern: str) -> Any:
             return recipe_from_name(value)
         except ValueError as error:
             raise ValueError(f"{pattern!r}: {error}") from error
-    known = {**NAMES, **{name: NAMES[alias] for name, alias in ALIASES.items()}}
+    known = {**NAMES, **{alias: NAMES[name] for alias, (name, preset) in ALIASES.items() if not preset}}
     known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
     cls, given = _class_and_fields(value, known, f"{pattern!r} has recipe type")
     if cls._family == "custom":

@@ -388,12 +388,12 @@ def own_qparams(recipe: Any, name: str) -> QParams | None:
     return None if given is None or given.derived else given
 
 
-def fill_qparams(recipe: Any, power_2_scale: bool) -> None:
+def fill_qparams(recipe: Any, power_2_scale: bool, amax_epsilon: float = 0.0) -> None:
     """Give the operands without settings of their own those that follow from the recipe's scale choice."""
     for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
         if own_qparams(recipe, name) is None:
             # literals, not defaults: a number read from a default becomes symbolic in a dynamic graph
-            object.__setattr__(recipe, name, QParams(power_2_scale, 0.0, False, False, False, True))
+            object.__setattr__(recipe, name, QParams(power_2_scale, amax_epsilon, False, False, False, True))
 
 
 def qparams_of(recipe: Any, prefix: str, tensor_type: str) -> QParams:

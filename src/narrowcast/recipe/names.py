@@ -12,11 +12,13 @@ from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
 from .delayed import DelayedScaling
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
+from .rows import Float8RowwiseScaling
 
 NAMES: Mapping[str, type[Recipe]] = MappingProxyType(
     {
         "delayed": DelayedScaling,
         "current": Float8CurrentScaling,
+        "rowwise": Float8RowwiseScaling,
         "block": Float8BlockScaling,
         "mxfp8": MXFP8BlockScaling,
         "nvfp4": NVFP4BlockScaling,
@@ -26,9 +28,10 @@ NAMES: Mapping[str, type[Recipe]] = MappingProxyType(
 )
 """Recipe classes by name."""
 
-ALIASES: Mapping[str, str] = MappingProxyType({"tensorwise": "current", "rowwise": "block"})
-"""torchao's names of the closest recipe. "tensorwise" is the same recipe. A row has one scale under "rowwise", and one
-per 128 elements under "block", which is finer and has native GEMMs."""
+ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {"tensorwise": ("current", {}), "rowwise_with_gw_hp": ("rowwise", {"high_precision_wgrad": True})}
+)
+"""torchao's names of recipes that have another name here, and the fields that they set."""
 
 
 def recipe_from_name(name: str, **fields: Any) -> Recipe:
@@ -41,10 +44,11 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
         ValueError: no recipe has this name.
         TypeError: the recipe has no such field.
     """
-    cls = NAMES.get(ALIASES.get(name, name))
+    name, preset = ALIASES.get(name, (name, {}))
+    cls = NAMES.get(name)
     if cls is None:
         raise ValueError(f"no recipe is named {name!r}{nearest_recipe(name)}; {_KNOWN}")
-    return cls(**fields)
+    return cls(**{**preset, **fields})
 
 
 def nearest_recipe(name: str) -> str:

@@ -1,4 +1,9 @@
-"""FP8 with one fp32 scale per row, or per group of a row's elements, by the rules of inference engines.
+"""FP8 with one fp32 scale per row, or per group of a row's elements, by the rules of training and inference engines.
+
+Training computes the factor that encodes, by the rule that per-tensor and block scaling share:
+
+- ``"training"``: code = fmt(RN(x * s)) with s = RN(max / amax), and scale_inv = RN(1 / s);
+- ``"training_power_2"``: the same with s rounded down to a power of two.
 
 An engine stores the factor that decodes, ``amax / 448``, and derives from it what multiplies. These rules are in use,
 which differ in the last bit of a scale and in codes at the middle between two values:
@@ -14,15 +19,18 @@ which differ in the last bit of a scale and in codes at the middle between two v
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..formats import ElementFormat, cdiv, round_up
+from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
 from .codecs import decode_float8, encode_float8_
 from .layout import as_matrix, magnitude, widen
-from .scaling import reciprocal
+from .scaling import reciprocal, scale_from_amax
 
-RULES = ("divide", "reciprocal", "factors", "product", "bfloat16", "triton")
+TRAINING_RULES = ("training", "training_power_2")
+RULES = ("divide", "reciprocal", "factors", "product", "bfloat16", "triton", *TRAINING_RULES)
 
 
 def quantize(
@@ -61,6 +69,12 @@ def quantize(
     count = cdiv(columns, size) if group else 1
     padded = torch.nn.functional.pad(matrix, (0, count * size - columns)).view(rows, count, size)
     amax = magnitude(padded).amax(-1, keepdim=True).clamp_(min=epsilon)
+    if rule in TRAINING_RULES:
+        power_2 = rule == "training_power_2"
+        scale = scale_from_amax(amax, fmt.max, power_2=power_2, epsilon=epsilon, overflow=FLT_MAX)
+        return _stored(
+            padded * scale, reciprocal(scale).clamp_(min=smallest), x.shape, columns, fmt, alignment
+        )
     if rule in ("factors", "product"):
         scale_inv = amax * reciprocal(torch.full_like(amax, fmt.max))
     else:
@@ -74,10 +88,34 @@ def quantize(
         scaled = padded * torch.where(amax == 0.0, 1.0, torch.full_like(amax, fmt.max).div_(amax))
     else:
         scaled = (padded / scale_inv).to(rounded).float()
+    return _stored(scaled, scale_inv, x.shape, columns, fmt, alignment)
+
+
+def quantize_both(x: Tensor, fmt: ElementFormat, *, rule: str, epsilon: float = 0.0) -> list[Tensor]:
+    """Quantize the rows of a tensor, and its columns as the rows of its transpose.
+
+    Args:
+        x, fmt, epsilon: as :func:`quantize` takes them.
+        rule: of :data:`TRAINING_RULES`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize`.
+
+    Numerics:
+        ``[codes uint8 x.shape, scale_inv fp32 (1, M), codes uint8 (K, M), scale_inv fp32 (1, K)]``.
+    """
+    rules: dict[str, Any] = {"rule": rule, "epsilon": epsilon}
+    return [*quantize(x, fmt, **rules), *quantize(transposed(x), fmt, **rules)]
+
+
+def _stored(
+    scaled: Tensor, scale_inv: Tensor, shape: torch.Size, columns: int, fmt: ElementFormat, alignment: int
+) -> list[Tensor]:
+    rows, count, size = scaled.shape
     codes = encode_float8_(scaled, fmt).view(rows, count * size)[:, :columns]
     stored = torch.nn.functional.pad(scale_inv.view(rows, count).t(), (0, round_up(rows, alignment) - rows))
     # A transposed column counts as contiguous with the strides of a column.
-    return [codes.reshape(x.shape).contiguous(), stored.reshape(-1).view(stored.shape)]
+    return [codes.reshape(shape).contiguous(), stored.reshape(-1).view(stored.shape)]
 
 
 def dequantize(codes: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ SHAPES = (
     "tiny: 4 layers of 256/704, 125m: 12 layers of 768/2048, 1b: 16 layers of 2048/8192, "
     "8b-slice: 4 layers of 4096/14336, 8b: 32 layers of 4096/14336"
 )
-RECIPES = "bf16, delayed, current, mxfp8, block, nvfp4, mxfp6, mxfp4"
+RECIPES = "bf16, delayed, current, rowwise, mxfp8, block, nvfp4, mxfp6, mxfp4"
 OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-int8, fused-stochastic"
 MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
 DEMO_STEPS, QUICK_STEPS, SEED = 240, 60, 0

@@ -16,6 +16,7 @@ COLORS = {
     "bf16": "#000000",
     "delayed": "#E69F00",
     "current": "#0072B2",
+    "rowwise": "#7F3C8D",
     "mxfp8": "#009E73",
     "block": "#CC79A7",
     "nvfp4": "#D55E00",

@@ -44,6 +44,7 @@ CHOICES: dict[str, RecipeChoice] = {
     "bf16": RecipeChoice("bf16"),
     "delayed": RecipeChoice("FP8 delayed", NAMES["delayed"], nc.is_fp8_available, 1.0, 0.5),
     "current": RecipeChoice("FP8 current", NAMES["current"], nc.is_fp8_available, 1.0, 0.5),
+    "rowwise": RecipeChoice("FP8 row-wise", NAMES["rowwise"], nc.is_fp8_available, 1.0, 0.5),
     "mxfp8": RecipeChoice("MXFP8", NAMES["mxfp8"], nc.is_mxfp8_available, 1.0, 0.5),
     "block": RecipeChoice("FP8 128-block", NAMES["block"], nc.is_fp8_block_scaling_available, 1.0, 0.5),
     "nvfp4": RecipeChoice("NVFP4", NAMES["nvfp4"], nc.is_nvfp4_available, 3.0, 1.5),
@@ -51,7 +52,9 @@ CHOICES: dict[str, RecipeChoice] = {
     "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere, 3.0, 1.5),
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
-ALIASES = {"none": "bf16", **nc.recipe.ALIASES}
+ALIASES = {"none": "bf16"} | {
+    alias: name for alias, (name, preset) in nc.recipe.ALIASES.items() if not preset
+}
 HEAD = "head"  # the model's name of its output layer
 
 

@@ -36,6 +36,7 @@ def test_the_cpu_runs_every_recipe() -> None:
     assert {name: type(recipe) for name, recipe in built.items()} == {
         "delayed": nc.recipe.DelayedScaling,
         "current": nc.recipe.Float8CurrentScaling,
+        "rowwise": nc.recipe.Float8RowwiseScaling,
         "mxfp8": nc.recipe.MXFP8BlockScaling,
         "block": nc.recipe.Float8BlockScaling,
         "nvfp4": nc.recipe.NVFP4BlockScaling,
