@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 
 import pytest
 import torch
@@ -42,9 +43,20 @@ def test_an_absent_triton_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch
 
 
 def test_gpus() -> None:
-    assert [gpu_standing(c) for c in ((8, 0), (9, 0), (12, 0), (99, 9))] == [
-        "not tried", "runs", "compiles", "not tried",
+    assert [gpu_standing(c) for c in ((8, 0), (12, 0), (99, 9))] == [
+        "not tried", "every kernel compiles, never run", "not tried",
     ]  # fmt: skip
+    assert re.match(
+        r"GPU tests on .*H200, PyTorch 2\..*: \d+ passed, \d+ failed, .* not run$", gpu_standing((9, 0))
+    )
+
+
+@pytest.mark.parametrize(
+    "version, standing",
+    [("2.11.3+cu130", "tested on CPUs, on GPUs"), ("2.15.0", "tested on CPUs, not on GPUs")],
+)
+def test_a_release_that_no_gpu_test_ran_with_says_so(version: str, standing: str) -> None:
+    assert with_standing(version, ["2.11.0", "2.15.0"], on_gpus=["2.11.0"]) == f"{version}: {standing}"
 
 
 def test_show_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -64,7 +76,7 @@ def test_show_versions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         "torch": torch.__version__,
         "narrowcast": nc.__version__,
         "gpu 0": "GPU 0, sm_80: not tried",
-        "gpu 1": "GPU 1, sm_90: runs",
+        "gpu 1": "GPU 1, sm_90: GPU tests on",
         "NARROWCAST_INLINE": "0",
         "CUDA_VISIBLE_DEVICES": "3",
     }.items():

@@ -12,7 +12,7 @@ import torch
 
 from . import _environment as environment
 from ._version import __version__
-from .upstream.versions import GPUS, TESTED_PYTHON, TESTED_TORCH, TESTED_TRITON
+from .upstream.versions import COMPILED, GPU_TESTS, TESTED_PYTHON, TESTED_TORCH, TESTED_TRITON
 
 VARIABLES = (
     "CUDA",
@@ -35,17 +35,21 @@ def minor(version: str) -> str:
     return found[1] if found else ""
 
 
-def with_standing(version: str, releases: Collection[str]) -> str:
+def with_standing(version: str, releases: Collection[str], on_gpus: Collection[str] | None = None) -> str:
     """Return ``version`` with whether its minor release was tested.
 
     Args:
         version: as the package gives it; a development build counts as not tested.
         releases: those that were tested, oldest first.
+        on_gpus: those that were tested on a GPU; None if a GPU makes no difference.
     """
     minors = [minor(release) for release in releases]
-    if minor(version) in minors:
+    if minor(version) not in minors:
+        return f"{version}: not tested; {minors[0]} to {minors[-1]} were"
+    if on_gpus is None:
         return f"{version}: tested"
-    return f"{version}: not tested; {minors[0]} to {minors[-1]} were"
+    there = "on GPUs" if minor(version) in map(minor, on_gpus) else "not on GPUs"
+    return f"{version}: tested on CPUs, {there}"
 
 
 def versions() -> dict[str, str]:
@@ -53,9 +57,9 @@ def versions() -> dict[str, str]:
     triton = installed("triton")
     return {
         "python": with_standing(platform.python_version(), TESTED_PYTHON),
-        "torch": with_standing(torch.__version__, TESTED_TORCH),
+        "torch": with_standing(torch.__version__, TESTED_TORCH, [run["torch"] for run in GPU_TESTS.values()]),
         "narrowcast": __version__,
-        "triton": with_standing(triton, TESTED_TRITON)
+        "triton": with_standing(triton, TESTED_TRITON, [run["triton"] for run in GPU_TESTS.values()])
         if triton
         else "not installed; the reference numerics run instead",
     }
@@ -75,8 +79,14 @@ def sm(capability: tuple[int, int]) -> str:
 
 
 def gpu_standing(capability: tuple[int, int]) -> str:
-    """Return the standing of the kernels on GPUs of a compute capability: runs, compiles or not tried."""
-    return GPUS.get(capability, ("", "not tried"))[1]
+    """Return what was tried on GPUs of a compute capability: the last GPU tests, or what stands for them."""
+    if capability in GPU_TESTS:
+        run = GPU_TESTS[capability]
+        return (
+            f"GPU tests on {run['gpu']}, PyTorch {run['torch']}, Triton {run['triton']}, {run['date']}, "
+            f"commit {run['commit']}: {run['passed']} passed, {run['failed']} failed, {run['not run']} not run"
+        )
+    return "every kernel compiles, never run" if capability in COMPILED else "not tried"
 
 
 def show_versions() -> None:

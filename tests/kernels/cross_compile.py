@@ -209,10 +209,9 @@ def table(results: dict[str, dict[int, list[Compiled | str]]], gpus: list[int], 
     lines = [
         "# GPUs",
         "",
-        "The GPU tests ran on an H200 (sm_90), with PyTorch 2.11 and Triton 3.6, before the latest changes. "
-        "The other GPUs were not tried. Triton compiles their kernels without one, and the table compares what each "
-        "needs with the GPU's limits. Kernels in Gluon are only for sm_90; the general kernels compute the same bits "
-        "elsewhere.",
+        "[Versions](versions.md) has the GPUs on which tests ran. Triton compiles the kernels of the others without "
+        "one, and the table compares what each needs with the GPU's limits. Kernels in Gluon are only for sm_90; the "
+        "general kernels compute the same bits elsewhere.",
         "",
         f"Written by `make kernels` with Triton {version} on {datetime.date.today()}. A cell has the number of "
         "compiled variants, then their largest number of registers per thread (r), KiB of shared memory per block (K) "

@@ -48,7 +48,7 @@ def test_the_tested_releases_are_the_supported_ones() -> None:
     pythons = list(versions.TESTED_PYTHON)
     assert (pythons[0], pythons[-1]) == (versions.OLDEST_PYTHON, versions.NEWEST_PYTHON)
     assert set(versions.TESTED_PYTHON.values()) <= set(releases)
-    assert {standing for _, standing in versions.GPUS.values()} <= {"runs", "compiles", "not tried"}
+    assert {*versions.COMPILED, *versions.GPU_TESTS} <= set(versions.GPUS)
 
 
 def test_the_gpus_said_to_compile_are_those_that_a_test_compiles_for() -> None:
@@ -60,7 +60,61 @@ def test_the_gpus_said_to_compile_are_those_that_a_test_compiles_for() -> None:
     found = re.search(r"^SHARED_MEMORY = \{(.*?)\}", script.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     compiled = {divmod(int(sm), 10) for sm in re.findall(r"(\d+):", found[1])}
-    assert {gpu for gpu, (_, standing) in versions.GPUS.items() if standing != "not tried"} == compiled
+    assert set(versions.COMPILED) == compiled
+
+
+def test_the_gpu_tests_are_those_of_the_logs() -> None:
+    source = Path(versions.__file__).read_text()
+    script = runpy.run_path(str(ROOT / "docs" / "versions_tables.py"))
+    assert script["last_runs"]() == versions.GPU_TESTS, "run: python docs/versions_tables.py"
+    assert script["with_last_runs"](source) == source
+    # a line that starts as a summary is one
+    logs = [log.read_text() for log in (ROOT / "benchmarks/results").glob("gpu_tests_*.log")]
+    assert sum(log.count("summary:") for log in logs) == len(script["runs"]()) > 0
+
+
+GPU = re.compile(r"\b(A100|L40S?|RTX ?\d+|H100|H200|B200|B300|Hopper|Blackwell|sm_\d+)")
+NEVER = re.compile(r"\b(not|never|no|without|untested|nothing)\b")
+
+
+def claims(text: str) -> list[str]:
+    """Return what sentences about tests on GPUs claim beyond ``versions.GPU_TESTS``."""
+    tried = {name for gpu in versions.GPU_TESTS for name in versions.GPUS[gpu].split(", ")}
+    tried |= {f"sm_{major}{minor}" for major, minor in versions.GPU_TESTS} | {"Hopper"}
+    releases = {minor(run["torch"]) for run in versions.GPU_TESTS.values()}
+    found = []
+    for sentence in re.split(r"(?<=[.:;])\s+|\n\s*\n|\n\|", text):
+        said = " ".join(sentence.split())
+        if not re.search(r"GPU tests|\b(tested|tests? (ran|runs?|pass\w*))\b", said) or NEVER.search(said):
+            continue
+        gpus = {gpu for gpu in GPU.findall(said) if gpu not in tried}
+        with_gpu = GPU.search(said) or re.search(r"\bGPU", said)
+        torches = set(re.findall(r"PyTorch (\d\.\d+)", said)) - releases if with_gpu else set()
+        if gpus or torches:
+            found.append(said)
+    return found
+
+
+@pytest.mark.parametrize(
+    "text, more",
+    [
+        ("Native execution is tested on an H200.", False),
+        ("The GPU tests ran on a B200.", True),
+        ("The GPU tests ran on an H200 with PyTorch 2.15.", True),
+        ("The GPU tests ran on an H200 with PyTorch 2.11.", False),
+        ("On an RTX 50 it was never tested.", False),
+        ("PyTorch 2.15 is tested on CPUs.", False),
+    ],
+)
+def test_claims_are_found(text: str, more: bool) -> None:
+    assert bool(claims(text)) is more
+
+
+def test_no_page_claims_more_than_the_gpu_tests() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    sources = sorted((ROOT / "src").glob("narrowcast_tools/train/*.py"))
+    found = {path.name: claims(path.read_text()) for path in [*pages, *sources]}
+    assert not {name: sentences for name, sentences in found.items() if sentences}
 
 
 def test_the_package_requires_the_oldest() -> None:

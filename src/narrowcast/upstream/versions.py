@@ -2,7 +2,8 @@
 
 The only place that names them. ``.ci/release`` prints them for the build files; ``narrowcast doctor``,
 ``nc.show_versions()`` and error messages read them; ``docs/versions_tables.py`` writes them into README,
-``docs/versions.md`` and ``requirements.txt``. A test compares these files and ``pyproject.toml``.
+``docs/versions.md`` and ``requirements.txt``, and the last GPU tests into this file. A test compares all of them
+and ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -43,14 +44,29 @@ NOT_WORKING = {
 """What is known not to work, and why."""
 
 GPUS = {
-    (8, 0): ("A100", "not tried"),
-    (8, 9): ("L40S, RTX 40", "compiles"),
-    (9, 0): ("H100, H200", "runs"),
-    (10, 0): ("B200", "compiles"),
-    (10, 3): ("B300", "not tried"),
-    (12, 0): ("RTX 50", "compiles"),
+    (8, 0): "A100",
+    (8, 9): "L40S, RTX 40",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+    (10, 3): "B300",
+    (12, 0): "RTX 50",
 }
-"""Compute capabilities, each with some GPUs and what is known of the kernels there.
+"""Compute capabilities, each with some GPUs."""
 
-runs: the GPU tests passed on one. compiles: every kernel compiles for it, on a machine without it. not tried: neither.
-"""
+COMPILED = ((8, 9), (9, 0), (10, 0), (12, 0))
+"""Compute capabilities for which Triton compiles every kernel, on a machine without such a GPU."""
+
+# From the last line "summary:" for each compute capability in benchmarks/results/gpu_tests_*.log.
+GPU_TESTS = {
+    (9, 0): {
+        "gpu": "two NVIDIA H200",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "date": "2026-11-28",
+        "commit": "d0e0e437",
+        "passed": "1433",
+        "failed": "0",
+        "not run": "about 110",
+    },
+}
+"""Compute capabilities, each with the last whole run of the GPU tests; "not run" are skipped and unfinished ones."""

@@ -19,11 +19,6 @@ from .recipes import CHOICES, RecipeChoice
 
 NEVER_RUN = ("mxfp8", "nvfp4")
 """Recipes whose native GEMM was written without a GPU that has it."""
-STANDINGS = {
-    "runs": "runs; the GPU tests passed on one",
-    "compiles": "every kernel compiles; never run there",
-    "not tried": "not tried",
-}
 PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
 ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]'"
 
@@ -64,8 +59,8 @@ def examine() -> Iterator[Finding]:
         yield Finding(name, installed(name) or ABSENT)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     yield Finding("device", _device(device))
-    for capability, (names, standing) in GPUS.items():
-        yield Finding(sm(capability), f"{names}: {STANDINGS[standing]}")
+    for capability, names in GPUS.items():
+        yield Finding(sm(capability), f"{names}: {gpu_standing(capability)}")
     for name, choice in CHOICES.items():
         yield _try_recipe(name, choice, device)
 
@@ -87,7 +82,7 @@ def _device(device: str) -> str:
     if device == "cpu":
         return f"cpu: {cpu_model()}, torch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
     capability = torch.cuda.get_device_capability()
-    return f"cuda: {torch.cuda.get_device_name()}, {sm(capability)}: {STANDINGS[gpu_standing(capability)]}"
+    return f"cuda: {torch.cuda.get_device_name()}, {sm(capability)}: {gpu_standing(capability)}"
 
 
 def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
