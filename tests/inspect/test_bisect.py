@@ -90,3 +90,45 @@ def test_what_cannot_be_ranked_is_said() -> None:
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="requires a gradient"):
         nc.bisect(model, x, loss=loss)
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_weight_gradients_that_go_elsewhere_are_compared_and_left_as_they_were(option: str) -> None:
+    def stack_of_two(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nc.Linear(48, 48, device="cpu", **options) for _ in range(2)))
+        for layer in model:
+            layer.weight.main_grad = torch.ones(48, 48)
+        return nc.set_recipe(model, QUANTIZED["current"])
+
+    x = torch.randn(17, 48)
+    plain, model, twin = stack_of_two(), stack_of_two(**{option: True}), stack_of_two(**{option: True})
+    for one in (model, twin):
+        loss(one(x)).backward()
+    if option == "fuse_wgrad_accumulation":
+        model[0].weight.grad_added_to_main_grad = False
+    assert nc.bisect(model, x, loss=loss) == nc.bisect(plain, x, loss=loss)
+    assert not getattr(model[0].weight, "grad_added_to_main_grad", False)
+    for ours, theirs in zip(model, twin):
+        ours.backward_dw(), theirs.backward_dw()
+        assert torch.equal(ours.weight.main_grad, theirs.weight.main_grad)
+        assert (ours.weight.grad is None) == (theirs.weight.grad is None) == (option != "delay_wgrad_compute")
+        assert ours.weight.grad is None or torch.equal(ours.weight.grad, theirs.weight.grad)
+        if option == "delay_wgrad_compute":
+            ours.wgrad_stores["weight"].assert_empty()
+
+
+def test_a_model_before_its_first_step_is_still_before_it() -> None:
+    model = nn.Sequential(nc.Linear(48, 48, device="cpu"), nc.LayerNormMLP(48, 96, device="cpu"))
+    nc.set_recipe(model, QUANTIZED["delayed"])
+    twin, x = copy.deepcopy(model), torch.randn(17, 48)
+    nc.bisect(model, x, loss=loss)
+    results = []
+    for one in (model, twin):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(1000)
+        out = one(x)
+        loss(out).backward()
+        results.append([out, *(parameter.grad for parameter in one.parameters())])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results))

@@ -80,6 +80,14 @@ class WeightGradStore:
             )
         return self._queue.popleft()
 
+    def waiting(self) -> list[DeferredWgrad]:
+        """Return the weight gradients that wait, oldest first."""
+        return list(self._queue)
+
+    def put_back(self, waiting: list[DeferredWgrad]) -> None:
+        """Let these wait, and nothing else."""
+        self._queue = deque(waiting)
+
     def assert_empty(self) -> None:
         """Check that nothing waits.
 

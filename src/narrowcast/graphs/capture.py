@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..functional import WeightsNote, are_unchanged, note_weights
-from ..layers import DelayedLayer, LinearLayer, mark_added_to_main_grad
+from ..layers import LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states
 from ..upstream.tensors import tree_flatten, tree_unflatten
 from .arguments import check_call, check_leaves, flat
@@ -216,27 +216,3 @@ class _Graphed(torch.autograd.Function):
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-class SavedState:
-    """Buffers and ``main_grad`` of modules as they are before a warm-up, to be put back."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.kept = [(t, t.clone()) for m in modules for t in (*m.buffers(), *_main_grads(m))]
-        layers = [layer for m in modules for layer in m.modules() if isinstance(layer, DelayedLayer)]
-        self.without = [layer for layer in layers if not layer.delayed_slots()]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Write into the tensors that graphs read; delayed scaling that began in the warm-up begins again."""
-        for tensor, value in self.kept:
-            tensor.copy_(value)
-        for layer in self.without:
-            if layer.delayed_slots():
-                layer.reset_delayed_scaling()
-
-
-def _main_grads(module: nn.Module) -> list[Tensor]:
-    found = [getattr(p, "main_grad", None) for p in module.parameters()]
-    return [grad for grad in found if isinstance(grad, Tensor)]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import GroupedLinearLayer
+from ..layers import GroupedLinearLayer, Snapshot
 from ..state import THREAD, autocast
 from .arguments import check_callable, per_callable, schedule, with_old_names
-from .capture import Captured, CudaGraphs, SavedState
+from .capture import Captured, CudaGraphs
 
 
 def make_graphed_callables(
@@ -93,7 +93,7 @@ def make_graphed_callables(
         samples, keywords = (sample_args,), (sample_kwargs,)
     captured = _prepare(functions, of_sample, samples, keywords, options)
     graphs = _graphs(pool)
-    state = SavedState([f for f in functions if isinstance(f, nn.Module)])
+    state = Snapshot([f for f in functions if isinstance(f, nn.Module)])
     with graphs.beside():
         _warm_up(captured, num_warmup_iters, allow_unused_input, pre_warmup_hook, post_warmup_hook)
     for is_forward, index in passes:
@@ -101,7 +101,7 @@ def make_graphed_callables(
             captured[index].capture_forward(graphs)
         else:
             captured[index].capture_backward(graphs, allow_unused_input, retain_graph_in_backward)
-    state.put_back()
+    state.restore_in_place()
     graphed = [
         _graphed(functions[of_sample[i]], one, clone_param_grads_on_return, _order is None)
         for i, one in enumerate(captured)

@@ -7,8 +7,7 @@ the gradients of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .._table import aligned
-from ..layers import DelayedLayer, RecipeOwner
+from ..layers import LinearLayer, RecipeOwner, Snapshot
 from ..layers.patterns import Selectors, selected_names
 from ..recipe import Recipe
 from ..state import THREAD, checked_recipe
-from ..upstream.modules import own_buffers
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def bisect(
 ) -> Bisection:
     """Rank the layers of a model by the gradient error of their precision, relative to high precision.
 
-    It takes a forward and a backward per layer and restores the model: gradients, recipes, the state of delayed
-    scaling, random numbers. Every run draws the same numbers.
+    It takes a forward and a backward per layer and restores the model: gradients, ``main_grad``, waiting weight
+    gradients, recipes, the state of delayed scaling, random numbers. Every run draws the same numbers.
 
     Args:
         model: its layers own their recipes (``convert``, ``set_recipe``); not compiled.
@@ -102,7 +100,11 @@ def bisect(
         )
     if only is not None:
         tried = selected_names(only, {name: owners[name] for name in tried}, model, "layer with a recipe")
-    with _left_as_it_was(model, owners):
+    state = Snapshot([model])
+    try:
+        for layer in owners.values():
+            if isinstance(layer, LinearLayer):  # the gradients are compared, and must come from autograd
+                layer.fuse_wgrad_accumulation = layer.delay_wgrad_compute = False
         high, high_loss = _gradients(model, batch, loss, owners, {})
         norm = torch.stack([one.double().square().sum() for one in high]).sum().sqrt().item()
         if not norm:
@@ -117,6 +119,8 @@ def bisect(
 
         errors = [error(name, {name: own[name]}) for name in tried]
         together = error("all together", own)
+    finally:
+        state.restore()
     return Bisection(tuple(sorted(errors, key=lambda one: -one.gradient)), together)
 
 
@@ -148,29 +152,3 @@ def _gradients(
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
     used = [torch.zeros(1) if grad is None else grad for grad in grads]
     return [grad.to(parameters[0].device) for grad in used], value.item()
-
-
-_REMEMBERED = ("_recipe", "_last_recipe", "_trained_under", "_renewed_by_root", "_root")
-
-
-@contextmanager
-def _left_as_it_was(model: nn.Module, owners: Mapping[str, RecipeOwner]) -> Iterator[None]:
-    """Put recipes, the state of delayed scaling and all other buffers back, whatever happens."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    attributes = {name: {key: getattr(layer, key) for key in _REMEMBERED} for name, layer in owners.items()}
-    states = {
-        name: (dict(own_buffers(layer)), dict(layer._delayed))
-        for name, layer in owners.items()
-        if isinstance(layer, DelayedLayer)
-    }
-    try:
-        yield
-    finally:
-        for name, layer in owners.items():
-            layer.__dict__.update(attributes[name])
-        for name, (buffers, delayed) in states.items():
-            layer: Any = owners[name]
-            own_buffers(layer).update(buffers)
-            layer._delayed = delayed
-        for buffer, value in values:
-            buffer.copy_(value)

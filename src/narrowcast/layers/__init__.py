@@ -14,4 +14,5 @@ from .parameters import (
 from .quantized_weight import quantize_weight, scatter_workspace
 from .recipe_owner import RecipeOwner
 from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
+from .snapshot import Snapshot
 from .written_weights import WeightCodes, WrittenWeight

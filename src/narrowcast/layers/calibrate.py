@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import _checks
 from ..state import has_begun, renew
 from ..upstream.fsdp import reshard
 from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
+from .snapshot import Snapshot
 
 
 def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes: int = 2) -> nn.Module:
@@ -41,9 +41,11 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
     if not model.training:
         raise ValueError("the model is in evaluation mode, which collects no amax; call model.train() first")
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+    reshard(model)  # an evaluation leaves FSDP2's root gathered, and gradients belong to shards
     parameters = list(model.parameters())
-    with _put_back_after(model, layers):
-        grads = [parameter.grad for parameter in parameters]
+    grads, versions = [parameter.grad for parameter in parameters], list(map(version_of, parameters))
+    state = Snapshot([model], scales=False, grads=True)
+    try:
         for _ in range(passes):
             # A replayed CUDA graph owns the gradients it allocated: the next pass must not add to them.
             for parameter, grad in zip(parameters, grads):
@@ -57,45 +59,14 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
                 "narrowcast.set_recipe(model, 'delayed') first, or enter narrowcast.autocast in the step, and run the "
                 "backward in it; if a policy kept every layer in high precision, leave the calibration out"
             )
-    for layer in layers:
-        if layer._has_trained:
-            layer.__dict__["_starts"] = False
-    return model
-
-
-@contextmanager
-def _put_back_after(model: nn.Module, layers: list[DelayedLayer]) -> Iterator[None]:
-    """Leave gradients and buffers, but for the state of delayed scaling, as they are now.
-
-    Raises:
-        RuntimeError: a parameter was changed.
-    """
-    reshard(model)  # an evaluation leaves FSDP2's root gathered, and gradients belong to shards
-    parameters = list(model.parameters())
-    grads = [parameter.grad for parameter in parameters]
-    # in place: what is at hand may be memory that the backward writes to, such as a bucket of DDP
-    sums = [
-        one for p in parameters for one in (p.grad, getattr(p, "main_grad", None)) if isinstance(one, Tensor)
-    ]
-    values = [one.clone() for one in sums]
-    versions = list(map(version_of, parameters))
-    state = {id(buffer) for layer in layers for buffer in layer.state_buffers()}
-    buffers = [buffer for buffer in model.buffers() if id(buffer) not in state]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
     finally:
-        with torch.no_grad():
-            for parameter, grad in zip(parameters, grads):
-                parameter.grad = grad
-            for one, value in zip(sums, values):
-                one.copy_(value)
-            known = {id(buffer) for buffer in model.buffers()}
-            for buffer, value in zip(buffers, before):
-                if id(buffer) in known:
-                    buffer.copy_(value)
+        state.restore()
     if versions != list(map(version_of, parameters)):
         raise RuntimeError(
             "the step that calibrate_delayed_scaling was given has changed a parameter; pass the forward and backward "
             "alone, without the optimizer's step"
         )
+    for layer in layers:
+        if layer._has_trained:
+            layer.__dict__["_starts"] = False
+    return model

@@ -1,0 +1,109 @@
+"""``Snapshot``: what running a model changes besides its parameters, to be put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..upstream.modules import own_buffers, own_parameters
+from .delayed import DelayedLayer
+from .recipe_owner import RecipeOwner
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module: its tables, its hooks and its mode."""
+_MARK = "grad_added_to_main_grad"
+
+
+class Snapshot:
+    """The state of modules and all that is in them: buffers, ``main_grad``, queues of weight gradients, fields.
+
+    Fields are the attributes of a layer that runs under a recipe, whatever their names. Parameters and random numbers
+    are not part of it.
+
+    Args:
+        modules: whose state is kept.
+        scales: the state of delayed scaling, and with it the fields of layers, is part of it.
+        grads: so is the ``grad`` of every parameter: the tensor and its values.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, scales: bool = True, grads: bool = False) -> None:
+        self._modules = list(dict.fromkeys(module for one in modules for module in one.modules()))
+        tables = [own_parameters(module).values() for module in self._modules]
+        parameters = dict.fromkeys(one for table in tables for one in table if one is not None)
+        self._grads = [(parameter, parameter.grad) for parameter in parameters] if grads else []
+        self._marks = [(one, vars(one)[_MARK]) for one in parameters if _MARK in vars(one)]
+        self._buffers = [(module, _buffers_of(module, scales)) for module in self._modules]
+        owners = [module for module in self._modules if isinstance(module, RecipeOwner) and scales]
+        self._fields = [(owner, _fields_of(owner)) for owner in owners]
+        self._queues = [
+            (store, store.waiting())
+            for module in self._modules
+            for store in getattr(module, "wgrad_stores", {}).values()
+        ]
+        tensors = [buffer for _, table in self._buffers for buffer in table.values()]
+        tensors += [grad for _, grad in self._grads]
+        tensors += [getattr(parameter, "main_grad", None) for parameter in parameters]
+        kept = {id(one): one for one in tensors if isinstance(one, Tensor)}
+        self._values = [(one, one.detach().clone()) for one in kept.values()]
+        layers = [module for module in self._modules if isinstance(module, DelayedLayer) and scales]
+        self._without_state = [layer for layer in layers if not layer.delayed_slots()]
+
+    def restore(self) -> None:
+        """Put everything back: the tensors that were there, with the values that they had."""
+        for owner, fields in self._fields:
+            _put_back(owner, fields)
+        for module, table in self._buffers:
+            own_buffers(module).update(table)
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        self._restore_values()
+
+    def restore_in_place(self) -> None:
+        """Put values back into the tensors that are there now, which CUDA graphs read and write.
+
+        Delayed scaling that has begun since then begins anew.
+        """
+        self._restore_values()
+        for layer in self._without_state:
+            if layer.delayed_slots():
+                layer.reset_delayed_scaling()
+
+    @torch.no_grad()
+    def _restore_values(self) -> None:
+        for tensor, value in self._values:
+            tensor.detach().copy_(value)
+        for parameter, mark in self._marks:
+            setattr(parameter, _MARK, mark)
+        for store, waiting in self._queues:
+            store.put_back(waiting)
+
+
+def _buffers_of(module: nn.Module, scales: bool) -> dict[str, Tensor | None]:
+    table = dict(own_buffers(module))
+    if isinstance(module, DelayedLayer) and not scales:
+        table = {name: buffer for name, buffer in table.items() if name not in module._state_names()}
+    return table
+
+
+def _fields_of(owner: RecipeOwner) -> dict[str, tuple[Any, Any]]:
+    """Return each attribute, and the content of those that are changed in place."""
+    return {
+        name: (value, dict(value) if type(value) is dict else list(value) if type(value) is list else None)
+        for name, value in vars(owner).items()
+        if name not in _OF_MODULES
+    }
+
+
+def _put_back(owner: RecipeOwner, fields: dict[str, tuple[Any, Any]]) -> None:
+    for name in vars(owner).keys() - fields.keys() - _OF_MODULES:
+        del vars(owner)[name]
+    for name, (value, content) in fields.items():
+        vars(owner)[name] = value
+        if type(value) is dict:
+            value.clear()
+            value.update(content)
+        elif type(value) is list:
+            value[:] = content
