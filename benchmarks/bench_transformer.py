@@ -29,6 +29,7 @@ RECIPES: dict[str, nc.recipe.Recipe | None] = {
     "narrowcast bf16": None,
     "delayed": nc.recipe.DelayedScaling(),
     "current": nc.recipe.Float8CurrentScaling(),
+    "rowwise": nc.recipe.Float8RowwiseScaling(),
     "block-scaled": nc.recipe.Float8BlockScaling(),
 }
 
