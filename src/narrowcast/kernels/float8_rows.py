@@ -17,7 +17,7 @@ from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, pack_codes, product, reciprocal, round_to_dtype, to_float32
 from .launch import INTERPRETING, Launcher, check_input
 from .scaling import scale_from_amax
-from .tiles import is_wide, load_tile, store_tile, store_transposed, tile_grid, tile_position
+from .tiles import is_wide, load_elements, load_tile, store_tile, store_transposed, tile_grid, tile_position
 
 TILE = 4096
 """Elements of a program's tile."""
@@ -25,12 +25,10 @@ LONGEST = 2048
 """Of a row's elements, at most as many in one tile."""
 TRANSPOSED = 64
 """The same where adjacent rows lie beside each other in memory."""
-AMAX_ROWS, AMAX_COLUMNS = 32, 256
-"""Rows of a program that takes the amax of rows and columns, and columns that it reads at once."""
+AMAX_TILE = 128
+"""Rows and columns of a program that takes the amax of rows and columns."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
 """Of a program that encodes in both directions."""
-FEWEST_ROWS = 1024
-"""Rows from which both directions share their passes: fewer are too few programs for the first one."""
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
 
@@ -173,38 +171,48 @@ def quantize(
     return [codes, scale_inv]
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _raise(amax_ptr, values, inside):
+    """Raise amaxes to ``values``; non-negative floats order like their bits, so an integer maximum serves."""
+    values = tl.maximum(values, 0.0)  # a maximum over nothing but NaN is NaN
+    tl.atomic_max(
+        amax_ptr.to(tl.pointer_type(tl.int32)), values.to(tl.int32, bitcast=True), mask=inside, sem="relaxed"
+    )
+
+
+@triton.jit
 def _amax_of_rows_and_columns_kernel(
     x_ptr,
-    row_ptr,
-    column_ptr,
+    amax_ptr,
     M,
     K,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    band_bits,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Take the amax of rows, and that of each column over the rows of this program."""
-    program = tl.program_id(0).to(tl.int64)
-    row = program * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    largest = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, K, COLUMNS):
-        inside = (row < M)[:, None] & (start + column < K)[None, :]
-        x = tl.load(x_ptr + row[:, None] * K + (start + column)[None, :], mask=inside, other=0.0)
-        size = magnitude(x, EMULATE)
-        largest = tl.maximum(largest, tl.max(size, axis=1))
-        # a maximum over nothing but NaN is NaN
-        below = tl.maximum(tl.max(size, axis=0), 0.0)
-        tl.store(column_ptr + program * K + start + column, below, mask=start + column < K)
-    tl.store(row_ptr + row, tl.maximum(largest, 0.0), mask=row < M)
+    """Raise the amaxes of M rows, and those of K columns after them."""
+    tile_m, tile_k = tile_position(band_bits, False)
+    m0 = tile_m * TILE_ROWS
+    k0 = tile_k * TILE_COLUMNS
+    if m0 >= M:
+        return
+    row = tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, TILE_COLUMNS)
+    inside_rows = row < M - m0
+    inside_columns = column < K - k0
+    offsets = row.to(tl.int64)[:, None] * K + column[None, :]
+    inside = inside_rows[:, None] & inside_columns[None, :]
+    size = magnitude(load_elements(x_ptr + (m0 * K + k0) + offsets, inside, EVEN), EMULATE)
+    _raise(amax_ptr + m0 + row, tl.max(size, axis=1), inside_rows)
+    _raise(amax_ptr + M + k0 + column, tl.max(size, axis=0), inside_columns)
 
 
 @triton.jit
 def _float8_both_kernel(
     x_ptr,
-    row_amax_ptr,
-    column_amax_ptr,
+    amax_ptr,
     codes_ptr,
     row_scale_ptr,
     transpose_ptr,
@@ -241,14 +249,14 @@ def _float8_both_kernel(
     xs = load_tile(
         x_ptr + (m0 * K + k0), offsets, group[:, None], column[None, :], K, rows_left, columns_left, EVEN
     )
-    below = tl.load(column_amax_ptr + k0 + column, mask=column < columns_left, other=0.0)
+    below = tl.load(amax_ptr + M + k0 + column, mask=column < columns_left, other=0.0)
     column_inv, column_scale = _scales(below, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
     if tile_m == 0:
         tl.store(column_scale_ptr + k0 + column, column_inv, mask=column < columns_left)
     codes = ()
     transposed = ()
     for j in tl.static_range(4):
-        beside = tl.load(row_amax_ptr + m0 + group + j, mask=group + j < rows_left, other=0.0)
+        beside = tl.load(amax_ptr + m0 + group + j, mask=group + j < rows_left, other=0.0)
         row_inv, row_scale = _scales(beside, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
         if tile_k == 0:
             tl.store(row_scale_ptr + m0 + group + j, row_inv, mask=group + j < rows_left)
@@ -282,27 +290,24 @@ def quantize_both(x: Tensor, fmt: ElementFormat, *, rule: str, epsilon: float = 
         ValueError: a tensor the kernel cannot reach, or rank below 2.
     """
     check_input(x, 2)
-    M, K = math.prod(x.shape[:-1]), x.shape[-1]
-    if M < FEWEST_ROWS or K == 0:
-        columns = x.reshape(M, K).t()
-        return [
-            *quantize(x, fmt, rule=rule, epsilon=epsilon),
-            *quantize(columns, fmt, rule=rule, epsilon=epsilon),
-        ]
     x = x.contiguous()
-    programs = cdiv(M, AMAX_ROWS)
+    M, K = math.prod(x.shape[:-1]), x.shape[-1]
+    if not x.numel():
+        parts = (quantize(part, fmt, rule=rule, epsilon=epsilon) for part in (x, x.view(M, K).t()))
+        return [buffer for part in parts for buffer in part]
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     transposed = torch.empty((K, M), dtype=torch.uint8, device=x.device)
-    of_rows, of_columns, row_amax, parts = (
-        torch.empty(sizes, dtype=torch.float32, device=x.device)
-        for sizes in ((1, M), (1, K), (M,), (programs, K))
-    )
-    _take_amaxes((programs, 1, 1), (x, row_amax, parts, M, K), (AMAX_ROWS, AMAX_COLUMNS, INTERPRETING))
+    of_rows = torch.empty((1, M), dtype=torch.float32, device=x.device)
+    of_columns = torch.empty((1, K), dtype=torch.float32, device=x.device)
+    amax = torch.zeros(M + K, dtype=torch.float32, device=x.device)
+    grid, band_bits = tile_grid(cdiv(M, AMAX_TILE), cdiv(K, AMAX_TILE))
+    even = M % AMAX_TILE == 0 and K % AMAX_TILE == 0
+    _take_amaxes(grid, (x, amax, M, K, band_bits), (AMAX_TILE, AMAX_TILE, even, INTERPRETING))
     grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
     even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
     _quantize_both(
         grid,
-        (x, row_amax, parts.amax(0), codes, of_rows, transposed, of_columns, M, K, band_bits, epsilon),
+        (x, amax, codes, of_rows, transposed, of_columns, M, K, band_bits, epsilon),
         (
             rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0,
             is_wide(M, K), INTERPRETING,
