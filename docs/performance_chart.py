@@ -1,4 +1,4 @@
-"""Draw bars of relative times as SVG, with the standard library alone: the same rows give the same bytes everywhere."""
+"""Draw bars of speeds as SVG, with the standard library alone: the same rows give the same bytes everywhere."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
 
 
 class Bar(NamedTuple):
-    """A contender: its name, its time relative to bf16, its milliseconds, and the key of its color."""
+    """A contender: its name, how many times as fast as bf16 it is, its milliseconds, and the key of its color."""
 
     name: str
-    relative: float
+    speed: float
     milliseconds: float
     color: str
 
@@ -55,9 +55,9 @@ def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     base = y + BAR / 2 + 4.5
     return [
         _text(NAMES - 8, base, bar.name, TEXT[scheme], 'text-anchor="end"'),
-        f'<rect x="{NAMES}" y="{y:g}" width="{bar.relative * unit:.1f}" height="{BAR}" rx="2" '
+        f'<rect x="{NAMES}" y="{y:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" '
         f'fill="{COLORS[scheme][bar.color]}"/>',
-        _text(END + 10, base, f"{bar.relative:.2f}", TEXT[scheme], 'font-weight="700"'),
+        _text(END + 10, base, f"{bar.speed:.2f}", TEXT[scheme], 'font-weight="700"'),
         _text(
             WIDTH - 4,
             base,
@@ -76,7 +76,7 @@ def svg(heading: str, panels: list[Panel], scheme: str) -> str:
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
     """
-    unit = (END - NAMES) / max([1.0, *(bar.relative for panel in panels for bar in panel.bars)])
+    unit = (END - NAMES) / max([1.0, *(bar.speed for panel in panels for bar in panel.bars)])
     one = NAMES + unit
     y: float = HEAD
     parts = [_text(4, 17, heading, FAINT[scheme])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -128,19 +127,3 @@ def test_the_installed_command_runs(python: Path, tmp_path: Path) -> None:
     pytest.importorskip("typer")
     assert "train" in run(python.parent / "narrowcast", "--help", cwd=tmp_path)
     assert nc.__version__ in run(python, "-m", "narrowcast", "--version", cwd=tmp_path)
-
-
-def test_pages_name_the_wheel_of_this_version() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-    named = [
-        (page.name, name)
-        for page in pages
-        for name in re.findall(r"narrowcast-[\w.-]+\.whl", page.read_text())
-    ]
-    assert {page for page, _ in named} >= {"README.md", "get-started.md", "index.md"}
-    assert {name for _, name in named} == {f"narrowcast-{nc.__version__}-py3-none-any.whl"}
-
-
-def test_the_changelog_begins_with_the_version() -> None:
-    first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
-    assert first.startswith(f"## [{nc.__version__}] - ") or first == "## [Unreleased]"

@@ -37,8 +37,23 @@ def test_a_changed_row_changes_the_page(
     (tmp_path / "fsdp.csv").write_text(rows.replace("141714,57.81", "141714,68.54"))
     before, after = (ROOT / "docs" / "performance.md").read_text(), performance.page()
     changed = [line for line in after.splitlines() if line not in before.splitlines()]
-    assert changed == ["| delayed | 68.5 | 0.75 | 10.88 |"]
+    assert changed == ["| delayed | 68.5 | 1.33 | 10.88 |"]
     assert "68.5 ms" in performance.charts()["home-dark.svg"]
+
+
+def test_losses_of_readme_are_those_of_the_pages(performance: ModuleType) -> None:
+    readme = (ROOT / "README.md").read_text()
+    gap, apart = re.search(
+        r"ends (\S+) above bf16, whose own seeds are (\S+) apart", performance.losses()
+    ).groups()
+    assert f"delayed scaling is {gap} above" in readme and f"alone are {apart} apart" in readme
+    shown = re.findall(r"^\| ([^|]+) \| (2\.\d+) \| ([^|]+) \|$", readme, re.MULTILINE)
+    demo = re.findall(
+        r"^\| ([^|]+) \| (2\.\d+) \| ([^|]+) \|",
+        (ROOT / "docs/first-light.md").read_text(),
+        re.MULTILINE,
+    )
+    assert shown == demo and len(shown) == 6
 
 
 def test_rows_of_two_runs_are_not_put_into_one_table(performance: ModuleType) -> None:
