@@ -16,8 +16,10 @@ from recipes import QUANTIZED
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.serving import shards as SHARDS
 from serving.test_interrupted_export import contents
 
+FAILS = {0: "_safetensors", 1: "_decoded"}  # a rank -> the function that fails on it
 MODULE = sys.modules["narrowcast.serving.export"]  # the function has its name
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 
@@ -73,9 +75,10 @@ def _served(made: Any, index: int) -> torch.Tensor:
     return quantizer.quantize(made[index].weight.detach()).dequantize()
 
 
-def fails_on(rank: int, folder: Path) -> list[Any]:
-    """A rank that cannot begin; its error is that of a package that it lacks."""
-    failing = mock.patch.object(MODULE, "_safetensors", side_effect=ModuleNotFoundError("no safetensors"))
+def fails_on(rank: int, at: str, folder: Path) -> list[Any]:
+    """A rank that lacks a package, or has no memory for a weight."""
+    told = MemoryError("no memory") if at == "_decoded" else ModuleNotFoundError("no safetensors")
+    failing = mock.patch.object(SHARDS if at == "_decoded" else MODULE, at, side_effect=told)
     with failing if dist.get_rank() == rank else mock.MagicMock():
         said = exported(sharded(), folder / f"failed{rank}")
     return [said, sorted(path.name for path in folder.glob("*failed*"))]
@@ -92,7 +95,7 @@ def checks(folder: str) -> dict[str, Any]:
     return {
         "one folder": functools.partial(one_folder, root),
         "several files": functools.partial(several_files, root),
-        **{f"fails on {rank}": functools.partial(fails_on, rank, root) for rank in (0, 1)},
+        **{f"fails on {rank}": functools.partial(fails_on, rank, at, root) for rank, at in FAILS.items()},
         "every rank has all": functools.partial(every_rank_has_all, root),
     }
 
@@ -116,10 +119,12 @@ def test_more_bytes_than_fit_one_file_are_several_with_an_index(results: list[An
         assert files == ["config.json", *names, "model.safetensors.index.json"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", FAILS)
 def test_an_error_on_one_rank_ends_the_call_on_all(results: list[Any], rank: int) -> None:
     for own, (said, left) in enumerate(of_all(results, f"fails on {rank}")):
-        told = "ModuleNotFoundError: no safetensors"
+        told = (
+            "MemoryError: no memory" if FAILS[rank] == "_decoded" else "ModuleNotFoundError: no safetensors"
+        )
         assert said == (
             told if own == rank else f"RuntimeError: rank {rank} could not go on, so no rank does: {told}"
         )

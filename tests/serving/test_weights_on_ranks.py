@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,6 +161,27 @@ def split_by_a_group() -> list[str]:
     return differences(served(layer, "block"), served(whole, "block"))
 
 
+def experts_on_ranks(name: str) -> list[str]:
+    """Experts that two ranks share; of four, one has seen no token."""
+    torch.manual_seed(0)
+    whole: Any = nn.ModuleDict({"proj": nn.Linear(96, 96), "experts": Experts(4, 96, 128)}).bfloat16()
+    nc.convert(whole, QUANTIZED[name], routers=True, small=True, heads=True)
+    shared = copy.deepcopy(whole)
+    nc.distributed.expert_parallel(shared, mesh_of_all(), quantizer=None)
+    x, index = torch.randn(6, 96).bfloat16(), torch.arange(6)[:, None] % 3
+    mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    for model, rows in ((whole, slice(6)), (shared, mine)):
+        nc.set_recipe(model, QUANTIZED[name])
+        for _ in range(2):  # delayed scaling knows an input from the second step on
+            y = model["experts"](x[rows], index[rows], torch.ones(6, 1).bfloat16()[rows])
+            (y.sum() + model["proj"](x).sum()).backward()
+        model.eval()
+    format = "fp8-static" if name == "delayed" else FORMATS.get(name, "compressed-tensors")
+    expected = dict(nc.serving.weights(whole, format))
+    assert "experts.3.down_proj.weight_scale" in " ".join(expected) or name == "nvfp4"
+    return differences(dict(nc.serving.weights(shared, format)), expected)
+
+
 def checks_of_four(folder: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -184,6 +206,7 @@ def checks(folder: str) -> dict[str, Any]:
         "bf16": in_bf16,
         **{f"split {name}": functools.partial(split, name) for name in ("block", "mxfp8", "current")},
         "group": split_by_a_group,
+        **{f"experts {name}": functools.partial(experts_on_ranks, name) for name in SHARDED},
     }
 
 
@@ -194,7 +217,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "case",
-    [*(f"fsdp {name}" for name in SHARDED), "quantized gathers", "split block", "split mxfp8", "group"],
+    [
+        *(f"{kind} {name}" for kind in ("fsdp", "experts") for name in SHARDED),
+        *("quantized gathers", "split block", "split mxfp8", "group"),
+    ],
 )
 def test_ranks_serve_the_bits_of_one_process(results: list[dict[str, Any]], case: str) -> None:
     assert of_all(results, case) == [[], []]

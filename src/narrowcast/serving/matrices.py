@@ -25,6 +25,7 @@ from ..tensors import QuantizedTensor
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat
 from .shards import Piece, gather_piece, gather_split, quantize_pieces, split_of
+from .together import Together
 
 
 def shape_of(layer: Any, stage: Stage) -> tuple[int, int]:
@@ -47,19 +48,22 @@ def packed(
     operand: Operand,
     written_as: WeightFormat,
     dtypes: dict[int, torch.dtype],
+    together: Together,
 ) -> list[Packed]:
     """Return a matrix as it is served: its pieces from top to bottom.
 
     Args:
         group: which matrix of the stage.
+        together: the processes that go on only together.
         dtypes: that FSDP2 casts parameters to before they are multiplied, by the id of this rank's shard.
     Raises:
         ValueError: ranks have scales that the format cannot join.
     """
-    scale = _scale(layer, stage, group) if operand.delayed else None
-    fit = _fit(layer, stage) if operand.delayed else None
-    pieces = _pieces(layer, stage, group, dtypes)
-    quantized = quantize_pieces(pieces, operand, written_as, scale, fit, _stored)
+    with together.step():
+        scale = _scale(layer, stage, group) if operand.delayed else None
+        fit = _fit(layer, stage) if operand.delayed else None
+        pieces = _pieces(layer, stage, group, dtypes)
+    quantized = quantize_pieces(pieces, operand, written_as, scale, fit, _stored, together)
     whole = [gather_piece(piece, own, written_as) for piece, own in zip(pieces, quantized)]
     split, shape = split_of(layer, stage), shape_of(layer, stage)
     if split is None:
@@ -111,16 +115,25 @@ def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
     return scale[WEIGHT_SLOT * layer._groups + group].expand(WEIGHT_SLOT + 1).contiguous()
 
 
-def input_scale(layer: Any, stage: Stage, group: int) -> Tensor:
+def input_scales(layer: Any, stage: Stage) -> Tensor:
+    """Return the scales of delayed scaling that the inputs of this rank's groups are multiplied by, fp32; 0 is none."""
+    scales = getattr(layer, f"{stage.prefix}scale_fwd")
+    if scales is None:
+        return torch.zeros(layer._groups, device=layer._parts_of(stage.weight)[0].device)
+    return scales[INPUT_SLOT * layer._groups :][: layer._groups]
+
+
+def input_scale(layer: Any, stage: Stage, group: int, all_groups: Tensor) -> Tensor:
     """Return the scale that decodes the inputs of a group under delayed scaling, fp32 (1,).
 
-    That of a group without inputs yet is the smallest of the other groups.
+    That of a group without inputs yet is the smallest of all groups.
 
+    Args:
+        all_groups: :func:`input_scales` of all ranks' groups.
     Raises:
         ValueError: no group has seen an input.
     """
-    scales = getattr(layer, f"{stage.prefix}scale_fwd")[INPUT_SLOT * layer._groups :][: layer._groups]
-    seen, scale = scales[scales > 0.0], scales[group]
+    seen, scale = all_groups[all_groups > 0.0], input_scales(layer, stage)[group]
     if not len(seen):
         raise ValueError(
             f"{layer.name or stage.weight} has seen no input under delayed scaling yet, whose scale would be exported; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +21,20 @@ from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
 from ..convert.stored import FOUR_BITS, uses_of_parameters
 from ..formats import cdiv
+from ..functional.collectives import gather_rows, registered_name
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.described import describe_parameters
 from ..layers.extra_state import EXTRA_STATE
+from ..layers.tensor_parallel import Split
 from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan
+from ..upstream.c10d import group_named
 from ..upstream.fsdp import compute_dtypes
+from ..upstream.modules import own_parameters
 from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat, is_codes
-from .matrices import input_scale, packed, shape_of
+from .matrices import input_scale, input_scales, packed, shape_of
 from .names import CheckpointNames
-from .shards import plain
+from .shards import plain, sent
 from .together import ALONE, Together
 
 
@@ -112,10 +117,31 @@ class Served:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for key, value in self.state.items():
             if key in self._matrices:
-                for matrix in self._matrices[key]:
-                    yield from self._quantized(matrix)
+                yield from self._of_matrices(self._matrices[key], value)
             elif key not in self._parts:
                 yield from self.names.converted(key, self._plain(value))
+
+    def _of_matrices(self, matrices: list[Matrix], value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a weight's matrices; those that only one rank has come from that rank."""
+        layer, stage = matrices[0].layer, matrices[0].stage
+        owners = self._owners_of(layer, stage)
+        if owners is None:
+            seen = input_scales(layer, stage) if matrices[0].format.static else None
+            for matrix in matrices:
+                yield from self._quantized(matrix, seen, self._together)
+            return
+        seen = gather_rows(input_scales(layer, stage), owners.group) if matrices[0].format.static else None
+        group = group_named(registered_name(owners.group))
+        for sender in range(owners.ranks):
+            for matrix in matrices:
+                make = partial(self._quantized, matrix, seen, ALONE)
+                yield from sent(make, sender, group, value.device, self._together)
+
+    def _owners_of(self, layer: Any, stage: Stage) -> Split | None:
+        """Return how ranks share the experts of a layer that computes with this rank's alone; None for other layers."""
+        record = self._records[id(own_parameters(layer)[layer._names_of(stage.weight)[0]])]
+        split = next((one for one in record.splits if one.dim == 0), None)
+        return split if split is not None and layer._groups * split.ranks == record.shape[0] else None
 
     def plain_bytes(self) -> int:
         """Return bytes of the model's tensors without quantization."""
@@ -146,7 +172,11 @@ class Served:
                 matrices, reason = [], reasons[0]
             if matrices:
                 first, *others = self._keys(found, stage)
-                self._matrices[first] = matrices
+                owners = self._owners_of(layer, stage)
+                begin = 0 if owners is None else owners.rank * layer._groups
+                self._matrices[first] = [
+                    one._replace(group=i) for i, one in enumerate(matrices[begin : begin + layer._groups])
+                ]
                 self._parts.update(others)
                 for rows in (rows for matrix in matrices for rows in matrix.rows):
                     name = rows.name.removesuffix(".weight") if rows.name.endswith(".weight") else found.name
@@ -222,7 +252,7 @@ class Served:
         """Return for each matrix the weights that its rows are; None if the checkpoint arranges them otherwise."""
         if isinstance(layer, StackedExpertsLayer):
             stack = layer.stack_of(layer)
-            experts = self.names.of_experts(keys[0], layer._groups, one_by_one=stack.every)
+            experts = self.names.of_experts(keys[0], int(layer.num_experts), one_by_one=stack.every)
             elsewhere = stack.transposed and not stack.every  # GPT-OSS, whose parts alternate row by row
             if experts is None or elsewhere or any(rows % len(one) for one in experts):
                 return None
@@ -242,17 +272,19 @@ class Served:
         return [[Rows(sum(counts[:i]), counts[i], key) for i, key in enumerate(keys)]]
 
     @torch.no_grad()
-    def _quantized(self, matrix: Matrix) -> Iterator[tuple[str, Tensor]]:
+    def _quantized(
+        self, matrix: Matrix, seen: Tensor | None, together: Together
+    ) -> Iterator[tuple[str, Tensor]]:
         layer, stage, group, operand, written_as, rows = matrix
-        pieces = packed(layer, stage, group, operand, written_as, self._dtypes)
+        pieces = packed(layer, stage, group, operand, written_as, self._dtypes, together)
         if len(pieces) < len(rows):
             pieces = [_sliced(pieces[0], own, written_as.granule) for own in rows]
         for own, tensors in zip(rows, pieces, strict=True):
             for suffix, tensor in tensors.items():
                 suffix = suffix.replace("_scale", "_scale_inv") if self.kind.fine_grained else suffix
                 yield own.name + suffix, tensor.contiguous()
-            if written_as.static:
-                yield f"{own.name.removesuffix('weight')}input_scale", input_scale(layer, stage, group)
+            if seen is not None:
+                yield f"{own.name.removesuffix('weight')}input_scale", input_scale(layer, stage, group, seen)
 
 
 def _sliced(tensors: Packed, rows: Rows, granule: int) -> Packed:

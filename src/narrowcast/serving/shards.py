@@ -9,7 +9,7 @@ Tensor parallelism splits a layer: each rank multiplies by the quantization of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from ..tensors import GroupedTensor, grouped_storage_of, local
 from ..upstream.c10d import group_named
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
+from .together import Together
 
 
 class Split(NamedTuple):
@@ -171,10 +172,12 @@ def quantize_pieces(
     scale: Tensor | None,
     fit: Callable[[Tensor, Tensor], Tensor] | None,
     stored: Callable[[Any, Operand], list[Tensor] | None],
+    together: Together,
 ) -> list[Packed]:
     """Return the pieces of a matrix, quantized as the whole is, each without the rows of other ranks.
 
     Args:
+        together: the processes that go on only together.
         scale: of delayed scaling.
         fit: makes the scale of a sharded weight from its amax and ``scale``; None if that stays.
         stored: returns the buffers of a tensor that is quantized already; None for others.
@@ -183,16 +186,19 @@ def quantize_pieces(
     def pack(buffers: list[Tensor], like: Any) -> Packed:
         return written_as.pack(buffers, tuple(like.shape), operand.quantizer)
 
-    made = [stored(piece.own, operand) for piece in pieces]
-    if all(buffers is not None for buffers in made):
-        return [pack(buffers or [], piece.own) for buffers, piece in zip(made, pieces)]
-    values = [_decoded(piece.own) for piece in pieces]
-    if all(piece.group is None for piece in pieces):
-        return [pack(operand.quantize(value, scale).rowwise, value) for value in values]
-    shared = _SharedAmax(pieces, values, operand, fit is not None)
-    if fit is not None and scale is not None and shared.largest is not None:
-        scale, shared.largest = fit(shared.largest.expand_as(scale), scale), None
-    return [shared.packed(i, written_as, scale) for i in range(len(pieces))]
+    with together.step():
+        made = [stored(piece.own, operand) for piece in pieces]
+        if all(buffers is not None for buffers in made):
+            return [pack(buffers or [], piece.own) for buffers, piece in zip(made, pieces)]
+        values = [_decoded(piece.own) for piece in pieces]
+        if all(piece.group is None for piece in pieces):
+            return [pack(operand.quantize(value, scale).rowwise, value) for value in values]
+        shared = _SharedAmax(pieces, values, operand, fit is not None)
+    shared.reduce()
+    with together.step():
+        if fit is not None and scale is not None and shared.largest is not None:
+            scale, shared.largest = fit(shared.largest.expand_as(scale), scale), None
+        return [shared.packed(i, written_as, scale) for i in range(len(pieces))]
 
 
 class _SharedAmax:
@@ -210,7 +216,6 @@ class _SharedAmax:
         self.tile, of_matrix = scale_extent(operand.quantizer)
         rows, columns = self.tile
         total, device = sum(piece.rows for piece in pieces), values[0].device
-        group = group_name(pieces[0].group)
         self.tiles = self.largest = None  # amax of every tile, and of the matrix
         if any(end % rows for piece in pieces for end in piece.ends if end != total):
             self.tiles = torch.zeros(cdiv(total, rows), cdiv(values[0].shape[1], columns), device=device)
@@ -220,12 +225,15 @@ class _SharedAmax:
                     blocks = _magnitude(tiles).view(-1, rows, tiles.shape[1] // columns, columns)
                     own = self.tiles[top : top + len(blocks)]
                     torch.maximum(own, blocks.amax((1, 3)), out=own)
-            self.tiles = largest_of(self.tiles, group)
         if of_matrix or fits:
             each = [_magnitude(value).amax().reshape(1) for value in values if value.numel()]
-            self.largest = largest_of(
-                torch.cat([*each, torch.zeros(1, device=device)]).amax().reshape(1), group
-            )
+            self.largest = torch.cat([*each, torch.zeros(1, device=device)]).amax().reshape(1)
+
+    def reduce(self) -> None:
+        """Take the largest of all ranks."""
+        group = group_name(self.pieces[0].group)
+        self.tiles = None if self.tiles is None else largest_of(self.tiles, group)
+        self.largest = None if self.largest is None else largest_of(self.largest, group)
 
     def _spread(self, piece: Piece, value: Tensor) -> tuple[int, Tensor]:
         """Return rows and columns filled up with zeros to whole tiles, and the first tile's index."""
@@ -314,6 +322,31 @@ def gather_split(
         joined = _gather_rows(rows, (len(rows),) * split.size, split.group)
         whole[suffix] = joined.t() if split.dim else joined
     return whole
+
+
+def sent(
+    make: Callable[[], Iterator[tuple[str, Tensor]]],
+    sender: int,
+    group: Any,
+    device: torch.device,
+    together: Together,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that one rank of a group makes, on all of them.
+
+    Args:
+        make: of the sender's; others do not call theirs.
+        sender: rank in the group.
+        device: of the tensors.
+    """
+    own = dist.get_rank(group) == sender
+    with together.step():
+        made = list(make()) if own else []
+    described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in made]]
+    dist.broadcast_object_list(described, group_src=sender, group=group)
+    for i, (name, shape, dtype) in enumerate(described[0]):
+        tensor = made[i][1].contiguous() if own else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=sender, group=group)
+        yield name, tensor
 
 
 def _gather_rows(own: Tensor, counts: tuple[int, ...], group: Any) -> Tensor:
