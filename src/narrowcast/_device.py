@@ -30,11 +30,21 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return version // 1000, version // 100 % 10, version % 100
 
 
+NATIVE: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
+    "FP8": ((8, 9), None),
+    "128-block FP8": ((9, 0), (10, 0)),
+    "MXFP8": ((10, 0), (12, 0)),
+    "NVFP4": ((10, 0), None),
+}
+"""Formats, each with the first compute capability that multiplies it, and the first later one that does not."""
+
+
 @functools.cache
-def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) -> tuple[bool, str]:
+def _native(what: str) -> tuple[bool, str]:
     capability = get_device_compute_capability()
     if capability == (0, 0):
         return False, f"no CUDA device: {what} runs emulated on the CPU"
+    minimum, below = NATIVE[what]
     limit = "" if below is None else f" and below {below[0]}.{below[1]}"
     if capability < minimum or (below is not None and capability >= below):
         return False, (
@@ -44,18 +54,23 @@ def _native(minimum: tuple[int, int], below: tuple[int, int] | None, what: str) 
     return True, ""
 
 
+def is_native(what: str) -> bool:
+    """Return whether the current GPU multiplies a format of :data:`NATIVE`."""
+    return _native(what)[0]
+
+
 def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
     return result if return_reason else result[0]
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Return whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_native((8, 9), None, "FP8"), return_reason)
+    return _answer(_native("FP8"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Return whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
-    return _answer(_native((9, 0), (10, 0), "128-block FP8"), return_reason)
+    return _answer(_native("128-block FP8"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -63,7 +78,7 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
-    return _answer(_native((10, 0), (12, 0), "MXFP8"), return_reason)
+    return _answer(_native("MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
@@ -71,7 +86,7 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
-    return _answer(_native((10, 0), None, "NVFP4"), return_reason)
+    return _answer(_native("NVFP4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:

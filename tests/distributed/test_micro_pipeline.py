@@ -32,8 +32,11 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import narrowcast as nc
+from narrowcast import _device
 from narrowcast.autograd.linear import LinearFunction
 from narrowcast.distributed.micro_pipeline import _AsWritten
+
+_device.get_device_compute_capability = lambda: (9, 0)
 
 def written(*, kwargs, **_):
     # what a kernel writes to, which PyTorch finds by compiling it: all but what is passed on in this test

@@ -1,7 +1,7 @@
 """MXFP8 and NVFP4 as a GPU of compute capability 10 would get them: the call, and what its operands say.
 
-Nothing here has such a GPU. The call is held against PyTorch's own checks of CUDA operands, and its bytes are read by
-the published order of scales and multiplied.
+Nothing here has such a GPU. The bytes of a call are read by the published order of scales and multiplied;
+``test_native_products`` checks the call itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from recipes import E4M3, E5M2
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import ScalingType, SwizzleType
-from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_map
 
 import narrowcast as nc
 from narrowcast import _device, reference
@@ -40,7 +36,6 @@ QUANTIZERS: dict[str, tuple[nc.Quantizer, nc.Quantizer, nc.Quantizer]] = {  # x,
     ),
     "nvfp4_4over6": (nc.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256),) * 3,
 }
-SCALED_MM = F.scaled_mm
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SHAPES = [(33, 24, 72), (160, 192, 320)]  # M, N, K: smaller than a tile and unaligned; more than one tile
 
@@ -101,63 +96,40 @@ def read_operand(codes: Tensor, scales: list[Tensor], block: int) -> Tensor:
     return values * scale.repeat_interleave(block, 1)[:, : values.shape[1]]
 
 
-def check_as_cuda(*arguments: Any, **options: Any) -> None:
-    """Let PyTorch, from 2.13 on, check a call of ``scaled_mm`` as if its tensors were on a GPU."""
-    if TorchVersion(torch.__version__) < "2.13":
-        return
-
-    def on_gpu(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-
-    with FakeTensorMode():
-        SCALED_MM(*tree_map(on_gpu, arguments), **options)
-
-
 class Library:
-    """Stands where ``scaled_mm`` is: checks what it is called with, and multiplies that."""
+    """Stands where the library's two entries are, and multiplies what they are called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.operands: list[Tensor] = []
+        monkeypatch.setattr(gemm_module, "scaled_mm", self.mxfp8)
+        monkeypatch.setattr(gemm_module, "scaled_mm_by_recipe", self.nvfp4)
 
-    def __call__(
+    def mxfp8(
         self,
         left: Tensor,
         right: Tensor,
-        scale_a: list[Tensor],
-        recipe_a: list[ScalingType],
-        scale_b: list[Tensor],
-        recipe_b: list[ScalingType],
+        scale_a: Tensor,
+        scale_b: Tensor,
         *,
-        swizzle_a: SwizzleType,
-        swizzle_b: SwizzleType,
-        output_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        **_: Any,
     ) -> Tensor:
-        swizzles = {"swizzle_a": swizzle_a, "swizzle_b": swizzle_b}
-        check_as_cuda(
-            left, right, scale_a, recipe_a, scale_b, recipe_b, **swizzles, output_dtype=output_dtype
-        )
-        assert swizzle_a == swizzle_b == SwizzleType.SWIZZLE_32_4_4
-        assert recipe_a == recipe_b
-        four_bits = left.dtype == torch.float4_e2m1fn_x2
-        assert recipe_a[0] == (ScalingType.BlockWise1x16 if four_bits else ScalingType.BlockWise1x32)
-        assert recipe_a[1:] == [ScalingType.TensorWise] * four_bits
+        return self.multiply(left, right, [scale_a], [scale_b], 32).to(out_dtype)
+
+    def nvfp4(self, left: Tensor, right: Tensor, a: list[Tensor], *arguments: Any) -> Tensor:
+        return self.multiply(left, right, a, arguments[2], 16).to(arguments[-1])
+
+    def multiply(
+        self, left: Tensor, right: Tensor, scale_a: list[Tensor], scale_b: list[Tensor], block: int
+    ) -> Tensor:
         factor = torch.ones((), dtype=torch.float64)
         values = []
         for codes, scales in ((left, scale_a), (right.t(), scale_b)):
-            assert codes.stride() == (codes.shape[1], 1)
-            assert codes.shape[0] % 32 == 0
-            assert codes.shape[1] % (16 if four_bits else 32) == 0
-            assert scales[0].dtype == (torch.float8_e4m3fn if four_bits else torch.float8_e8m0fnu)
-            assert len(scales) == len(recipe_a)
             for scale in scales[1:]:
-                assert scale.dtype == torch.float32
-                assert scale.numel() == 1
                 factor = factor * scale.double()
             self.operands.append(codes)
-            values.append(read_operand(codes, scales, 16 if four_bits else 32))
-        return (values[0] @ values[1].t() * factor).to(output_dtype)
+            values.append(read_operand(codes, scales, block))
+        return values[0] @ values[1].t() * factor
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -169,7 +141,7 @@ def test_what_the_library_gets_is_what_emulation_multiplies(
     sides = operands(name, kind, *shape)
     rows, columns = result_size(kind, *shape)
     a, b = (q._native_operand(buffers, columnwise) for q, buffers, columnwise in sides)
-    monkeypatch.setattr(F, "scaled_mm", library := Library())
+    library = Library(monkeypatch)
     out = gemm_module.multiply_native(a, b, None, torch.float32, rows, columns, False)
     (lq, left, _), (rq, right, _) = sides
     emulated = gemm_module.gemm(kind, left, lq, right, rq, None, torch.float32, rows, columns, False, True)
@@ -190,7 +162,7 @@ def test_a_bias_is_added_in_the_dtype_of_the_result(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (q._native_operand(buffers, way) for q, buffers, way in operands("nvfp4", "fprop", 33, 24, 72))
-    monkeypatch.setattr(F, "scaled_mm", Library())
+    Library(monkeypatch)
     bias = torch.linspace(-1, 1, 24)
     plain, out = (gemm_module.multiply_native(a, b, x, dtype, 33, 24, False) for x in (None, bias))
     assert torch.equal(out, plain + bias.to(dtype))
@@ -202,11 +174,14 @@ def test_newer_gpus_take_the_library(
 ) -> None:
     called: list[torch.device] = []
 
-    def scaled_mm(a: Tensor, b: Tensor, *_: object, output_dtype: torch.dtype, **__: object) -> Tensor:
+    def entry(
+        a: Tensor, b: Tensor, *arguments: Any, out_dtype: torch.dtype | None = None, **_: object
+    ) -> Tensor:
         called.append(a.device)
-        return a.new_empty((a.shape[0], b.shape[1]), dtype=output_dtype)
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or arguments[-1])
 
-    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    for one in ("scaled_mm", "scaled_mm_by_recipe"):
+        monkeypatch.setattr(gemm_module, one, entry)
     (lq, left, _), (rq, right, _) = operands(name, "fprop", 64, 32, 96)
     arguments = rq, None, torch.bfloat16, 64, 32, False
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -221,7 +196,8 @@ def test_newer_gpus_take_the_library(
 def test_older_gpus_say_how_to_emulate(
     name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(F, "scaled_mm")
+    for one in ("scaled_mm", "scaled_mm_by_recipe"):
+        monkeypatch.delattr(gemm_module, one)
     (lq, left, _), (rq, right, _) = operands(name, "fprop", 64, 32, 96)
     with FakeTensorMode(allow_non_fake_inputs=True):
         left, right = ([torch.empty_like(t, device="cuda") for t in buffers] for buffers in (left, right))
@@ -229,19 +205,10 @@ def test_older_gpus_say_how_to_emulate(
             gemm_module._gemm("fprop", left, lq, right, rq, None, torch.bfloat16, 64, 32, False, False)
 
 
-def test_pairs_that_the_library_lacks(capability: tuple[int, int]) -> None:
+def test_formats_that_the_library_lacks() -> None:
     def native(quantizer: nc.Quantizer) -> object:
         return quantizer._native_operand(quantizer.quantize(torch.ones(32, 64)).rowwise_operand(), False)
 
-    e4m3, e5m2, four = (
-        native(q) for q in (nc.MXFP8Quantizer(E4M3), nc.MXFP8Quantizer(E5M2), nc.NVFP4Quantizer())
-    )
-    takes = gemm_module._multiplies_natively
-    assert takes(e4m3, e4m3)
-    assert takes(e5m2, e4m3)
-    assert takes(four, four)
-    assert not takes(e5m2, e5m2)
-    assert not takes(e4m3, four)
     assert native(nc.NVFP4Quantizer(row_scaled_nvfp4=True)) is None
     assert native(nc.MXFP4Quantizer()) is None
 

@@ -21,8 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 import narrowcast as nc
-from narrowcast import kernels
+from narrowcast import _device, kernels
 from narrowcast.functional import routes
+
+_device.get_device_compute_capability = lambda: (9, 0)
 
 READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr", "starts_ptr")
 wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name not in READ]

@@ -76,7 +76,7 @@ def test_the_public_way_to_a_product_in_blocks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "_scaled_mm_v2", lambda *arguments: reached.append(arguments))
     a, scale = torch.empty(4, 4), torch.ones(1)
     recipes = [F.ScalingType.BlockWise1x128.value], [F.ScalingType.BlockWise128x128.value]
-    cuda._scaled_mm_in_blocks(a, a, [scale], recipes[0], [], [scale], recipes[1], [], None, torch.bfloat16)
+    cuda._scaled_mm_by_recipe(a, a, [scale], recipes[0], [], [scale], recipes[1], [], None, torch.bfloat16)
     (given,) = reached
     assert given[:10] == (a, a, [scale], recipes[0], [], [scale], recipes[1], [], None, torch.bfloat16)
     assert not given[10] and given[11] is False

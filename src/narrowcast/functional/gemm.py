@@ -23,39 +23,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
 from torch.torch_version import TorchVersion
 
-from .. import _device, kernels, reference
+from .. import kernels, reference
+from .._device import is_native
 from .._tracing import can_overwrite
 from ..upstream import opaque
 from ..upstream.compiler import may_choose_gemms
-from ..upstream.cuda import scaled_mm, scaled_mm_in_blocks
+from ..upstream.cuda import scaled_mm, scaled_mm_by_recipe
 from ._library import QUANTIZER, define
+from .native_products import PRODUCTS, NativeProduct
 from .numerics import numerics_for
 from .quantizer_value import GemmOperand, NativeOperand, QuantizerValue
 from .swizzle import swizzle_scales
 
 COLUMNWISE = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
-_SCALING = {
-    "1x128": [ScalingType.BlockWise1x128.value],
-    "128x128": [ScalingType.BlockWise128x128.value],
-}
-# scaled_mm's names for tiled scales, and their dtype; NVFP4 has a tensor scale above the block scales.
-_TILED = {
-    "1x32": ([ScalingType.BlockWise1x32], torch.float8_e8m0fnu),
-    "1x16": ([ScalingType.BlockWise1x16, ScalingType.TensorWise], torch.float8_e4m3fn),
-}
-_NATIVE_PAIRS = (
-    ("tensor", "tensor"),
-    ("row", "row"),
-    ("row", "tensor"),
-    ("tensor", "row"),
-    ("1x128", "1x128"),
-    ("1x128", "128x128"),
-    ("128x128", "1x128"),
-    ("plain", "plain"),
-)
 
 
 def _gemm(
@@ -232,16 +214,15 @@ def _check_accumulator(kind: str, out: Tensor) -> None:
 
 
 def _multiplies_natively(a: NativeOperand, b: NativeOperand) -> bool:
-    if a.scaling in _TILED:
-        available = _device.is_mxfp8_available if a.scaling == "1x32" else _device.is_nvfp4_available
-        e5m2 = a.data.dtype == b.data.dtype == torch.float8_e5m2
-        return a.scaling == b.scaling and not e5m2 and bool(available())
-    left, right = a.data.dtype is torch.float8_e5m2, b.data.dtype is torch.float8_e5m2
-    # block scaling takes E4M3 alone, scales of tensors and rows E5M2 on one side
-    refused = (left and right) or (a.scaling not in ("tensor", "row") and (left or right))
-    if "row" in (a.scaling, b.scaling):
-        refused = refused or not (kernels.AVAILABLE and _device.is_fp8_available())
-    return (a.scaling, b.scaling) in _NATIVE_PAIRS and not refused
+    if a.scaling == b.scaling == "plain":
+        return True
+    product = PRODUCTS.get((a.scaling, b.scaling))
+    if product is None or not is_native(product.format):
+        return False
+    if "row" in (a.scaling, b.scaling) and not kernels.AVAILABLE:
+        return False
+    e5m2 = [one.data.dtype is torch.float8_e5m2 for one in (a, b)]
+    return not any(e5m2) or (product.e5m2 and not all(e5m2))
 
 
 def decoded_operands(
@@ -302,25 +283,20 @@ def multiply_native(
         return out if bias is None else out + bias.to(dtype)
     if a.scaling == "plain":
         return _multiply_plain(a.data, b.data.to(a.data.dtype), bias, dtype)
-    if "row" in (a.scaling, b.scaling):
-        fused = _library_multiplies_rows(a, b, dtype)
-        if fused:
-            product = _multiply_by_rows(a, b, bias, dtype, fast_accumulation)
-        else:
-            kernel = numerics_for(a.data).batch_invariant.multiply_codes
-            product = kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
-    elif a.scaling == "tensor":
-        fused = bias is not None and dtype != torch.float32  # the library adds no bias to fp32
-        product = _multiply_per_tensor(a, b, bias if fused else None, dtype, fast_accumulation)
-    elif a.scaling in _TILED:
-        fused, product = False, _multiply_in_tiles(a, b, dtype)
+    product = PRODUCTS[a.scaling, b.scaling]
+    fused = bias is not None and dtype in product.bias
+    if "row" in (a.scaling, b.scaling) and not _takes_rows(product, a, b, dtype):
+        fused = False
+        kernel = numerics_for(a.data).batch_invariant.multiply_codes
+        out = kernel(a.data, a.scale, b.data, b.scale, 1, dtype)
     elif _has_few_rows(a, b):
         fused, codes = True, (a.data.view(torch.uint8), a.scale.t(), b.data.view(torch.uint8), b.scale)
-        product = kernels.few_rows.multiply_codes(*codes, bias, dtype)  # type: ignore[attr-defined]
+        out = kernels.few_rows.multiply_codes(*codes, bias, dtype)  # type: ignore[attr-defined]
     else:
-        # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
-        fused, product = False, _multiply_in_blocks(a, b, dtype)
-    out = product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
+        out = _multiply_scaled(product, a, b, bias if fused else None, dtype, fast_accumulation)
+    if out.shape != (rows, columns):
+        out = out[:rows, :columns].contiguous()
+    # Rounded before the bias: a product kept in fp32 for one rounding would take 1.7 times as long.
     return out if bias is None or fused else out.add_(bias.to(dtype))
 
 
@@ -335,86 +311,78 @@ def _has_few_rows(a: NativeOperand, b: NativeOperand) -> bool:
     )
 
 
-def _multiply_per_tensor(
+def _takes_rows(product: NativeProduct, a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> bool:
+    aligned = a.data.shape[1] % product.contraction == 0 and b.data.shape[0] % product.columns == 0
+    return dtype in product.outputs and aligned
+
+
+def _multiply_scaled(
+    product: NativeProduct,
     a: NativeOperand,
     b: NativeOperand,
     bias: Tensor | None,
     dtype: torch.dtype,
     fast_accumulation: bool,
 ) -> Tensor:
-    left, right = a.data, b.data
-    if left.shape[1] % 16 or right.shape[0] % 16:
-        # the library takes any number of rows on the left: a ragged batch is not copied
-        left, right = _pad_to(left, 1, 16), _pad_to(right, 16, 16)
+    """Return ``a @ b.T`` of padded operands by the library; ``bias``: one that the library adds."""
+    left = _padded_codes(a, product.rows, product.contraction)
+    right = _padded_codes(b, product.columns, product.contraction)
+    left_scales, right_scales = _scales(product, a, left), _scales(product, b, right)
+    if bias is not None:
+        bias = _pad_bias(bias.to(dtype), right.shape[0])
+    if product.recipes is not None:
+        recipes, swizzles = product.recipes, product.swizzles
+        # F.scaled_mm calls this and doubles the CPU time
+        return scaled_mm_by_recipe(
+            left,
+            right.t(),
+            left_scales,
+            recipes[0],
+            swizzles,
+            right_scales,
+            recipes[1],
+            swizzles,
+            bias,
+            dtype,
+        )
+    left_scale, right_scale = left_scales[0], right_scales[0]
+    if "row" in (a.scaling, b.scaling):
+        # one scale is repeated: Transformers runs this GEMM in these sizes, and its bits are those
+        left_scale, right_scale = _per_row(left_scale, left), _per_row(right_scale, right).t()
     # the older of the library's two entries: F.scaled_mm takes a third more CPU time for the same GEMM
     return scaled_mm(
         left,
         right.t(),
-        a.scale,
-        b.scale,
-        bias=None if bias is None else _pad_bias(bias.to(dtype), right.shape[0]),
+        left_scale,
+        right_scale,
+        bias=bias,
         out_dtype=dtype,
-        use_fast_accum=fast_accumulation,
+        use_fast_accum=fast_accumulation and product.fast,
     )
 
 
-def _library_multiplies_rows(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 and a.data.shape[1] % 16 == 0 and b.data.shape[0] % 16 == 0
+_TILED = ("1x32", "1x16")
+"""Scalings whose scales the library reads in tiles of 128 rows and 4 blocks."""
 
 
-def _multiply_by_rows(
-    a: NativeOperand, b: NativeOperand, bias: Tensor | None, dtype: torch.dtype, fast_accumulation: bool
-) -> Tensor:
-    """A scale per row, repeated where there is one: in these sizes the GEMM that Transformers runs, with its bits."""
-    left, right = (one.scale.view(-1, 1).expand(one.data.shape[0], 1).contiguous() for one in (a, b))
-    return scaled_mm(
-        a.data,
-        b.data.t(),
-        left,
-        right.t(),
-        bias=None if bias is None else bias.to(dtype),
-        out_dtype=dtype,
-        use_fast_accum=fast_accumulation,
-    )
+def _padded_codes(operand: NativeOperand, row_multiple: int, column_multiple: int) -> Tensor:
+    padded = _pad_to(operand.data, row_multiple, column_multiple)
+    # MXFP8's column-wise codes are a transposed view
+    return padded.contiguous() if operand.scaling in _TILED else padded
 
 
-def _multiply_in_blocks(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
-    left, right = _pad_to(a.data, 16, 128), _pad_to(b.data, 128, 128)
-    scales = [_pad_scale(a, left)], [_pad_scale(b, right)]
-    recipes = _SCALING[a.scaling], _SCALING[b.scaling]
-    # F.scaled_mm calls this and doubles the CPU time
-    return scaled_mm_in_blocks(
-        left, right.t(), scales[0], recipes[0], [], scales[1], recipes[1], [], None, dtype
-    )
+def _scales(product: NativeProduct, operand: NativeOperand, padded: Tensor) -> list[Tensor]:
+    """Return the scales of padded codes as the library reads them."""
+    if operand.scaling in _TILED:
+        scale = swizzle_scales(operand.scale).view(product.scale_dtype)
+        return [scale] if operand.tensor_scale is None else [scale, operand.tensor_scale]
+    # 1x128: (rows, K/128), rows padded to a multiple of 4 already; 128x128: padded as the GEMM wants it
+    missing = padded.shape[0] - operand.scale.shape[0] if operand.scaling == "1x128" else 0
+    return [F.pad(operand.scale.t(), (0, missing), value=1.0).t() if missing else operand.scale]
 
 
-def _multiply_in_tiles(a: NativeOperand, b: NativeOperand, dtype: torch.dtype) -> Tensor:
-    """MXFP8 or NVFP4, as GPUs of compute capability 10 multiply them: written to PyTorch's checks, never run on one."""
-    recipe, _ = _TILED[a.scaling]
-    return F.scaled_mm(
-        _padded_codes(a),
-        _padded_codes(b).t(),
-        _scales_in_tiles(a),
-        recipe,
-        _scales_in_tiles(b),
-        recipe,
-        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
-        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
-        output_dtype=dtype,
-    )
-
-
-def _padded_codes(operand: NativeOperand) -> Tensor:
-    """Return codes in rows of the contraction, to multiples of 32 both ways; MXFP8's column-wise ones are copied for
-    it.
-    """
-    return _pad_to(operand.data, 32, 32 if operand.scaling == "1x32" else 16).contiguous()
-
-
-def _scales_in_tiles(operand: NativeOperand) -> list[Tensor]:
-    """Return scales in the order that the GEMM reads; they are padded already, to 128 rows and 4 blocks."""
-    scale = swizzle_scales(operand.scale).view(_TILED[operand.scaling][1])
-    return [scale] if operand.tensor_scale is None else [scale, operand.tensor_scale]
+def _per_row(scale: Tensor, codes: Tensor) -> Tensor:
+    return scale.view(-1, 1).expand(codes.shape[0], 1).contiguous()
 
 
 def _multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -441,13 +409,6 @@ def _pad_to(data: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
 
 def _pad_bias(bias: Tensor, columns: int) -> Tensor:
     return F.pad(bias, (0, columns - bias.shape[0])) if bias.shape[0] != columns else bias
-
-
-def _pad_scale(operand: NativeOperand, padded: Tensor) -> Tensor:
-    """Return block scales of the padded operand, in the GEMM's outer-dim-major layout."""
-    # 1x128: (rows, K/128), rows padded to a multiple of 4 already; 128x128: padded as the GEMM wants it
-    missing = padded.shape[0] - operand.scale.shape[0] if operand.scaling == "1x128" else 0
-    return F.pad(operand.scale.t(), (0, missing), value=1.0).t() if missing else operand.scale
 
 
 def no_native_gemm(what: str, left: QuantizerValue, right: QuantizerValue) -> str:

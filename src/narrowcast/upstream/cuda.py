@@ -117,7 +117,7 @@ scaled_mm: Callable[..., Tensor] = private(
 """
 
 
-def _scaled_mm_in_blocks(
+def _scaled_mm_by_recipe(
     a: Tensor,
     b: Tensor,
     scale_a: list[Tensor],
@@ -130,16 +130,21 @@ def _scaled_mm_in_blocks(
     dtype: torch.dtype,
 ) -> Tensor:
     recipes = [[F.ScalingType(value) for value in recipe] for recipe in (recipe_a, recipe_b)]
-    return F.scaled_mm(a, b, scale_a, recipes[0], scale_b, recipes[1], bias=bias, output_dtype=dtype)
+    swizzles = [[F.SwizzleType(value) for value in swizzle] for swizzle in (swizzle_a, swizzle_b)]
+    return F.scaled_mm(
+        a, b, scale_a, recipes[0], scale_b, recipes[1], *swizzles, bias=bias, output_dtype=dtype
+    )
 
 
-scaled_mm_in_blocks: Callable[..., Tensor] = private(
+scaled_mm_by_recipe: Callable[..., Tensor] = private(
     "torch._scaled_mm_v2",
     follows="aten/src/ATen/native/native_functions.yaml; torch/nn/functional.py scaled_mm",
     without=_WITHOUT.format("torch.nn.functional.scaled_mm"),
-    fallback=_scaled_mm_in_blocks,
+    fallback=_scaled_mm_by_recipe,
 )
-"""Multiply FP8 codes with scales of blocks; recipes are numbers of ``torch.nn.functional.ScalingType``."""
+"""Multiply codes with scales of blocks; recipes and swizzles are numbers of ``torch.nn.functional.ScalingType`` and
+``SwizzleType``, one per scale of the operand.
+"""
 
 entry(
     "torch._ops.OpOverload._op",
