@@ -31,11 +31,17 @@ def written(
     return config, safetensors.torch.load_file(path / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "channel", "block", "mxfp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["delayed", "current", "channel", "block", "mxfp8", "nvfp4", "mxfp6", "mxfp4"]
+)
 def test_what_it_decompresses_is_what_training_read(name: str, tmp_path: Path) -> None:
     """Experts, a layer, rows and columns of odd numbers; 96 columns are whole blocks."""
-    inner = {"block": 128, "mxfp8": 32, "nvfp4": 48, "mxfp4": 32}.get(name, 28)
-    recipes = QUANTIZED | {"channel": QUANTIZED["current"], "mxfp4": nc.recipe.MXFP4BlockScaling()}
+    inner = {"block": 128, "mxfp8": 32, "nvfp4": 48, "mxfp6": 32, "mxfp4": 32}.get(name, 28)
+    recipes = QUANTIZED | {
+        "channel": QUANTIZED["current"],
+        "mxfp6": nc.recipe.MXFP6BlockScaling(),
+        "mxfp4": nc.recipe.MXFP4BlockScaling(),
+    }
     model = mixture(recipes[name], inner)
     if name == "channel":
         nc.serving.forward_like(model, "vllm", format="fp8-channel")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from recipes import DEVICE, QUANTIZED
+from recipes import DEVICE, EMULATE, QUANTIZED
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -59,6 +59,10 @@ def decoded(tensors: dict[str, Tensor], key: str) -> Tensor:
     """What a server makes of a weight, written from the formats' own descriptions."""
     if f"{key}_packed" in tensors:
         packed = tensors[f"{key}_packed"]
+        if packed.shape[1] == 24 * tensors[f"{key}_scale"].shape[1]:  # MXFP6, four codes in three bytes
+            return six_bits(packed) * torch.exp2(tensors[f"{key}_scale"].float() - 127).repeat_interleave(
+                32, 1
+            )
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).long()
         if f"{key}_global_scale" not in tensors:  # MXFP4
@@ -73,6 +77,32 @@ def decoded(tensors: dict[str, Tensor], key: str) -> Tensor:
         tiles = scale.repeat_interleave(128, 0)[: codes.shape[0]].repeat_interleave(128, 1)
         scale = tiles[:, : codes.shape[1]]
     return codes * scale
+
+
+def six_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Values of E2M3."""
+    a, b, c = packed.long().unflatten(1, (-1, 3)).unbind(-1)
+    codes = torch.stack([a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2], -1).flatten(1)
+    exponent, mantissa = codes >> 3 & 3, (codes & 7).float()
+    size = torch.where(exponent == 0, mantissa / 8, (1 + mantissa / 8) * torch.exp2(exponent - 1.0))
+    return torch.where(codes >> 5 == 1, -size, size)
+
+
+@pytest.mark.parametrize("amax", [7e-36, 1e-38, 1e-44, 0.0])
+def test_nvfp4_writes_zeros_where_the_second_scale_has_no_reciprocal(amax: float, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 32, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(amax)
+        model[1].weight.fill_(8e-36)
+    nc.convert(model, nc.recipe.NVFP4BlockScaling(emulate=EMULATE), blocks=True, small=True)
+    path = nc.export(model, tmp_path / "out", format="nvfp4").path
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    assert all(tensors[f"{one}.weight_global_scale"].isfinite().all() for one in "01")
+    assert not tensors["0.weight_packed"].any()
+    plain = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 32, bias=False))
+    again = nc.load_quantized(plain, path)
+    assert not again[0].weight.dequantize().any()
+    torch.testing.assert_close(again[1].weight.dequantize(), torch.full((32, 48), 8e-36), rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

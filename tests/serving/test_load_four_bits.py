@@ -96,6 +96,40 @@ def test_codes_and_scales_of_others_become_the_weights(kind: str, tmp_path: Path
     assert x.grad is not None and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_NVFP4", "mxfp4", "W4A8_MXFP4_FP8", "FP8"])
+def test_an_all_zero_weight_of_modelopt_is_zeros(algorithm: str, tmp_path: Path) -> None:
+    """It divides by the amax of the weight: tests/neighbours has files that it wrote."""
+    written("modelopt-mxfp4" if "MXFP4" in algorithm.upper() else "modelopt-nvfp4", tmp_path)
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    nan = torch.tensor(float("nan")).to(torch.float8_e4m3fn)
+    zero = torch.zeros(())
+    if "NVFP4" in algorithm:
+        state["0.weight"].fill_(0x77)
+        state["0.weight_scale"] = nan.expand_as(state["0.weight_scale"]).contiguous()
+        state["0.weight_scale_2"] = zero
+    elif algorithm == "FP8":
+        for key in [key for key in state if key.endswith("weight")]:
+            rows, columns = state[key].shape
+            state[key] = torch.ones(rows, 2 * columns).to(torch.float8_e4m3fn)
+            state[key + "_scale"] = torch.ones(())
+            del state[key + "_scale_2"]
+        state["0.weight"] = nan.expand_as(state["0.weight"]).contiguous()
+        state["0.weight_scale"] = zero
+    else:
+        state["0.weight"].fill_(0x88)  # negative zeros
+        state["0.weight_scale"].zero_()
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = nc.load_quantized(stack(*SIZES).to("meta"), tmp_path)
+    first, second = (model.get_parameter(f"{index}.weight").dequantize() for index in (0, 1))
+    assert (first == 0).all() and (second != 0).any()
+    if "NVFP4" in algorithm:  # NaN beside another scale is no weight of zeros
+        state["0.weight_scale_2"] = torch.ones(())
+        safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+        unchanged(stack(*SIZES), tmp_path, "must be finite and positive", ValueError)
+
+
 def test_what_this_library_wrote_is_read_as_it_is(tmp_path: Path) -> None:
     model = trained(QUANTIZED["nvfp4"], *SIZES)
     path = nc.export(model, tmp_path / "out", format="nvfp4").path

@@ -27,6 +27,7 @@ from ..formats import (
     FLOAT8_ROWS,
     MX_BLOCK,
     MXFP4,
+    MXFP6,
     MXFP8,
     NVFP4,
     NVFP4_BLOCK,
@@ -115,15 +116,20 @@ def _unpadded(scale: Tensor, shape: tuple[int, int], quantizer: Quantizer) -> Te
 
 
 def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dict[str, Tensor]:
-    """The second scale is stored as its reciprocal, so it rounds once more than here: within one unit of fp32."""
+    """The second scale is stored as its reciprocal, so it rounds once more than here: within one unit of fp32.
+
+    A matrix whose reciprocal is above the largest fp32 number, with an amax below 7.9e-36, is stored as zeros.
+    """
     codes, scale, amax = buffers
     largest = quantizer.nvfp4_e4m3_max * E2M1.max
     scale = _unpadded(scale.view(torch.float8_e4m3fn), shape, quantizer)
-    global_scale = torch.where(amax > 0, largest / amax, 1.0)
+    global_scale = largest / amax
+    vanishes = global_scale.isinf()
+    codes, global_scale = torch.where(vanishes, 0, codes), torch.where(vanishes, 1.0, global_scale)
     return {"_packed": codes, "_scale": scale, "_global_scale": global_scale.reshape(1)}
 
 
-def _mxfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
+def _packed(buffers: list[Tensor], shape: tuple[int, int], quantizer: Quantizer) -> dict[str, Tensor]:
     codes, scale = buffers
     return {"_packed": codes, "_scale": _unpadded(scale, shape, quantizer)}
 
@@ -148,11 +154,14 @@ _STATIC = replace(_PER_TENSOR, static=True)
 _MXFP8 = WeightFormat(MXFP8, _one_byte_codes, MX_BLOCK, "mxfp8-quantized", _MX, _MX)
 # Inputs in NVFP4 would need the amax of calibration data; the weights alone need none.
 _NVFP4 = WeightFormat(NVFP4, _nvfp4, NVFP4_BLOCK, "nvfp4-pack-quantized", {"num_bits": 4, **_MICRO}, None)
-_MXFP4 = WeightFormat(MXFP4, _mxfp4, MX_BLOCK, "mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None)
+_MXFP4 = WeightFormat(MXFP4, _packed, MX_BLOCK, "mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None)
 
-_HELD = (_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP4)
+_MXFP6 = WeightFormat(MXFP6, _packed, MX_BLOCK, "mxfp6-pack-quantized", {**_MX, "num_bits": 6}, None)
+
+_HELD = (_PER_ROW, _PER_TENSOR_AND_TOKEN, _PER_TENSOR, _TILES, _MXFP8, _NVFP4, _MXFP6, _MXFP4)
 """What compressed-tensors holds; the first that fits is taken."""
 WEIGHT_FORMATS = (*_HELD, _STATIC)
+_ELEMENTS = (DType.kFloat8E4M3, DType.kFloat6E2M3, DType.kFloat4E2M1)
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ class CheckpointFormat:
 
     def weight_format(self, quantizer: Quantizer, inputs: Quantizer | None = None) -> WeightFormat | None:
         """Return how it holds the weights that a quantizer makes row-wise, for such inputs; None if it cannot."""
-        if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in (DType.kFloat8E4M3, DType.kFloat4E2M1):
+        if getattr(quantizer, "dtype", DType.kFloat8E4M3) not in _ELEMENTS:
             return None
         layouts = quantizer._format_layout(), None if inputs is None else inputs._format_layout()
         found = (one for one in self.weights if one.layout is layouts[0] and one.inputs in (None, layouts[1]))
@@ -183,10 +192,11 @@ CHECKPOINT_FORMATS = {
     "compressed-tensors": CheckpointFormat(
         _HELD,
         "Float8CurrentScaling, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, "
-        "MXFP4BlockScaling",
+        "MXFP6BlockScaling, MXFP4BlockScaling",
     ),
     "mxfp8": CheckpointFormat((_MXFP8,), "MXFP8BlockScaling"),
     "nvfp4": CheckpointFormat((_NVFP4,), "NVFP4BlockScaling"),
+    "mxfp6": CheckpointFormat((_MXFP6,), "MXFP6BlockScaling"),
     "mxfp4": CheckpointFormat((_MXFP4,), "MXFP4BlockScaling"),
     "fp8-static": CheckpointFormat((_STATIC,), "DelayedScaling"),
     "bf16": CheckpointFormat((), "any recipe"),

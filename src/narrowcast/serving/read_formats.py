@@ -86,6 +86,22 @@ class ReadFormat:
         """The format, for messages."""
         return "FP8" if self.weights == "stored" else self.weights.upper()
 
+    def _with_zeros(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a weight; zeros and ones for those of an all-zero weight.
+
+        ModelOpt divides by its amax, 0: such a weight has a last scale of 0, and NaN in all codes or scales before it.
+        """
+        last = found[self.scales[-1]]
+        divided = found[self.scales[0] if len(self.scales) > 1 else self.codes]
+        if last.numel() != 1 or last.item() != 0 or not divided.is_floating_point():
+            return found
+        if not divided.float().isnan().all():
+            return found
+        zeros = {name: value.clone() for name, value in found.items() if value is not last}
+        for value in zeros.values():
+            value.view(torch.uint8).zero_()
+        return zeros | {self.scales[-1]: torch.ones_like(last)}
+
     def assemble(
         self, key: str, found: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, recipe: Recipe
     ) -> Any:
@@ -98,7 +114,7 @@ class ReadFormat:
         if self.weights == "stored" and (quantizer._format_layout() is FLOAT8_BLOCK_2D) != self.tiles:
             wanted = "Float8BlockScaling" if self.tiles else "Float8CurrentScaling or DelayedScaling"
             raise ValueError(f"recipe is {recipe!r}, and the checkpoint's weights are those of {wanted}")
-        buffers = self.buffers(self, key, found, shape)
+        buffers = self.buffers(self, key, self._with_zeros(found), shape)
         return TensorProto(shape, dtype, quantizer).assemble(buffers)
 
 
@@ -195,7 +211,7 @@ _MODELOPT = {
     "NVFP4": replace(_NVFP4, codes="", scales=("_scale", "_scale_2"), inputs=_INPUTS),
     "MXFP4": replace(_MXFP4, codes="", inputs=_INPUTS),
 }
-_MODELOPT["W4A8_MXFP4_FP8"] = _MODELOPT["MXFP4"]
+_MODELOPT |= {"W4A16_NVFP4": _MODELOPT["NVFP4"], "W4A8_MXFP4_FP8": _MODELOPT["MXFP4"]}
 
 
 def read_format(config: Any) -> ReadFormat:
@@ -208,8 +224,10 @@ def read_format(config: Any) -> ReadFormat:
     method, tile = found.get("quant_method"), [FLOAT8_BLOCK, FLOAT8_BLOCK]
     if method == "fp8" and found.get("weight_block_size") == tile:
         return _DEEPSEEK
-    if method == "modelopt" and isinstance(found.get("quant_algo"), str) and found["quant_algo"] in _MODELOPT:
-        return _MODELOPT[found["quant_algo"]]
+    # ModelOpt writes "mxfp4", and its other names in capitals
+    algorithm = str(found.get("quant_algo")).upper()
+    if method == "modelopt" and algorithm in _MODELOPT:
+        return _MODELOPT[algorithm]
     if method == "compressed-tensors":
         groups = found.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, dict) else []
