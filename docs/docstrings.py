@@ -7,6 +7,8 @@ import re
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 SHARED = re.compile(r"^    (\*{0,2}\w+(?:,\s+\*{0,2}\w+)+): (.*\n?(?:     .*\n?)*)", re.MULTILINE)
 
+HEADING = re.compile(r"(?<=[^\n]\n)(?=(?:Args|Attributes|Raises|Returns|Yields):\n)")
+
 
 def each_by_itself(found: re.Match[str]) -> str:
     """Return parameters that share a description as one a line, each with the description."""
@@ -14,9 +16,9 @@ def each_by_itself(found: re.Match[str]) -> str:
 
 
 def as_markdown(text: str) -> str:
-    """Return a docstring with code instead of Sphinx roles, and one parameter or error a line.
+    """Return a docstring with code instead of Sphinx roles, one parameter or error a line, and sections apart.
 
     Args:
         text: a docstring without its indentation.
     """
-    return SHARED.sub(each_by_itself, ROLE.sub(r"`\1`", text) + "\n")
+    return SHARED.sub(each_by_itself, HEADING.sub("\n", ROLE.sub(r"`\1`", text)) + "\n")

@@ -94,7 +94,7 @@ def test_times_of_attention_are_those_of_the_rows(performance: ModuleType) -> No
 
 def test_steps_of_the_8b_shape_are_those_of_the_rows(performance: ModuleType) -> None:
     rows = performance.rows_of("llama.csv")
-    page = (ROOT / "docs" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "measured.md").read_text()
     lines = re.findall(r"^\| (H[12]00) \| (.*) \| (\d+) \| (.*) \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert len(lines) == 9
     for gpu, name, classes, ms, rate, relative in lines:
@@ -108,6 +108,18 @@ def test_steps_of_the_8b_shape_are_those_of_the_rows(performance: ModuleType) ->
         (row,) = [row for row in rows if all(row[column] == value for column, value in where.items())]
         assert gpu in row["device"] and row["model TFLOP/s"] == rate
         assert f"{float(row['vs bf16']):.2f}" == relative
+
+
+def test_lora_steps_and_decoding_are_those_of_the_rows(performance: ModuleType) -> None:
+    page = (ROOT / "docs" / "measured.md").read_text()
+    lora, decode = performance.rows_of("lora.csv"), performance.rows_of("decode.csv")
+    speeds = {f"{1 / float(row['share_of_bf16']):.2f}" for row in [*lora, *decode]}
+    steps = re.findall(
+        r"^\| [^|]+ \| 0\.\d\d \| ?([\d.]*) \| ([\d.]+) \| [\d.]+ \([\d.]+\) \|$", page, re.MULTILINE
+    )
+    decoded = re.findall(r"^\| [^|]+ \| \d\.\d\d \| \d\.\d\d \| ([\d.]+) \| [\d.]+ \|$", page, re.MULTILINE)
+    assert len(steps) == len(decoded) == 5
+    assert {speed for pair in steps for speed in pair if speed} | set(decoded) <= speeds
 
 
 def test_text_in_charts_stays_inside_and_apart(performance: ModuleType) -> None:

@@ -108,6 +108,7 @@ Args:
         the input; default: one.
     columns: sizes of
         the input; default: one.
+
 Raises:
     ValueError: no size.
     TypeError: no size.
