@@ -64,7 +64,9 @@ class Adapted(nn.Module):
         torch.save({k: v for k, v in self.state_dict().items() if "lora_" in k}, folder / "adapter.pt")
 
     def unload(self) -> nn.Sequential:
-        return nn.Sequential(*[layer.base_layer for layer in self.model])  # type: ignore[arg-type]
+        for i, layer in enumerate(self.model):
+            self.model[i] = layer.base_layer  # type: ignore[assignment]
+        return self.model
 
 
 def adapted(recipe: Any, weights: Any, *sizes: int) -> Adapted:
@@ -221,6 +223,8 @@ def test_an_exported_model_gives_the_logits_of_training(merge: Any, tmp_path: An
     trained = model(inputs(64))
     with pytest.raises(ValueError, match="has adapters of PEFT; say with merge="):
         nc.export(model, tmp_path / "out", format="mxfp4")
+    with pytest.raises(ValueError, match="'model.0' has adapters of PEFT, under whose names no server finds"):
+        nc.serving.weights(model, "mxfp4")
     path = nc.export(model, tmp_path / "out", format="mxfp4", merge=merge).path
     served = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).to(DEVICE, torch.bfloat16)
     nc.load_quantized(served, path)

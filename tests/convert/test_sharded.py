@@ -55,3 +55,23 @@ def test_what_is_sharded_already_raises_and_says_so(mesh: Any) -> None:
 
     with pytest.raises(ValueError, match="'0' and 1 more: weight is a DTensor; convert before sharding"):
         nc.convert(fully_shard(make(), mesh=mesh), QUANTIZED["current"])
+
+
+@pytest.mark.parametrize("name", ["convert", "revert", "load_quantized"])
+def test_what_a_forward_left_gathered_is_sharded_too(name: str, mesh: Any, tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = make().requires_grad_(False)
+    if name == "revert":
+        nc.convert(model, QUANTIZED["current"], weights="stored")
+    nc.export(nc.convert(make(), QUANTIZED["current"]), tmp_path / "files", format="compressed-tensors")
+    fully_shard(model, mesh=mesh)
+    out = model(torch.ones(1, 32))
+    calls: dict[str, Any] = {
+        "convert": lambda: nc.convert(model, QUANTIZED["current"]),
+        "revert": lambda: nc.revert(model),
+        "load_quantized": lambda: nc.load_quantized(model, tmp_path / "files"),
+    }
+    with pytest.raises((ValueError, RuntimeError), match=r"before sharding|revert before fully_shard"):
+        calls[name]()
+    assert torch.equal(model(torch.ones(1, 32)), out)

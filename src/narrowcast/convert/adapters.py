@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from .. import _checks
 from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
+from ..layers.described import ParameterRecord, describe_parameters
 from ..nn import Linear
 from ..tensors import QuantizedTensor
+from ..upstream.fsdp import class_before_sharding, reshard
 from ..upstream.modules import own_parameters
 from .requantize import requantized
 
@@ -31,6 +34,8 @@ def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
     A weight that is stored quantized (``convert(weights=...)``, :func:`narrowcast.load_quantized`) is decoded in fp32,
     and the sum is quantized once. Other weights are added to in their dtype, as ``merge_and_unload`` does.
 
+    Of a model that ranks share, all of them call it; each writes its part of the sum, in place.
+
     Args:
         model: as ``peft.get_peft_model`` returns it; LoRA or DoRA on linear layers.
         scales: "kept" quantizes a stored weight under the scales that it has, where they hold: an element that the
@@ -40,14 +45,12 @@ def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no PEFT model.
-        ValueError: ``scales`` is unknown, there is no active adapter, one is merged already, or one is of another kind.
+        ValueError: ``scales`` is unknown, there is no active adapter, one is merged already, or one is of another kind;
+            ranks share a weight that is stored or gathered as codes.
+
+    Nothing changes if it raises.
     """
-    _check_scales(scales)
-    layers = list(_layers(model))
-    with torch.no_grad():
-        for _, layer in layers:
-            layer.base_layer.bias = _merged_bias(layer)
-            layer.base_layer.weight = nn.Parameter(_merged_weight(layer, scales), requires_grad=False)
+    _merge(model, scales, in_place=True)
     return model.unload()  # type: ignore[no-any-return]
 
 
@@ -119,7 +122,9 @@ def fuse_adapters(model: Any, enabled: bool = True) -> Any:
 
 def merged_copy(model: Any, scales: Scales) -> nn.Module:
     """Return :func:`merge_adapters` of a model that stays as it is; all other tensors are shared."""
-    return merge_adapters(_sharing_copy(model), scales)
+    copied = _sharing_copy(model)
+    _merge(copied, scales, in_place=False)
+    return copied.unload()  # type: ignore[no-any-return]
 
 
 def base_copy(model: Any) -> nn.Module:
@@ -130,14 +135,33 @@ def base_copy(model: Any) -> nn.Module:
 
 
 def _sharing_copy(model: Any) -> Any:
+    """Return a copy of a model's modules with the tensors of the model, without FSDP2's part in them."""
     _check_model(model)
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    reshard(model)
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: Any) -> Any:
+        if id(module) not in copies:
+            one = copies[id(module)] = object.__new__(class_before_sharding(module))
+            vars(one).update(vars(module))
+            for kept in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                vars(one)[kept] = copy.copy(vars(module)[kept])
+            for name, child in module._modules.items():
+                one._modules[name] = None if child is None else copied(child)
+        return copies[id(module)]
+
+    return copied(model)
 
 
 def has_adapters(model: Any) -> bool:
     """Return whether a model is PEFT's."""
     return callable(getattr(model, "unload", None)) and hasattr(model, "peft_config")
+
+
+def layer_with_adapters(model: nn.Module) -> str | None:
+    """Return the name of the first layer that PEFT has wrapped; None if there is none."""
+    wrapped = (name for name, module in model.named_modules() if hasattr(module, "active_adapters"))
+    return next((name for name in wrapped if hasattr(model.get_submodule(name), "base_layer")), None)
 
 
 def _check_model(model: Any) -> None:
@@ -184,6 +208,84 @@ def _active(layer: Any) -> list[str]:
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
 
 
+@torch.no_grad()
+def _merge(model: Any, scales: Scales, in_place: bool) -> None:
+    """Add the active adapters to the weights under them.
+
+    Args:
+        in_place: write this rank's part of a weight that ranks share; else put another weight in its place.
+    """
+    _check_scales(scales)
+    layers = list(_layers(model))
+    reshard(model)
+    records = {(id(one.layer), one.attribute): one for one in describe_parameters(model).values()}
+    if in_place:
+        _check_stays_sharded(model, [name for name, _ in layers])
+    for name, layer in layers:
+        _check_merges(name, layer, records[id(layer.base_layer), "weight"])
+    for _, layer in layers:
+        with _whole(layer, records):
+            sums = {"weight": _merged_weight(layer, scales), "bias": _merged_bias(layer)}
+        for attribute, value in sums.items():
+            record = records.get((id(layer.base_layer), attribute))
+            if value is None or record is None:
+                continue
+            if in_place and record.splits:
+                for part in record.parts:
+                    part.of(record.held).copy_(part.of_whole(value))
+            else:
+                own = torch.cat([part.of_whole(value) for part in record.parts]) if record.splits else value
+                setattr(layer.base_layer, attribute, nn.Parameter(record.spread(own), requires_grad=False))
+
+
+def _check_stays_sharded(model: Any, layers: list[str]) -> None:
+    """
+    Raises:
+        ValueError: FSDP2 gathers weights for a module that the base model is without.
+    """
+    wrappers = {"the PEFT model": model, "base_model": getattr(model, "base_model", None)}
+    for name, module in {**wrappers, **{name: model.get_submodule(name) for name in layers}}.items():
+        if class_before_sharding(module) is not type(module):
+            raise ValueError(
+                f"{name} was sharded by itself, and the merged model is without it; call fully_shard "
+                "on blocks and on model.get_base_model(), or write files with narrowcast.export(merge=)"
+            )
+
+
+def _check_merges(name: str, layer: Any, record: ParameterRecord) -> None:
+    """
+    Raises:
+        ValueError: the sum could not be put back.
+    """
+    _check_bias(layer)
+    if record.splits and record.stored != "plain":
+        how = "stored" if record.stored == "codes" else "gathered by narrowcast.distributed.shard"
+        raise ValueError(
+            f"the weight under {name!r} is {how} as codes, and ranks share it; save the adapters "
+            "(model.save_pretrained), and merge in one process with a base that is not sharded"
+        )
+    if len(record.parts) > 1:
+        raise ValueError(f"ranks share the weight under {name!r} in blocks; merge before it is split")
+
+
+@contextmanager
+def _whole(layer: Any, records: dict[tuple[int, str], ParameterRecord]) -> Iterator[None]:
+    """Let the parameters of a layer, which ranks share, be whole in a block; all ranks enter it."""
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in layer.modules():
+            for attribute, held in own_parameters(module).items():
+                record = records.get((id(module), attribute))
+                if record is not None and record.splits:
+                    whole = nn.Parameter(record.whole(), requires_grad=False)
+                    swapped.append((own_parameters(module), attribute, held))
+                    own_parameters(module)[attribute] = whole
+        yield
+    finally:
+        for owner, attribute, held in swapped:
+            owner[attribute] = held
+
+
 def _merged_weight(layer: Any, scales: Scales) -> Any:
     """Return the weight with the active adapters added, quantized if it is stored so."""
     weight = own_parameters(layer.base_layer)["weight"]
@@ -203,15 +305,19 @@ def _merged_weight(layer: Any, scales: Scales) -> Any:
     return quantizer.quantize(value.float(), dtype=weight.dtype)  # type: ignore[union-attr]
 
 
+def _check_bias(layer: Any) -> None:
+    for adapter in _active(layer):
+        if getattr(layer, "lora_bias", {}).get(adapter) and layer.base_layer.bias is None:
+            raise ValueError(f"the adapter {adapter!r} has a bias, and its layer has none to add it to")
+
+
 def _merged_bias(layer: Any) -> nn.Parameter | None:
+    _check_bias(layer)
     bias = layer.base_layer.bias
     for adapter in _active(layer):
-        if not getattr(layer, "lora_bias", {}).get(adapter):
-            continue
-        if bias is None:
-            raise ValueError(f"the adapter {adapter!r} has a bias, and its layer has none to add it to")
-        added = bias + layer.lora_B[adapter].bias * layer.scaling[adapter]
-        bias = nn.Parameter(added.to(bias.dtype), requires_grad=False)
+        if getattr(layer, "lora_bias", {}).get(adapter):
+            added = bias + layer.lora_B[adapter].bias * layer.scaling[adapter]
+            bias = nn.Parameter(added.to(bias.dtype), requires_grad=False)
     return bias  # type: ignore[no-any-return]
 
 

@@ -9,15 +9,17 @@ from torch import nn
 
 from .. import _checks
 from ..layers import DelayedLayer
+from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import Model, RecipeChoice, recipe_table, renew_from, stop_renewing_from
 from ..nn import Linear
 from ..recipe import Recipe
+from ..upstream.fsdp import reshard
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import FOUR_BITS, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
+from .stored import FOUR_BITS, nothing_to_store, restore, store, stored_as, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
@@ -118,6 +120,7 @@ def convert(
     _check_arguments(model, recipe, weights, unknown)
     _checks.flags(norms=norms, routers=routers, heads=heads, small=small, blocks=blocks, dry_run=dry_run)
     table = recipe_table(recipe, "convert")
+    reshard(model)  # what FSDP2 has gathered looks like a plain weight, and is given back later
     found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
     modules = {one.name: one.module for one in (*found, *found_norms)}
     recipes: dict[str, Recipe | None] = {}
@@ -158,12 +161,21 @@ def revert(model: Model) -> Model:
     Nothing changes if it raises.
 
     Raises:
-        RuntimeError: other code has changed a converted module's class.
+        RuntimeError: other code has changed a converted module's class, or a weight stored as codes is sharded.
     """
     _checks.module("model", model)
     converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]
+    reshard(model)
+    has_codes = any(stored_as(module) for _, module in converted)
+    described = describe_parameters(model).values() if has_codes else ()
+    records = {(id(one.layer), one.attribute): one for one in described}
     for name, module in converted:
         check_turns_back(name, module)
+        if stored_as(module) and records[id(module), "weight"].mesh is not None:
+            raise RuntimeError(
+                f"{name or 'the model'!r} has a weight that is stored as codes and sharded; call narrowcast.revert "
+                "before fully_shard, or save a checkpoint and load it into a model that is not sharded"
+            )
     for _, module in converted:
         restore(module)
         turn_back(module)

@@ -38,6 +38,10 @@ class Part(NamedTuple):
             held = held.narrow(dim, begin, length)
         return held
 
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """Return a view of the box in the whole."""
+        return Part(self.offset, self.offset, self.shape).of(whole)
+
 
 @dataclass(frozen=True)
 class ParameterRecord:

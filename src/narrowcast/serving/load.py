@@ -26,6 +26,7 @@ from ..layers.set_recipe import Model
 from ..nn import Linear
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..state import checked_recipe
+from ..upstream.fsdp import reshard
 from ..upstream.modules import own_buffers, own_parameters
 from .read_formats import read_format
 
@@ -74,6 +75,7 @@ def load_quantized(
     """
     _checks.module("model", model)
     _checks.path("path", path)
+    reshard(model)  # into what FSDP2 has gathered, nothing is loaded
     path = Path(path)
     config, recipe = _quantization_config(path), checked_recipe(recipe, "load_quantized")
     _check_weights(weights, skip, config)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
+from ..convert.adapters import layer_with_adapters
 from ..recipe import Recipe
 from ..state import checked_recipe
 from ..upstream.fsdp import reshard
@@ -75,6 +76,12 @@ def checked(
     """
     _checks.module("model", model)
     reshard(model)
+    adapted = layer_with_adapters(model)
+    if adapted is not None:
+        raise ValueError(
+            f"{adapted!r} has adapters of PEFT, under whose names no server finds its weight; call "
+            "narrowcast.merge_adapters(model) first, or write files with narrowcast.export(model, path, merge='kept')"
+        )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
     for name, parameter in model.named_parameters():

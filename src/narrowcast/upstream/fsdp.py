@@ -104,6 +104,13 @@ def reshard(model: nn.Module) -> None:
                     group.post_forward_mesh_info = behind
 
 
+def class_before_sharding(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before ``fully_shard`` made it one of its own."""
+    cls = type(module)
+    sharded = _FSDP in sys.modules and isinstance(module, sys.modules[_FSDP].FSDPModule)
+    return next(one for one in cls.__bases__ if issubclass(one, nn.Module)) if sharded else cls
+
+
 def _groups_of(module: Any) -> list[Any]:
     try:
         state: Any = module._get_fsdp_state()
