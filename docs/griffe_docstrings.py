@@ -16,6 +16,11 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
+    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
+        """Hide ``**unknown``, which a function takes to name the right option in its error."""
+        if "unknown" in func.parameters:
+            del func.parameters["unknown"]
+
     def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
         """Show a recipe's fields as parameters: ``recipe_class`` makes dataclasses."""
         for decorator in cls.decorators:

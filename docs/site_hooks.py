@@ -53,8 +53,16 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def why() -> str:
+    """Return README's lines on what the library is for, and when not."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    return readme.partition("<!-- why -->\n")[2].partition("<!-- end of why -->")[0].replace("](docs/", "](")
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Keep links that leave ``docs/`` in the repository inside the site."""
+    """Show README on the first page, and keep links that leave ``docs/`` in the repository inside the site."""
+    if page.file.src_uri == "index.md":
+        return re.sub("<!-- why: .* -->", lambda _: why(), markdown)
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../docs/", "](../")
     if page.file.src_uri in ROOT_PAGES:

@@ -12,7 +12,7 @@ import narrowcast as nc
 from .models import Conv1D, Model
 
 CURRENT = nc.recipe.Float8CurrentScaling()
-HEAD = "a head, whose rounding meets the loss directly; heads=True converts it"
+HEAD = "a head, whose rounding affects the loss directly; heads=True converts it"
 THIN = "thin, so quantizing costs more than it gains; small=True converts it"
 
 

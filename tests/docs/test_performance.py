@@ -86,10 +86,11 @@ def test_times_of_attention_are_those_of_the_rows(performance: ModuleType) -> No
             time = times.get((*where, contender))
             assert cell.strip() == ("" if time is None else f"{time:.2f}"), (where, contender)
     rows = performance.rows_of("attention_fp8.csv")
-    shares = [f"{float(row['share']):.2f}" for row in rows if row["head_dim"] == "128"]
+    shares = [float(row["share"]) for row in rows if row["head_dim"] == "128"]
     forward, backward = shares[::2], shares[1::2]
-    assert f"takes {min(forward)[1:]} to {max(forward)[1:]} of" in page
-    assert f"takes {min(backward)} to {max(backward)} times" in page
+    page = " ".join(page.split())
+    assert f"forward is {1 / max(forward):.2f} to {1 / min(forward):.2f} times as fast as" in page
+    assert f"backward takes {min(backward):.2f} to {max(backward):.2f} times as long" in page
 
 
 def test_steps_of_the_8b_shape_are_those_of_the_rows(performance: ModuleType) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -34,6 +34,14 @@ def script(name: str) -> ModuleType:
 )
 def test_the_site_links_the_repository_it_was_cloned_from(remote: str, address: str | None) -> None:
     assert script("site_hooks").web_address(remote) == address
+
+
+def test_the_first_page_says_why_and_when_not() -> None:
+    hooks = script("site_hooks")
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    shown = hooks.on_page_markdown((ROOT / "docs" / "index.md").read_text(), page)
+    assert "**For whom:**" in shown and "**When not:**" in shown and "| speed beside bf16" in shown
+    assert "<!-- why" not in shown and "](docs/" not in shown
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -24,7 +24,7 @@ _LOOKED_UP = ("embed", "position", "token")
 
 ROLES = {
     "routers": "a router, whose rounding would change experts",
-    "heads": "a head, whose rounding meets the loss directly",
+    "heads": "a head, whose rounding affects the loss directly",
     "small": "thin, so quantizing costs more than it gains",
 }
 """What stays in high precision unless the option of :func:`narrowcast.convert` with that name is set, and why."""
