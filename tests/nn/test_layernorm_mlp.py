@@ -581,7 +581,7 @@ def test_state_dict_of_delayed_scaling_continues() -> None:
     with pytest.warns(UserWarning, match="scales start anew"):
         mlp.load_state_dict(fresh)  # saved before the first step
     for stage, weight in (("fc1", mlp.fc1_weight), ("fc2", mlp.fc2_weight)):
-        expected = torch.tensor([0, 448 / weight.detach().float().abs().max(), 0], device=DEVICE)
+        expected = torch.tensor([0, torch.div(448, weight.detach().float().abs().max()), 0], device=DEVICE)
         assert torch.equal(getattr(mlp, f"{stage}_scale_fwd"), expected)
         assert not getattr(mlp, f"{stage}_scale_bwd").any()
 

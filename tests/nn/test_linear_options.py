@@ -300,7 +300,7 @@ def test_the_output_alone_may_be_scaled_with_delay() -> None:
     module, recipe = layer(name="proj"), nc.recipe.CustomRecipe(qfactory=factory)
     plain = forward(module, tokens(), nc.recipe.Float8CurrentScaling())
     largest = plain.detach().abs().max()
-    scale = 448 / largest
+    scale = torch.div(448, largest)  # 448 / tensor multiplies by a reciprocal
     for _ in range(2):  # nothing was seen, and the same was seen
         out = forward(module, tokens(), recipe, fp8_output=True)
         assert isinstance(out, nc.Float8Tensor)

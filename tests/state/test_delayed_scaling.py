@@ -604,7 +604,7 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
     used = amax > 0
     assert used[:2].all()
     assert torch.equal(restored.amax_history_fwd[:, used], rolled[:, used])
-    assert torch.equal(restored.scale_fwd[used], 448.0 / amax[used])
+    assert torch.equal(restored.scale_fwd[used], torch.div(448.0, amax[used]))
 
 
 @pytest.mark.parametrize(

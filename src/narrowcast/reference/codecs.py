@@ -51,6 +51,8 @@ def encode_float8_(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _clamped_to_float8(x: Tensor, fmt: ElementFormat) -> Tensor:
+    # Clamped before, since releases differ: above the largest value a CPU's cast to E4M3 saturates from PyTorch 2.12 on
+    # and gives NaN in 2.11; one to E5M2 gives infinity.
     codes = x.to(float8_dtype(fmt)).view(torch.uint8)
     # The cast keeps the sign of a NaN, which differs between processors; 0xFF is cleared to 0x7F with byte
     # arithmetic, several times cheaper on a CPU than a masked write. Only NaN can carry into the top bit.
