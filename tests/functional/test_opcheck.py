@@ -649,6 +649,11 @@ def softmax_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     yield (x.float(),)
 
 
+@family("begin_main_grad_")
+def begin_main_grad_cases(x: Tensor) -> Iterator[Arguments]:
+    yield torch.ones(5, 7, device=x.device), torch.ones(5, 7, device=x.device), -1
+
+
 @family("gemm_accumulate_")
 def gemm_accumulate_cases(x: Tensor) -> Iterator[Arguments]:
     for index, (kind, left, right, (rows, columns)) in enumerate(products(x)):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from modules import Operators
 from recipes import QUANTIZED, RECIPES, kinds
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.recipe import linear_plan
@@ -71,6 +72,53 @@ def test_main_grad_is_overwritten(why: str) -> None:
     assert once.abs().max() < 100
     train(module, x, RECIPES["current"], is_first_microbatch=False)
     assert torch.equal(module.weight.main_grad, once if why == "attribute" else once + once)
+
+
+class Twice(nn.Module):
+    """A layer that one forward calls twice, each time recomputed in the backward if the way says so."""
+
+    def __init__(self, layer: nn.Module, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = layer, way
+        self.run: Any = (
+            torch.compile(layer, fullgraph=True, backend="aot_eager") if way == "a layer" else layer
+        )
+
+    def forward(self, x: Tensor, first: bool | None) -> Tensor:
+        for scale in (1.0, 0.5):
+            run = functools.partial(self.run, is_first_microbatch=first)
+            if self.way in ("reentrant", "not reentrant"):
+                x = scale * checkpoint(run, x, use_reentrant=self.way == "reentrant")
+            else:
+                x = scale * run(x)
+        return x
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
+@pytest.mark.parametrize("kind", ["linear", "norm", "high precision"])
+@pytest.mark.parametrize("way", ["eager", "reentrant", "not reentrant", "a layer", "the model"])
+def test_the_first_contribution_of_a_first_microbatch_overwrites(way: str, kind: str, delayed: bool) -> None:
+    """Not each: the layer is called twice. Another microbatch accumulates, and so does the next backward."""
+
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        made = nc.LayerNormLinear if kind == "norm" else nc.Linear
+        recipe = None if kind == "high precision" else RECIPES["current"]
+        return made(48, 48, device="cpu", recipe=recipe, **options)
+
+    plain, fused = make(), make(fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
+    fused.weight.main_grad = torch.full((48, 48), 100.0)
+    ours, theirs = Twice(fused, way), Twice(plain, "eager")
+    run: Any = torch.compile(ours, fullgraph=True, backend="aot_eager") if way == "the model" else ours
+    for step in range(3):
+        plain.weight.grad = None
+        for first in (True, False):
+            x = torch.randn(7, 48, generator=torch.Generator().manual_seed(2 * step + first))
+            theirs(x.requires_grad_(), None).square().sum().backward()
+            run(x, first).square().sum().backward()
+            for _ in range(2 * delayed):
+                fused.backward_dw()
+        assert_close(fused.weight.main_grad, plain.weight.grad, "bf16_output")
 
 
 @pytest.mark.parametrize("zero", [False, True])

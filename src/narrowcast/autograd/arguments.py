@@ -5,6 +5,7 @@ Most are named tuples, of which the compiler traces the least.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,8 @@ class LinearWgrad(NamedTuple):
 
     ``main_grad``: accumulate (or ``overwrite``) this instead. ``dummy``: "empty" or "zeros" is returned instead of
     what went there; "" returns None. Of groups both are lists, with None and "" for a weight without gradient.
-    ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of that store.
+    ``store``: queue it, and the bias gradient, for ``backward_dw``; ``ticket``: of that store. ``begins``: the weights
+    whose ``main_grad`` a first microbatch begins; ``recomputed_in``: as of ``functional.begin_main_grad_``.
     """
 
     main_grad: Any = None
@@ -43,6 +45,8 @@ class LinearWgrad(NamedTuple):
     dummy: Any = ""
     store: WeightGradStore | None = None
     ticket: Tensor | None = None
+    begins: Sequence[Tensor] = ()
+    recomputed_in: int = -1
 
 
 TO_AUTOGRAD = LinearWgrad()

@@ -440,7 +440,8 @@ def quantized_gradients(
         else:
             original = grouped.quantize(inp[0], plan.original_input)
         inp, input_quantizer = original.columnwise, original.quantizer
-    operands, (main_grad, overwrite, _, store, _) = (columnwise, quantizer, inp, input_quantizer), args.wgrad
+    operands = columnwise, quantizer, inp, input_quantizer
+    main_grad, overwrite, _, store = args.wgrad[:4]
     if main_grad is None and store is None and grouped is None:  # compute_wgrad, in fewer lines of a trace
         how = *args.shape, plan.fast_wgrad, plan.emulate
         wgrad = gemm("wgrad", *operands, None, args.weight_dtype, *how)

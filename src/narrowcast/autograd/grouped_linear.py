@@ -17,6 +17,7 @@ from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_forward
 from .groups import GatedActivation, GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
+from .weight_gradient import begin_main_grads_
 
 
 def grouped_forward(
@@ -131,6 +132,7 @@ def grouped_backward(
     inp, weight = saved[:count], saved[count:]
     release(saved)  # the stage frees each tensor after its last use
     grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales, activation)
+    begin_main_grads_(args.wgrad)
     places = Places(weight[: groups.count if groups.split_weights else 1])
     backward = replay_of(linear_backward, [dy, scale_bwd, *inp, *weight], (args, grouped, places), len(inp))
     del places

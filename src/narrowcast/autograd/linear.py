@@ -12,6 +12,7 @@ from ..functional import replay_of
 from ..tensors import plain_gradient, saved_tensors
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
+from .weight_gradient import begin_main_grads_
 
 
 class LinearFunction(torch.autograd.Function):
@@ -36,6 +37,7 @@ class LinearFunction(torch.autograd.Function):
         args: LinearBwdArgs = ctx.backward_objects
         scale_bwd, *saved = saved_tensors(ctx)
         count, dy = args.saved_input[0], plain_gradient(grad_output)
+        begin_main_grads_(args.wgrad)
         backward = replay_of(linear_backward, [dy, scale_bwd, *saved], (args,))
         gradients = backward(args, dy, saved[:count], saved[count:], scale_bwd)
         return (*gradients, None)

@@ -50,6 +50,7 @@ from .gemms import (
 from .linear import saved_tensors
 from .norm import NormSettings, norm_gradients
 from .saved_activation import decoded, kept_in_codes
+from .weight_gradient import begin_main_grads_
 
 
 class Value(NamedTuple):
@@ -561,6 +562,8 @@ class ProgramFunction(torch.autograd.Function):
         if objects.recompute is not None:
             records, saved = _recomputed(objects, objects.recompute, saved, dy)
         linears, how = records[program.linear_places], records[program.other_places]
+        for linear in linears:
+            begin_main_grads_(linear.wgrad)
         backward = replay_of(
             run_backward, [dy, *scales, *beside, *saved], linears, program, len(beside), *how
         )

@@ -7,10 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import gemm, gemm_accumulate_, grouped_gemm, grouped_mm
+from ..functional import begin_main_grad_, gemm, gemm_accumulate_, grouped_gemm, grouped_mm
 from ..functional.wgrad_store import DeferredWgrad, defer_wgrad
 from ..tensors import grouped_layout
 from .arguments import LinearBwdArgs, LinearWgrad
+
+
+def begin_main_grads_(wgrad: LinearWgrad) -> None:
+    """Drop what a first microbatch finds in ``main_grad``, before the backward's stage, which may be replayed, runs."""
+    if not wgrad.begins:
+        return
+    main_grads = wgrad.main_grad if isinstance(wgrad.main_grad, list) else [wgrad.main_grad]
+    wanted = [main_grad for main_grad in main_grads if main_grad is not None]
+    for main_grad, weight in zip(wanted, wgrad.begins, strict=True):
+        begin_main_grad_(main_grad, weight, wgrad.recomputed_in)
 
 
 def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Any, Tensor | None]:

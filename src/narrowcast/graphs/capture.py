@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..functional import WeightsNote, are_unchanged, note_weights
+from ..functional import WeightsNote, are_unchanged, begin_main_grad_, note_weights
 from ..layers import LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states
 from ..upstream.tensors import tree_flatten, tree_unflatten
@@ -197,8 +197,8 @@ class _Graphed(torch.autograd.Function):
             elif static.data_ptr() != grad.data_ptr():
                 static.copy_(grad)
         if ctx.first:
-            for parameter in captured.fused:  # the first microbatch overwrites, the graph accumulates
-                parameter.main_grad.zero_()  # type: ignore[attr-defined]
+            for parameter in captured.fused:  # the graph accumulates
+                begin_main_grad_(parameter.main_grad, parameter, -1)  # type: ignore[attr-defined]
         captured.replay_backward()
         for parameter in captured.fused:
             mark_added_to_main_grad(parameter)

@@ -39,6 +39,7 @@ from ..upstream.modules import own_parameters
 from ..upstream.tensors import base_of
 from .linear_layer import LinearLayer, Stage
 from .parameters import (
+    begun_main_grads,
     checked_input,
     main_grad_of,
     parameter_device,
@@ -315,7 +316,7 @@ class GroupedLinearLayer(LinearLayer):
         """
         if not self.fuse_wgrad_accumulation:
             return super()._wgrad(name, is_first_microbatch)
-        owner, first, overwrites = self.name or type(self).__name__, bool(is_first_microbatch), set()
+        owner, overwrites, wanted = self.name or type(self).__name__, set(), []
         main_grads: list[Tensor | None] = []
         dummies: list[str] = []
         for part in self._names_of(name):
@@ -323,6 +324,7 @@ class GroupedLinearLayer(LinearLayer):
             if weight.requires_grad:
                 main_grad, overwrite, dummy = main_grad_of(weight, part, owner)
                 overwrites.add(overwrite)
+                wanted.append(weight)
                 if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
                     raise ValueError(
                         f"main_grad of parameter {part!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
@@ -330,13 +332,14 @@ class GroupedLinearLayer(LinearLayer):
                     )
             main_grads.append(main_grad)
             dummies.append(dummy)
-        if len(overwrites) > 1 and not first:
+        if len(overwrites) > 1:
             raise RuntimeError(
                 f"overwrite_main_grad is set on some weights of {owner} only; set it on all or on none"
             )
         store = self.wgrad_stores.get(name)
         ticket = None if store is None else store.ticket
-        return LinearWgrad(main_grads, first or True in overwrites, dummies, store, ticket)
+        begins = begun_main_grads(wanted, is_first_microbatch)
+        return LinearWgrad(main_grads, True in overwrites, dummies, store, ticket, *begins)
 
     def _calibration_plan(self) -> LinearPlan | None:
         """Return which amax an autocast that only calibrates collects; None under any other."""

@@ -47,6 +47,7 @@ from .fitted_scales import fitted_to_weights
 from .parameters import (
     INIT_STD,
     accumulate,
+    begun_main_grads,
     largest_magnitude,
     main_grad_of,
     mark_added_to_main_grad,
@@ -518,10 +519,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         ticket = None if store is None else store.ticket
         if not self.fuse_wgrad_accumulation:
             return LinearWgrad(None, False, "", store, ticket)
-        main_grad, overwrite, dummy = main_grad_of(
-            getattr(self, name), name, self.name or type(self).__name__
-        )
-        return LinearWgrad(main_grad, overwrite or bool(is_first_microbatch), dummy, store, ticket)
+        weight = getattr(self, name)
+        main_grad, overwrite, dummy = main_grad_of(weight, name, self.name or type(self).__name__)
+        begins = begun_main_grads([weight], is_first_microbatch)
+        return LinearWgrad(main_grad, overwrite, dummy, store, ticket, *begins)
 
     def need_backward_dw(self) -> bool:
         """Return whether weight gradients of this layer wait for :meth:`backward_dw`."""

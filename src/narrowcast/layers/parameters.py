@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from .._checks import function, tensor
 from .._device import default_device
+from .._tracing import is_eager
 from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, quantize_members
+from ..upstream.autograd import graph_task_id
 from ..upstream.tensors import accumulation_hooks, is_default_device_set
 
 INIT_STD = 0.023
@@ -138,6 +140,14 @@ def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, s
     if hasattr(weight, "grad_added_to_main_grad"):
         dummy = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
     return main_grad, getattr(weight, "overwrite_main_grad", False), dummy
+
+
+def begun_main_grads(weights: Sequence[Any], is_first_microbatch: bool | None) -> tuple[list[Any], int]:
+    """Return ``begins`` and ``recomputed_in`` of ``LinearWgrad`` for weights that have a ``main_grad``."""
+    if not is_first_microbatch:
+        return [], -1
+    with_memory = [weight if type(weight) is nn.Parameter else weight.main_grad for weight in weights]
+    return with_memory, graph_task_id() if is_eager() else -1
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:

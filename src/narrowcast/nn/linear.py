@@ -46,9 +46,10 @@ class Linear(LinearLayer, nn.Linear):
         device: device of the parameters; default: the accelerator, or the CPU without one.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         name: name in the quantizer roles of a custom recipe.
-        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (fp32 or bf16). Overwrite it in the
-            first microbatch and if ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None. A parameter with
-            the attribute ``grad_added_to_main_grad`` gets it set to True and a placeholder as its gradient: zeros with
+        fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (fp32 or bf16). The
+            backward of a first microbatch overwrites it once, however often the layer is called. Each contribution
+            overwrites it if ``weight.overwrite_main_grad`` is set. ``weight.grad`` stays None. A parameter with the
+            attribute ``grad_added_to_main_grad`` gets it set to True and a placeholder as its gradient: zeros with
             ``zero_out_wgrad``, else uninitialized.
         delay_wgrad_compute: the backward queues the operands of the weight and bias gradients; :meth:`backward_dw`
             computes them, one backward per call, first in, first out.
