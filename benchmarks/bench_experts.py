@@ -172,8 +172,9 @@ def measure(chosen: Namespace) -> list[Row]:
                     nc.optimizers.FusedAdam(run.parameters(), weight_codes=run) if "written" in name else None
                 )
                 step = step_of(run, x, dy, splits)
-                for _ in range(2):  # delayed scaling learns its scales
+                for _ in range(2):
                     grads = step()
+                    nc.renew_delayed_scaling(run)
                 errors = [error_of(*pair) for pair in zip(grads, expected, strict=True)]
                 assert max(errors) < 0.2, f"{name}: {errors}"
                 del grads

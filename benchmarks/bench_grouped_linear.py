@@ -73,6 +73,7 @@ class Contender(NamedTuple):
 
     run: Callable[[Tensor], Tensor]
     parameters: list[nn.Parameter]
+    end_step: Callable[[], Any] = lambda: None
 
 
 def peer(case: Case, splits: list[int]) -> Contender:
@@ -94,7 +95,9 @@ def layer(case: Case, recipe: nc.recipe.Recipe | None, splits: list[int] | Tenso
         single_grouped_parameter=True,
     )
     nc.set_recipe(made, recipe)
-    return Contender(lambda x: made(x, splits), list(made.parameters()))
+    return Contender(
+        lambda x: made(x, splits), list(made.parameters()), lambda: nc.renew_delayed_scaling(made)
+    )
 
 
 def layers(case: Case, sizes: list[int], chosen: Namespace) -> dict[str, Callable[[], Contender]]:
@@ -121,7 +124,9 @@ def layer_rows(case: Case, sizes: list[int], where: Row, chosen: Namespace) -> l
         held = torch.cuda.memory_allocated()
         x = torch.randn(case.tokens, case.in_features, device="cuda").bfloat16().requires_grad_()
         dy = torch.randn(case.tokens, case.out_features, device="cuda").bfloat16()
-        run, parameters = make()
+        run, parameters, end_step = make()
+        torch.autograd.grad(run(x), (x, *parameters), dy)
+        end_step()  # delayed scaling has learned its scales
         times: dict[str, float] = {}
         for mode in ("eager", "compiled", "captured"):
             if mode == "compiled" and chosen.skip_compile:
@@ -160,11 +165,12 @@ def gate(case: Case) -> None:
     weight = torch.randn(case.groups, case.out_features, case.in_features, device="cuda").bfloat16()
     results: dict[str, list[Tensor]] = {}
     for name, recipe in UNDER.items():
-        run, parameters = layer(case, recipe, splits)
+        run, parameters, end_step = layer(case, recipe, splits)
         with torch.no_grad():
             parameters[0].copy_(weight)
         for _ in range(2):  # delayed scaling needs a step to learn its scales
             grads = torch.autograd.grad(run(x), (x, *parameters), dy)
+            end_step()
         results[name] = [grad.float() for grad in grads]
     for name, grads in results.items():
         for ours, exact in zip(grads, results["bf16"], strict=True):

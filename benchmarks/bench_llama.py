@@ -153,8 +153,6 @@ def timed(name: str, sizes: Namespace, chosen: Namespace) -> Row:
         loss = model(given, targets)
         loss.backward()
         optimizer.step()
-        if name.startswith("delayed"):
-            nc.reduce_delayed_scaling(model)
         optimizer.zero_grad()
         return loss
 

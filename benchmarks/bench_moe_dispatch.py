@@ -125,6 +125,8 @@ def step_of(
         model.zero_grad(set_to_none=True)
         x.grad = None
         run(x).backward(dy)
+        if name.startswith("delayed"):
+            nc.renew_delayed_scaling(model)  # as an optimizer's step does
 
     return model, step
 

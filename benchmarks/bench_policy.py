@@ -46,6 +46,7 @@ def step_on(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, replayed: boo
         x.grad = None
         layer.zero_grad(set_to_none=True)
         layer(x).backward(grad)
+        nc.renew_delayed_scaling(layer)  # as an optimizer's step does
 
     return captured(step) if replayed else step
 

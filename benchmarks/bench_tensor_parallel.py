@@ -183,11 +183,15 @@ def measure(chosen: Namespace) -> list[Row]:
             nc.set_recipe(block, recipe)
         run = torch.compile(model, fullgraph=True)
 
-        def step(run: Any = run, block: Block = block, x: Tensor = x, dy: Tensor = dy) -> Tensor:
+        def step(
+            run: Any = run, block: Block = block, x: Tensor = x, dy: Tensor = dy, name: str = name
+        ) -> Tensor:
             block.zero_grad(set_to_none=True)
             x.grad = None
             y = run(x)
             y.backward(dy)
+            if name == "delayed":
+                nc.renew_delayed_scaling(block)  # as an optimizer's step does
             return y.detach()
 
         step()  # the first of two: delayed scaling learns its scales

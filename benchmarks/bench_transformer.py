@@ -133,6 +133,8 @@ def block(kind: str, name: str, repeats: int) -> Row:
         x.grad = None
         own.zero_grad(set_to_none=True)
         run(x, rotary_pos_emb=positions).backward(dy)
+        if name == "delayed":
+            nc.renew_delayed_scaling(own)  # as an optimizer's step does
 
     for _ in range(4):
         step()
@@ -178,7 +180,6 @@ def steps(name: str, optimizer_name: str, repeats: int) -> Row:
     fresh()
     model, positions = Model(name), angles(WIDE, LENGTH)
     if name not in ("torch bf16", "narrowcast bf16"):
-        # The model is what is called: it renews delayed scaling.
         nc.set_recipe(model, {"blocks": RECIPES[name]})
     optimizer = OPTIMIZERS[optimizer_name](model)
     run = torch.compile(model, fullgraph=True)

@@ -21,7 +21,7 @@ def train(recipe: nc.recipe.Recipe | None, steps: int = 60) -> list[float]:
     losses = []
     for _ in range(steps):
         x = torch.randn(128, 64, device=device)
-        # Delayed scaling renews its scales when the outermost context opens: once a step, outside the graph.
+        # Delayed scaling renews its scales in optimizer.step(), outside the graph.
         with nc.autocast(enabled=recipe is not None, recipe=recipe):
             y = forward(x)
         loss = torch.nn.functional.mse_loss(y, x.sort(dim=-1).values)

@@ -35,6 +35,8 @@ def step_of(
         with under:
             y = forward(x)
         y.backward(dy)
+        if recipe is not None and recipe.delayed():
+            nc.renew_delayed_scaling(layer)  # as an optimizer's step does
 
     return step
 

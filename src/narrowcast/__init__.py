@@ -24,7 +24,13 @@ from .convert import convert, fuse_adapters, merge_adapters, receipt, revert, tr
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
-from .layers import calibrate_delayed_scaling, get_recipes, reduce_delayed_scaling, set_recipe
+from .layers import (
+    calibrate_delayed_scaling,
+    get_recipes,
+    reduce_delayed_scaling,
+    renew_delayed_scaling,
+    set_recipe,
+)
 from .losses import linear_cross_entropy, parallel_cross_entropy
 from .moe import (
     fused_compute_score_for_moe_aux_loss,
@@ -223,6 +229,7 @@ __all__ = [
     "receipt",
     "recipe",
     "reduce_delayed_scaling",
+    "renew_delayed_scaling",
     "restore_from_func_ctx",
     "restore_from_saved",
     "revert",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ._environment import read_text
-from .layers import set_recipe
+from .layers import renew_delayed_scaling, set_recipe
 from .layers.policies import POLICIES, Shapes
 from .nn import Linear
 from .recipe import Recipe, recipes_to_json
@@ -148,6 +148,8 @@ def _step(layer: nn.Module, x: Tensor, grad: Tensor, replayed: bool) -> Callable
     def step() -> Any:
         return torch.autograd.grad(layer(x), (x, weight), grad)
 
+    step()
+    renew_delayed_scaling(layer)  # in a first step delayed scaling takes longer
     if not replayed:
         return step
     stream = torch.cuda.Stream()

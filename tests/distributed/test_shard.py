@@ -711,17 +711,6 @@ def test_rows_of_stored_weights_are_counted() -> None:
     _check_stored(model, 32, [model[0].weight])
 
 
-def test_scales_that_are_renewed_are_known_as_such(one: Any) -> None:
-    model = make_model("delayed", 32, 32, 1)
-    shard(model, one)
-    found = [local(p)._gather for p in model.parameters() if isinstance(local(p), ShardedWeight)]
-    assert found and all(gather.is_renewed for gather in found)
-    assert "_renews_as" not in vars(model)  # the weights' scales do, before the first gather
-    model = make_model("current", 32, 32, 1)
-    shard(model, one)
-    assert not any(local(p)._gather.is_renewed for p in model.parameters() if hasattr(local(p), "_gather"))
-
-
 def test_what_takes_the_place_of_a_weight_is_gathered_like_it(one: Any) -> None:
     """A DTensor that ``load_state_dict(assign=True)`` assigns; a plain tensor stays plain."""
     gather, plain = WeightGather(nc.IdentityQuantizer(), nc.IdentityQuantizer(), False), torch.ones(4, 4)

@@ -1,9 +1,8 @@
-"""``WeightScales``: one scale per sharded weight, and which forward's a backward reads."""
+"""``WeightScales``: one scale per sharded weight, which follows from the weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.distributed import shard
-from narrowcast.distributed.sharded_weight import ShardedWeight, WeightGather
-from narrowcast.distributed.weight_scales import ScaledWeight, WeightScales
+from narrowcast.distributed.sharded_weight import ShardedWeight
 from narrowcast.tensors import local
 
 pytestmark = [
@@ -93,7 +91,7 @@ def evaluated(model: Any, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("reshard", [None, False, True])
 @pytest.mark.parametrize("block", [True, False], ids=["a block", "whole"])
 def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool | None, block: bool) -> None:
-    """Also where weights stay gathered, and a forward in between has renewed the scales."""
+    """Also where weights stay gathered, and other forwards ran in between."""
     gradients: list[list[torch.Tensor]] = []
     for sharded in (False, True):
         model, found = make("recent", sharded, reshard, block), []
@@ -109,22 +107,6 @@ def test_a_backward_reads_the_scales_of_its_forward(between: Any, reshard: bool 
     assert all(map(torch.equal, *gradients))
 
 
-@pytest.mark.parametrize("between", [unwatched, refused, evaluated])
-def test_what_a_backward_will_read_is_handed_out_again(between: Any) -> None:
-    model = make(reshard=True)
-    for step in range(3):
-        loss = model(batch(step)).square().mean()
-        if step < 2:
-            loss.backward()
-            torch.optim.SGD(model.parameters(), lr=10.0).step()
-            model.zero_grad()
-    before = [(one.scale, one.kept) for one in gathers(model)]
-    between(model, batch(3))
-    for (scale, kept), one in zip(before, gathers(model), strict=True):
-        assert one.scale is scale and one.kept is kept
-    loss.backward()
-
-
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("reshard", [None, False, True])
 def test_an_evaluation_follows_weights_that_were_written(reshard: bool | None, trained: bool) -> None:
@@ -132,9 +114,10 @@ def test_an_evaluation_follows_weights_that_were_written(reshard: bool | None, t
     for sharded in (False, True):
         model = make(sharded=sharded, reshard=reshard)
         if trained:
-            model(batch(0)).square().mean().backward()
-            evaluated(model, batch(1))
-            model(batch(1)).square().mean().backward()
+            for step in (0, 1):
+                model(batch(step)).square().mean().backward()
+                nc.renew_delayed_scaling(model)
+                evaluated(model, batch(1))
         with torch.no_grad():
             model[1].weight.mul_(1000.0)
             outputs.append(model.eval()(batch(0)))
@@ -152,7 +135,7 @@ def test_a_first_step_follows_weights_that_were_written(reshard: bool | None, ho
 
     whole = make(sharded=False)
     whole(batch(1)).square().mean().backward()
-    whole(batch(1))
+    nc.renew_delayed_scaling(whole)
     trained = {name: value.clone() for name, value in whole.state_dict().items()}
     if how != "loaded with state":
         trained = {name: value for name, value in trained.items() if "weight" in name or "bias" in name}
@@ -190,6 +173,7 @@ def test_a_model_in_a_reentrant_checkpoint() -> None:
             x = batch(step).requires_grad_()
             y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)  # type: ignore[attr-defined]
             y.square().mean().backward()
+            nc.renew_delayed_scaling(model)
             found.append(x.grad)
         gradients.append(found)
     assert all(map(torch.equal, *gradients))
@@ -201,11 +185,8 @@ def test_the_scale_is_that_of_the_whole_weight(recipe: str) -> None:
     model(batch(0))
     for gather, layer in zip(gathers(model), model, strict=True):
         largest = local(layer.weight)._shard.abs().max()
-        if recipe == "current":
-            assert gather.scale == torch.tensor(448.0) / largest
-            assert gather.kept == gather.scale.reciprocal()
-        else:
-            assert gather.scale == layer.scale_fwd[1]
+        assert gather.scale == torch.tensor(448.0) / largest
+        assert gather.kept == gather.scale.reciprocal()
 
 
 def test_later_microbatches_ask_for_no_new_scale() -> None:
@@ -228,27 +209,3 @@ def test_a_shard_that_was_written_has_no_scale() -> None:
         model[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match="was written to, and has no scale yet: call the model"):
         model[0].unshard()
-
-
-def test_the_state_of_a_layer_that_has_none_yet_is_made() -> None:
-    layer, recipe = nc.Linear(32, 48, device="cpu"), QUANTIZED["delayed"]
-    gather = WeightGather(nc.IdentityQuantizer(), nc.IdentityQuantizer(), True)
-    weight = ScaledWeight(layer, layer._stages[0], "weight", recipe, True, gather)
-    assert layer.scale_fwd is None
-    state = weight.state("scale")
-    assert torch.equal(state, layer.scale_fwd[1:2])
-    state.fill_(3.0)
-    assert weight.state("scale").data_ptr() == state.data_ptr() and weight.state("scale") == 3.0
-
-
-@pytest.mark.parametrize("rule", ["most_recent", "of the user", None])
-def test_scales_of_an_evaluation(rule: str | None) -> None:
-    """From the weights as they are; a rule of the user's is asked when scales are renewed alone."""
-    scales = object.__new__(WeightScales)
-    recipe = rule and nc.recipe.DelayedScaling(
-        amax_compute_algo=rule if rule == "most_recent" else lambda history: history[0]
-    )
-    weight: Any = SimpleNamespace(delayed_scaling=recipe)
-    scales.weights, scales.counts, scales.amax = [weight], [1], torch.tensor([7.0])
-    found = scales._fitted([0], torch.tensor([5.0]))
-    assert found == (64.0 if rule == "most_recent" else 5.0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
 import torch
 from reference.checks import assert_bitwise
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast import functional, reference
@@ -119,63 +117,6 @@ def test_read_scales_are_a_copy(device: torch.device) -> None:
     assert all(map(torch.equal, read, expected))
 
 
-def test_taken_amaxes_leave_zeros(device: torch.device) -> None:
-    amaxes = [torch.rand(n, device=device) for n in (3, 2)]
-    expected = [amax.clone() for amax in amaxes]
-    assert all(map(torch.equal, functional.take_amaxes(amaxes), expected))
-    assert not any(amax.any() for amax in amaxes)
-
-
-def test_a_backward_takes_nothing_and_renews_nothing(device: torch.device) -> None:
-    scales, histories, amaxes = ([torch.full(shape, 2.0, device=device)] for shape in ((3,), (4, 3), (3,)))
-    x, seen = torch.ones(1, requires_grad=True), []
-
-    def inside(grad: Tensor) -> None:
-        seen.extend(functional.take_amaxes(amaxes))
-        seen.extend(functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"], [16.0]))
-
-    x.register_hook(inside)
-    x.sum().backward()
-    assert [tensor.tolist() for tensor in seen] == [[0.0] * 3, [2.0] * 3]
-    assert all((tensor == 2).all() for (tensor,) in (scales, histories, amaxes))
-    (renewed,) = functional.renewed_scales(scales, histories, amaxes, [448.0], [0], ["max"], [16.0])
-    assert renewed.tolist() == scales[0].tolist() == [224.0] * 3
-    assert not amaxes[0].any() and histories[0][-1].tolist() == [2.0] * 3
-
-
-def test_a_recomputed_graph_is_shown_the_scales_of_its_forward_beside_the_state() -> None:
-    """The graph may hold copies of the scales, which it writes back into the state when it ends."""
-    scales, amaxes = (
-        [torch.tensor([2.0, 0.0, 3.0]), torch.tensor([5.0, 7.0])],
-        [torch.zeros(3), torch.zeros(2)],
-    )
-    unseen, before, read = [-448.0, 16.0], [scale.clone() for scale in scales], []
-
-    def run(x: Tensor) -> Tensor:
-        given = [scale.clone() for scale in scales] if read else scales
-        rest = ([], [], [], unseen, [True, False], [0, 0], True, "")
-        starts = torch.ops.narrowcast.enters_graph.default(given, [], amaxes, *rest)
-        word = int(starts)
-        read.append(list((ctypes.c_float * 5).from_address(word)) if word > 1 else word)
-        for one, new in zip(given, scales):
-            new.copy_(one)  # as the end of a graph
-        return (x * x).sin()
-
-    x = torch.ones(1, requires_grad=True)
-    y = checkpoint(run, x, use_reentrant=False)
-    assert isinstance(y, Tensor)
-    for scale in scales:
-        scale.mul_(4.0)  # by a later step
-    y.backward()
-    assert read == [0, [value for scale in before for value in scale.tolist()]]
-    assert all(torch.equal(scale, 4 * was) for scale, was in zip(scales, before))
-
-
-@pytest.mark.parametrize("name", ["renew_delayed_scaling", "take_amaxes", "scales_of_run", "enters_graph"])
-def test_what_decides_on_the_host_is_in_no_cuda_graph(name: str) -> None:
-    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.narrowcast, name).default.tags
-
-
 def test_calibrating_overwrites_one_slot(device: torch.device) -> None:
     amax = torch.full((3,), 9.0, device=device)
     x = torch.tensor([1.0, math.nan, -3.0], device=device)
@@ -190,7 +131,7 @@ def test_calibrating_overwrites_one_slot(device: torch.device) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
-    """The renewal in the graph, the amax collected in forward and backward, and scales that a later step renews."""
+    """The amax collected in forward and backward, and scales that a later step renews."""
     fprop, dgrad = (DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, slot) for slot in (0, 1))
 
     class Scaled(torch.autograd.Function):
@@ -207,8 +148,7 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
             codes, _, scale_inv = functional.quantize(grad, dgrad, None, scale, ctx.amax)
             return functional.dequantize([codes, scale_inv], dgrad, False, grad.dtype, grad.shape), None, None
 
-    def step(x: Tensor, scale: Tensor, history: Tensor, amax: Tensor) -> Tensor:
-        functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
+    def step(x: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
         return Scaled.apply(x, functional.read_scales([scale], [-448.0])[0], amax)
 
     def run(step):  # type: ignore[no-untyped-def]
@@ -217,10 +157,11 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
         for index in range(4):
             generator = torch.Generator().manual_seed(index)
             x = (torch.randn(16, 32, generator=generator) * (1 + 3 * index)).requires_grad_()
-            y = step(x, scale, history, amax)
+            y = step(x, scale, amax)
             collected = amax.clone()
             (y * y).sum().backward()
             results += [y.detach(), x.grad, collected, amax.clone(), scale.clone(), history.clone()]
+            functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
         return results
 
     torch._dynamo.reset()

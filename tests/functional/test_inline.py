@@ -91,56 +91,12 @@ assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by de
 with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
     traced(multiply)
     assert not torch._inductor.config.static_launch_user_defined_triton_kernels
-# each layer renews its scales in one launch; one operator for the graph finds out whether they may
-def states(x, renews=True):
-    scales, histories, amaxes = (
-        [x.new_ones(*lead, n, dtype=torch.float32) for n in (3, 2)] for lead in ((), (16,), ())
-    )
-    rules, unseen = ([448.0, 57344.0], [0, 0], ["max", "max"]), [-448.0, -57344.0]
-    return (scales, histories, amaxes, *rules, unseen) if renews else (scales, [], amaxes, [], [], [], unseen)
+# a layer reads its scales in one launch
+def reading(x):
+    return ops.read_scales([x.new_ones(n, dtype=torch.float32) for n in (3, 2)], [-448.0, -57344.0])
 
 
-def renewing(x):
-    return ops.scales_of_run(*states(x), [True, False], True, "", 0)
-
-
-assert len(launches(renewing)) == 1 and whole(traced(renewing)) == {"narrowcast.enters_graph.default"}
-with patch.object(kernels, "AVAILABLE", False):  # the reference reads no address
-    assert whole(traced(renewing)) == {"narrowcast.scales_of_run.default"}
-
-
-def graph_of_layers(renews, root=""):
-    # the state of three layers is the input of the graph; the third is the first again
-    def run(first, second):
-        reads = []
-        for of_layer in (first, second, first):
-            reads += ops.scales_of_run(*of_layer, [True, False], True, root, 0)
-        return reads
-
-    with FakeTensorMode():
-        x = torch.empty(1, device="cuda")
-        given = states(x, renews), states(x, renews)
-    return make_fx(dispatch_functionalize(run, FunctionalTensorMode()), tracing_mode="fake")(*given).graph
-
-
-for renews in (True, False):
-    nodes = list(graph_of_layers(renews).nodes)
-    entered = [node for node in nodes if node.target is ops.enters_graph.default]
-    started = [node for node in nodes if node.target is wrap.triton_kernel_wrapper_functional]
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    assert len(started) == 3 and all(entered[0] in node.all_input_nodes for node in started)
-    assert [len(node.args[0]) for node in entered] == [6]
-    # Inductor pairs the arguments with what was noted when the node was made: it would drop what came later
-    noted = entered[0].meta.get("eager_input_vals", (entered[0].args,))[0]
-    assert [len(x) for x in noted if isinstance(x, list)] == [len(x) for x in entered[0].args if isinstance(x, list)]
-    assert set(entered[0].all_input_nodes) == {node for node in inputs if node.users}
-    assert entered[0].args[8] == [0, 0, 0, 0, 1, 1]
-    assert all(node.meta["recompute"] is CheckpointPolicy.MUST_SAVE for node in (*entered, *started))
-with torch.fx.traceback.preserve_node_meta():
-    torch.fx.traceback.current_meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    (launch,) = launches(renewing)
-    assert {node.meta["recompute"] for node in (launch, *launch.users)} == {CheckpointPolicy.MUST_SAVE}
-    torch.fx.traceback.current_meta.clear()
+assert len(launches(reading)) == 1 and not whole(traced(reading))
 # readers of one input share its quantization, unless it was written to, or they hand the codes to a user
 once = len(launches(lambda x: ops.quantize_operand(x, quantizer)))
 

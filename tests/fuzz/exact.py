@@ -1,12 +1,11 @@
 """Delayed scaling to the rounding: the scales a forward must read, and its products of operands cast with these.
 
-The scales follow from the amaxes that the calls before have shown, by the rule of docs/concepts.md. It is written out
-here: a model that knows neither buffers nor who renews.
+Scales are constant within a step. A step makes them from the amaxes that its calls have shown, by the rule of
+docs/concepts.md, which is written out here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,34 +15,27 @@ from torch import Tensor
 
 from .programs import Difference
 
-OPERANDS = ("input", "weight", "grad_output")
 _ROUNDED = 1e-5
 
 
 class Past:
-    """What the calls of a layer have shown of one operand: of which a renewal has made a scale, and since then.
-
-    ``rule``: of that renewal; None before the first one. ``amax``: what its scale follows from.
-    """
+    """What the calls of a layer have shown of one operand since the last step, and the scale that steps have made."""
 
     def __init__(self) -> None:
-        self.rows = [0.0]
-        self.renewals = 0
-        self.pending = self.amax = 0.0
-        self.rule: Any = None
+        self.rows, self.pending, self.scale = [0.0], 0.0, 0.0
 
     def collect(self, operand: Tensor) -> None:
         self.pending = max(self.pending, _amax(operand))
 
-    def renew(self, recipe: Any) -> None:
-        """Begin a forward in training, by the recipe in force there."""
+    def renew(self, recipe: Any, kind: str) -> None:
+        """End a step: of what was seen, the scale follows by the recipe in force."""
         length = recipe.amax_history_len
         self.rows = (self.rows + length * [0.0])[:length]
-        if self.pending:
+        if 0.0 < self.pending < math.inf:
             recent = recipe.amax_compute_algo == "most_recent"
-            self.rule, self.amax = recipe, self.pending if recent else max(self.pending, *self.rows)
+            amax = self.pending if recent else max(self.pending, *self.rows)
+            self.scale = _scale_of(recipe, kind, amax, self.scale)
             self.rows = [0.0, *self.rows[2:], self.pending][:length]
-            self.renewals += 1
         self.pending = 0.0
 
 
@@ -57,7 +49,7 @@ class Read(NamedTuple):
         """Return what the operand is after a cast to FP8, decoded, fp64."""
         e5m2 = kind == "grad_output"
         largest = 57344.0 if e5m2 else 448.0
-        # 0: nothing was seen, and the scale is that of the operand's own amax
+        # 0: nothing was seen, and the scale is that of the operand's own amax, as that of a weight always is
         scale = self.scales[kind] or _scale_of(self.recipe, kind, _amax(operand), 1.0)
         scaled = operand.float() * torch.tensor(scale)
         codes = scaled.clamp(-largest, largest).to(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
@@ -65,25 +57,24 @@ class Read(NamedTuple):
 
 
 class Exact:
-    """What every ``Linear`` under delayed scaling must have read, and what follows from it.
+    """What every ``Linear`` under delayed scaling must have read, and what follows from it."""
 
-    Args:
-        steps_at_each_forward: whether each training forward of a layer begins a step, by the rule in force there. It
-            does not where a layer runs twice in the model's forward, or an autocast has several forwards, nor by that
-            rule where the model renews for a layer in evaluation: there the scales are taken as they are.
-        one_recipe: whether no layer has a recipe of its own, beside that of all: first scales may follow from either.
-    """
-
-    def __init__(self, steps_at_each_forward: bool, one_recipe: bool) -> None:
-        self.knows_steps, self.knows_first = steps_at_each_forward, one_recipe
+    def __init__(self) -> None:
         self.past: dict[Any, dict[str, Past]] = {}
+        self.recipes: dict[Any, Any] = {}
         self.weight_grads: dict[Any, tuple[Tensor, float]] = {}
         self.partly: set[Any] = set()
         self.changed = False
 
     def forget(self) -> None:
-        """Another recipe is in force."""
+        """Another recipe is in force, of whose history no call has told."""
         self.past, self.changed = {}, True
+
+    def renew(self) -> None:
+        """End a step, as the optimizer does."""
+        for layer, past in self.past.items():
+            for kind, one in past.items():
+                one.renew(self.recipes[layer], kind)
 
     def pass_over(self, layer: Any) -> None:
         """Leave out a call, and with it the layer's weight gradient of this step."""
@@ -102,20 +93,24 @@ class Exact:
         self, layer: Any, recipe: Any, x: Tensor, y: Tensor
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]] | None:
         """Check a forward; return what checks the gradients of its output and of its input, in this order."""
-        past = self.past.setdefault(layer, {kind: Past() for kind in (*OPERANDS, "begun weight")})
-        if layer.training:
-            for one in past.values():
-                one.renew(recipe)
-            if past["input"].rule is past["grad_output"].rule is None:
-                # decided: a layer whose inputs and gradients were zeros, or had no rows, has not begun
-                past["begun weight"] = Past()
+        past = self.past.setdefault(layer, {kind: Past() for kind in ("input", "grad_output")})
+        if layer.training or layer not in self.recipes:
+            self.recipes[layer] = recipe
         operands = {
             "input": x.detach().reshape(-1, x.shape[-1]).clone(),
             "weight": layer.weight.detach().clone(),
         }
-        read = self._read(layer, recipe, past, operands["weight"], bool(y.requires_grad))
-        if read is None:
+        if layer.scale_fwd is None or layer.scale_bwd is None:
             return None
+        found = {"input": layer.scale_fwd[0].item(), "weight": 0.0, "grad_output": layer.scale_bwd[0].item()}
+        for kind, one in past.items():
+            if not self.changed and not abs(one.scale - found[kind]) <= _ROUNDED * one.scale:
+                raise Difference(
+                    f"scale of {kind}: {found[kind]:.6g}, the steps before make it {one.scale:.6g}"
+                )
+        read, collects = Read(recipe, found), layer.training
+        if collects:
+            past["input"].collect(operands["input"])
         decoded = {kind: read.cast(operand, kind) for kind, operand in operands.items()}
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
         wanted = decoded["input"] @ decoded["weight"].t()
@@ -123,11 +118,6 @@ class Exact:
         _check(found, wanted + bias, _terms(decoded["input"], decoded["weight"].t()), "a product")
         if not y.requires_grad:
             return None
-        collects = layer.training
-        if collects:
-            past["input"].collect(operands["input"])
-            for kind in ("weight", "begun weight"):
-                past[kind].collect(operands["weight"])
         input_grads: list[tuple[Tensor, float]] = []
 
         def seen_output(dy: Tensor) -> None:
@@ -148,52 +138,6 @@ class Exact:
 
         return seen_output, seen_input
 
-    def _read(
-        self, layer: Any, recipe: Any, past: dict[str, Past], weight: Tensor, recorded: bool
-    ) -> Read | None:
-        """Return the scales that the layer's forward has read; None if the layer keeps none.
-
-        Raises:
-            Difference: they are not those that follow from the calls before.
-        """
-        if layer.scale_fwd is None or layer.scale_bwd is None:
-            return None
-        found = {
-            "input": layer.scale_fwd[0].item(),
-            "weight": layer.scale_fwd[1].item(),
-            "grad_output": layer.scale_bwd[0].item(),
-        }
-        if not layer.training:
-            found["weight"] = _scale_of(recipe, "weight", _amax(weight), found["weight"])
-        if self.knows_steps and layer.training and recorded:
-            for kind in OPERANDS:
-                if kind == "weight":
-                    # decided: a root renews before its layers forget what they have collected until they begin
-                    with contextlib.suppress(Difference):
-                        self._check_scale(layer, recipe, kind, found[kind], past["begun weight"], weight)
-                        continue
-                self._check_scale(layer, recipe, kind, found[kind], past[kind], weight)
-        return Read(recipe, found)
-
-    def _check_scale(
-        self, layer: Any, recipe: Any, kind: str, found: float, past: Past, weight: Tensor
-    ) -> None:
-        if past.rule is not None:
-            length = 1 if past.rule.amax_compute_algo == "most_recent" else past.rule.amax_history_len
-            if self.changed and past.renewals < length:
-                return  # amaxes of the recipe before are among them
-            wanted = _scale_of(past.rule, kind, past.amax, found)
-        elif self.changed or not self.knows_first:
-            return
-        else:
-            wanted = _scale_of(recipe, kind, _amax(weight), found) if kind == "weight" else 0.0
-        if not abs(wanted - found) <= _FIRST_ROUNDING[past.rule is not None] * wanted:
-            raise Difference(f"scale of {kind}: {found:.6g}, the calls before make it {wanted:.6g}")
-
-
-# A weight that was only rounded since keeps its first scale.
-_FIRST_ROUNDING = {False: 2**-7, True: _ROUNDED}
-
 
 def _amax(operand: Tensor) -> float:
     """Return max|x|; NaN is passed over, as in casts."""
@@ -205,7 +149,7 @@ def _amax(operand: Tensor) -> float:
 def _scale_of(recipe: Any, kind: str, amax: float, otherwise: float) -> float:
     if not 0.0 < amax < math.inf:
         return otherwise
-    largest = (57344.0 if kind == "grad_output" else 448.0) / 2**recipe.margin
+    largest = (57344.0 if kind == "grad_output" else 448.0) / 2 ** (recipe.margin if kind != "weight" else 0)
     quotient = torch.tensor(largest) / torch.tensor(amax)
     return min(quotient.item(), torch.finfo(torch.float32).max)
 

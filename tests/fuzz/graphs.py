@@ -1,4 +1,4 @@
-"""Orders of calls as in ``orders``, of blocks that are compiled and read their scales as graphs on a GPU do."""
+"""Orders of calls as in ``orders``, of blocks that are compiled."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ def draw(rng: random.Random) -> Program:
     for block in program["blocks"]:
         block["wrap"] = _compiled(rng)
     program["whole"] = _compiled(rng) if rng.random() < 0.2 else None
-    for item in program["history"]:
-        item.pop("still", None)  # a graph without gradients of a block in evaluation records no scales
-    return program | {"gpu_scales": True, "odd_rows": rng.random() < 0.1}
+    return program | {"odd_rows": rng.random() < 0.1}
 
 
 def _compiled(rng: random.Random) -> Program:

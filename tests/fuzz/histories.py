@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import narrowcast as nc
-from narrowcast import kernels
-from narrowcast.state import renew, warn_of_saturation
+from narrowcast.state import renew
 
 from . import programs
 from .measure import Measure
@@ -47,7 +46,6 @@ from .programs import (
     said,
     settings,
 )
-from .scales_of_gpus import read_as_on_a_gpu
 from .terms import Terms
 
 NEUTRAL = ("to", "cpu", "deepcopy", "reload", "pickle", "hook", "failed", "evaluated", "requires")
@@ -86,9 +84,8 @@ REVIEWED = (
     "matches no low-precision layer",
     "parameters_split inside quantized_model_init",
     "ran under an autocast and is recomputed outside of it",
-    "renews its scales inside a compiled torch.utils.checkpoint",
+    "ran under several recipes since the last optimizer step",
     "the recipe in force wants",
-    "that renews its own scales runs twice in one compiled function",
     "GroupedLinear quantizes its input itself, pass a plain tensor",
     "collected an amax under delayed scaling",
     "that delayed scaling quantized cannot be written in place",
@@ -108,14 +105,6 @@ TORCHS_OWN = (
 
 
 _BACKWARDS = ThreadPoolExecutor(1)
-
-
-def _of_first_steps(layer: Any) -> Iterator[Tensor]:
-    """Scales, histories and amaxes of what has seen nothing, by a rule or, as in a copy without a recipe, by none."""
-    for prefix, (direction, kinds) in itertools.product(layer._stage_names, (("fwd", 3), ("bwd", 2))):
-        state = [getattr(layer, f"{prefix}{name}_{direction}") for name in ("scale", "amax_history", "amax")]
-        if state[0] is not None and not state[0][: len(state[0]) // kinds].any():
-            yield from state
 
 
 def draw(rng: random.Random, inductor: float = 0.04) -> Program:
@@ -168,7 +157,6 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         draw_written(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
-    program["gpu_scales"] = rng.random() < 0.4
     return program
 
 
@@ -235,7 +223,7 @@ def draw_autocasts(rng: random.Random, program: Program) -> None:
             item |= {"autocasts": several, "flags": [None for _ in several]}
         elif "flag" in item:
             item["flag"] = None
-        # what a failed call has renewed, and by which rule, is not modeled, nor which autocasts do not know a copy
+        # which autocasts do not know a copy is not modeled
         item |= {name: other for name, other in _NO_COPY.items() if item.get(name) in _COPIES}
 
 
@@ -450,9 +438,7 @@ class World:
         return self.model.blocks[which % len(self.model.blocks)]
 
     def step(self, index: int, item: Program) -> None:
-        self.train(item)  # before an autocast is entered, which renews what trains
-        if self.program.get("around") and not self.torchs:
-            self._renew(training=True)  # a copy, too, which no autocast knows before its first step
+        self.train(item)
         around = self.context() if self.program.get("around") else contextlib.nullcontext()
         with around:
             self._forwards_and_backwards(index, item)
@@ -464,6 +450,8 @@ class World:
             self.measure.end_of_step()
         if item["update"]:
             self.optimizer.step()
+            if self.measure is not None:
+                self.measure.renew()
             for name, parameter in self.model.named_parameters():
                 self.record(f"step {index} new {name}", _dense(parameter))
         self.optimizer.zero_grad()
@@ -484,10 +472,6 @@ class World:
                     self.run_backward(self.loss(y, seed))
             if stopped:
                 self._forget_gradients(leaf)
-                if self.measure is not None and has_outer(self.program):
-                    self.measure.exact.knows_steps = (
-                        False  # the model has renewed for layers that were not called
-                    )
                 continue
             self.record(f"step {index} output {number}", y)
             leaves.append(leaf)
@@ -548,15 +532,11 @@ class World:
             self.look(how, seed, None)
         elif how == "failed":
             self.fail()
-            if self.measure is not None:
-                self.measure.exact.knows_steps = False  # what a failed call has renewed is not modeled
         elif not self.plain:  # nothing of this may change what follows
             self._use(how, seed)
 
     def _use(self, how: str, seed: int) -> None:
         """Save or copy the model, and go on with the original."""
-        if how == "train a copy" and self.program["how"] == "autocast":
-            how = "copy"  # an autocast that is entered renews what ran under one, which an evaluation shows
         state = self.model.state_dict()
         if how == "save":
             torch.save(state, io.BytesIO())
@@ -573,8 +553,11 @@ class World:
     def calibrate(self) -> None:
         """Find the scales of the first step beforehand."""
         self.model.train()
+        passes = itertools.count()
 
         def step() -> None:
+            if next(passes) and self.measure is not None:
+                self.measure.renew()
             y = self.forward(self.batch(7).requires_grad_(), None)
             if y.requires_grad:
                 self.run_backward(self.loss(y, 7))
@@ -585,6 +568,7 @@ class World:
             return
         nc.calibrate_delayed_scaling(self.model, step)
         if self.measure is not None:
+            self.measure.renew()
             self.measure.start_of_step()
 
     def backward(self, loss: Tensor, retain: bool, seed: int) -> None:
@@ -644,16 +628,12 @@ class World:
         """A call of the wrong width, in every run: see the module's first lines."""
         x = self.batch(1)[:, :-1].requires_grad_()
         if any(wrap.get("compile") for wrap in _wraps(self.program)):
-            if not self.torchs:
-                renew_now(self.delayed())  # as the call does in eager code
             x = torch.zeros_like(x, requires_grad=True)
             with contextlib.suppress(Exception), self.context():
                 self.run(x, None)
             # an error of the compiler refers to itself, and keeps the hooks of a checkpoint in force: of plain modules
             gc.collect()
             return
-        if self.program["how"] == "autocast" and not self.torchs:
-            self._renew(training=True)  # a copy, too, which no autocast knows before its first step
         with contextlib.suppress(Exception), self.context():
             self.run(x, None)
 
@@ -661,9 +641,6 @@ class World:
         """What must change nothing; the plain run leaves it out."""
         if way == "failed":
             self.fail()
-        rests = any(item.get("still") is not None for item in self.program["history"])
-        if way == "deepcopy" and rests and has_outer(self.program) and not self.torchs:
-            self._renew()  # decided: a copy goes on by its own recipes, also layers in evaluation
         if self.plain or way == "failed":
             return
         model = self.model
@@ -752,31 +729,23 @@ class World:
                     self.record(f"at the end optimizer's {name} of {of}", _dense(value))
         if not self.torchs:
             self._renew()
-            first = [one.data_ptr() for layer in self.delayed() for one in _of_first_steps(layer)]
-            state = self.model.state_dict()
-            for name, tensor in state.items():
-                # what has not begun follows its weight
-                if not ("scale" in name or "amax" in name) or tensor.data_ptr() in first:
-                    continue
-                if name.endswith("scale_fwd"):
-                    # a weight of zeros, or none, has the constant of its first rule
-                    constant = torch.isin(tensor, tensor.new_tensor((1.0, 16.0)))
-                    tensor = tensor.masked_fill(constant & (state[name.replace("scale", "amax")] == 0), 0.0)
-                self.record(f"at the end state {name}", tensor)
+            for name, tensor in self.model.state_dict().items():
+                if "scale" in name or "amax" in name:
+                    self.record(f"at the end state {name}", tensor)
         return self.trace
 
-    def _renew(self, training: bool = False) -> None:
-        """Renew scales now, of all layers or of those that train: it does not matter when, before the next training
-        forward.
-        """
-        layers = [layer for layer in self.delayed() if layer.training or not training]
+    def _renew(self) -> None:
+        """Renew scales now, of all layers."""
+        layers = self.delayed()
         for layer in layers:  # a copy learns of an autocast's recipe in its next forward
             if self.program["how"] == "autocast" and self.recipe is not None:
                 if layer.recipe is None or self.trained:  # else it knows its own rule alone
                     layer._keep_state_of(self.recipe)
             elif has_outer(self.program) and layer.recipe is not None:
                 layer._keep_state_of(layer.recipe)
-        renew_now(layers)
+        renew(layers)
+        if self.measure is not None:
+            self.measure.renew()
 
     def _change_recipe(self, described: Program | None) -> None:
         if self.torchs or self.stored or described is None:
@@ -789,12 +758,6 @@ class World:
             self._give(self.recipe)
         if self.measure is not None:
             self.measure.forget()
-
-
-def renew_now(layers: list[Any]) -> None:
-    """Renew as a step does, which also notes that first scales have served: a layer whose state was loaded has some."""
-    warn_of_saturation(layers)
-    renew(layers)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -883,14 +846,9 @@ def _started(program: Program, ours: bool) -> Iterator[None]:
         warnings.catch_warnings(),
         settings(bool(program["replay"]) and ours, bool(program["large"]) and ours),
         few_rows_as_many() if _is_reentrant(program) else contextlib.nullcontext(),
-        read_as_on_a_gpu() if ours and _reads_as_on_a_gpu(program) else contextlib.nullcontext(),
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def _reads_as_on_a_gpu(program: Program) -> bool:
-    return bool(program.get("gpu_scales")) and kernels.AVAILABLE and programs.DEVICE == "cpu"
 
 
 class Rooms:

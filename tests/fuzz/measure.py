@@ -82,13 +82,7 @@ class Measure:
         layers = [layer for block in program["blocks"] for layer in block["layers"]]
         # calls of a layer that may read one scale
         self.calls = 1 + sum(layer["kind"] == "again" for layer in layers)
-        history = program["history"]
-        outer = any(item.get("outer") for item in history)
-        rests = outer and any(item.get("still") is not None for item in history)
-        self.exact = Exact(
-            steps_at_each_forward=self.calls == 1 and not program.get("around") and not rests,
-            one_recipe=not outer and not any(layer.get("own") for layer in layers),
-        )
+        self.exact = Exact()
         for module in world.model.modules():
             if type(module) is nc.Linear:
                 module.register_forward_hook(self.after)
@@ -226,6 +220,10 @@ class Measure:
         self.exact.end_of_step()
         self.wanted, self.fitting = {}, {}
         self.steps += 1
+
+    def renew(self) -> None:
+        """The optimizer has stepped."""
+        self.exact.renew()
 
     def start_of_step(self) -> None:
         """Forget gradients that were thrown away."""

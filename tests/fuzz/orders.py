@@ -68,11 +68,6 @@ def draw(rng: random.Random) -> Program:
         for block, wrap in zip(program["blocks"], wraps):
             block["wrap"] = wrap
     program["history"] = [_item(rng) for _ in range(rng.choice((2, 3, 4, 5)))]
-    if any(block["wrap"] and block["wrap"]["compile"] for block in program["blocks"]):
-        for item in program[
-            "history"
-        ]:  # a graph without gradients of a block in evaluation records no scales
-            item.pop("still", None)
     once = not program["whole"] and not any(item.get("retain") for item in program["history"])
     for block in program["blocks"]:
         if block["wrap"] and once and rng.random() < 0.15:  # PyTorch refuses a second run of it

@@ -1,4 +1,4 @@
-"""The first step of delayed scaling with constants: that it saturates is said, and a calibration prevents it."""
+"""The first step of delayed scaling with constants may saturate; a calibration prevents it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers have the first scales of those whose codes are joined with other ranks'."""
-    constant = property(lambda slots: delayed_scaling.first_scale(slots.recipe, slots.mode))
-    monkeypatch.setattr(delayed_scaling.DelayedSlots, "unseen", constant)
+    constant = lambda recipe, mode, shared: delayed_scaling.first_scale(recipe, mode)  # noqa: E731
+    monkeypatch.setattr("narrowcast.layers.delayed.unseen_scale", constant)
 
 
 def two_layers() -> nn.Module:
@@ -199,62 +199,6 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         nc.calibrate_delayed_scaling(model, step)
     with pytest.raises(ValueError, match="evaluation mode"):
         nc.calibrate_delayed_scaling(model.eval(), step)
-
-
-class Chain(nn.Sequential):
-    """Of a class of its own: Dynamo traces the calls of PyTorch's with their hooks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("how", ["root", "compiled root", "own", "autocast"])
-@pytest.mark.usefixtures("joined")
-def test_a_first_step_that_saturates_is_told_once(how: str) -> None:
-    """Gradients of a sum are 1, where the first scale holds 7/8."""
-    model, x = two_layers(), torch.randn(32, 64)
-    called: Any = model
-    if how == "compiled root":
-        called = torch.compile(nc.set_recipe(Chain(*model), RECIPE), backend="aot_eager", fullgraph=True)
-    elif how == "root":
-        nc.set_recipe(model, RECIPE)
-    elif how == "own":
-        model[0].recipe = model[1].recipe = RECIPE
-
-    def run(x: Tensor) -> Tensor:
-        with nc.autocast(enabled=how == "autocast", recipe=RECIPE) if how == "autocast" else nullcontext():
-            return called(x)  # type: ignore[no-any-return]
-
-    gradients(run, model, x)
-    with pytest.warns(UserWarning, match="saturated .* tensors, the largest at 1.14 times") as told:
-        gradients(run, model, x)
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        gradients(run, model, x)
-        another = nc.set_recipe(two_layers(), RECIPE)
-        for _ in range(2):  # which saturates, too
-            gradients(another, another, x)
-
-
-@pytest.mark.parametrize("change", ["small gradients", "overflow", "loaded", "loaded, a history of one row"])
-@pytest.mark.usefixtures("joined")
-def test_nothing_is_told_where_nothing_was_lost(change: str) -> None:
-    """An infinite gradient is one that a GradScaler skips; loaded scales are no first ones."""
-    recipe = DelayedScaling(amax_history_len=1) if "one row" in change else RECIPE
-    model, x = nc.set_recipe(two_layers(), recipe), torch.randn(32, 64)
-    factor = {"small gradients": 1e-3, "overflow": float("inf")}.get(change, 1.0)
-    if "loaded" in change:
-        trained = nc.set_recipe(two_layers(), recipe)
-        for _ in range(2):
-            gradients(lambda x: trained(x) * 1e-3, trained, x)
-        delayed_scaling._SAID.clear()
-        model.load_state_dict(trained.state_dict())
-        x *= 1.01
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        for _ in range(3):
-            gradients(lambda x: model(x) * factor, model, x)
 
 
 def test_nothing_is_read_off_fake_tensors() -> None:

@@ -99,6 +99,7 @@ def test_a_scale_of_its_own_has_the_margin_and_the_format(fmt: Format, margin: i
     """The second step reads for equal tensors what the first one found."""
     model, _ = made("Linear", DelayedScaling(fp8_format=fmt, margin=margin))
     first = step(model, model, batch())
+    nc.renew_delayed_scaling(model)
     second = step(model, model, batch())
     assert all(map(torch.equal, first, second))
     assert model.scale_fwd[0] == fmt.max_fwd / 2**margin / batch().abs().max()
@@ -128,7 +129,7 @@ def test_a_state_from_before_is_taken_for_one_that_has_seen_nothing() -> None:
             again, _ = made("Linear", DelayedScaling(amax_history_len=rows))
             again.load_state_dict(state)
             assert all(map(torch.equal, step(again, again, batch()), step(current, current, batch())))
-        trained = again.state_dict()
+        trained = nc.renew_delayed_scaling(again).state_dict()
         again.load_state_dict(trained)
         assert torch.equal(again.scale_bwd, trained["scale_bwd"])
 
@@ -137,6 +138,7 @@ def test_a_group_without_rows_stays_unseen() -> None:
     model, given = made("GroupedLinear", DelayedScaling())
     for _ in range(2):
         step(model, model, batch(), **given)
+        nc.renew_delayed_scaling(model)
     assert model.scale_fwd[:3].bool().tolist() == model.scale_bwd[:3].bool().tolist() == [True, False, True]
     current, _ = made("GroupedLinear", Float8CurrentScaling())
     given = {"m_splits": [0, 33, 0]}  # whose first step is this one

@@ -96,8 +96,8 @@ def train(
             y = model(x) if run is None else run(x)
         y.square().mean().backward()
         results += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]  # type: ignore[union-attr]
+        nc.renew_delayed_scaling(model).zero_grad()
         results += [buffer.clone() for buffer in model.buffers()]
-        model.zero_grad()
     return results
 
 
@@ -181,6 +181,37 @@ def test_a_compiled_layer_that_cannot_know_its_recipe_says_so(use_reentrant: boo
         y = checkpoint(compiled, x, use_reentrant=use_reentrant)
     with pytest.raises(Exception, match="give the layer its own recipe"):
         y.sum().backward()
+
+
+@reentrance
+def test_a_compiled_layer_under_an_autocast_and_its_own_recipe_says_so(use_reentrant: bool) -> None:
+    layer, x = (
+        nc.Linear(32, 32, device="cpu", recipe=RECIPES["mxfp8"]),
+        torch.randn(16, 32, requires_grad=True),
+    )
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with nc.autocast(recipe=RECIPES["current"]):
+        y = checkpoint(compiled, x, use_reentrant=use_reentrant)
+    with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
+        y.sum().backward()
+
+
+@reentrance
+def test_two_forwards_under_two_recipes_before_their_backwards_say_so(use_reentrant: bool) -> None:
+    """Neither recomputation could tell its own recipe; a step later each can."""
+    layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for recipes in ((RECIPES["current"], RECIPES["delayed"]), (RECIPES["current"],), (RECIPES["delayed"],)):
+        losses = []
+        for recipe in recipes:
+            with nc.autocast(recipe=recipe):
+                losses.append(checkpoint(layer, x, use_reentrant=use_reentrant).sum())
+        if len(recipes) > 1:
+            with pytest.raises(RuntimeError, match="use narrowcast.checkpoint"):
+                losses[0].backward()
+        else:
+            losses[0].backward()
+        optimizer.step()
 
 
 @reentrance

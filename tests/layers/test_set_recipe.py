@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -234,64 +232,6 @@ def test_no_recipe(recipe: Any) -> None:
         nc.Linear(4, 4, device="cpu", recipe=recipe)
 
 
-def test_a_model_s_forward_renews_the_layers_that_rest() -> None:
-    class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = (nc.Linear(32, 32, device="cpu") for _ in range(2))
-
-        def forward(self, x: Tensor, both: bool) -> Tensor:
-            return self.first(x) + self.second(x) if both else self.first(x)
-
-    model = nc.set_recipe(Choosing(), nc.recipe.DelayedScaling(amax_history_len=4))
-    model(torch.ones(4, 32), True).sum().backward()
-    collected = model.second.amax_fwd.clone()
-    assert collected[0] == 1.0
-    model(torch.ones(4, 32), False).sum().backward()
-    assert not model.second.amax_fwd.any() and torch.equal(model.second.amax_history_fwd[-1], collected)
-
-
-def test_a_compiled_model_renews_the_layers_from_its_first_forward() -> None:
-    """They leave it to the model, also where no eager forward came before."""
-    model = nn.Sequential(nc.Linear(32, 32, device="cpu"), nc.Linear(32, 32, device="cpu"))
-    nc.set_recipe(model, nc.recipe.DelayedScaling())
-    assert not any(layer._renewed_by_root for layer in model)
-    torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(16, 32)).sum().backward()
-    assert all(layer._renewed_by_root and layer._root == model._renews_as for layer in model)
-
-
-def test_the_renewal_of_a_compiled_model_is_part_of_no_graph() -> None:
-    """A graph of its own would have all states as inputs; a graph around the model holds it."""
-    torch.manual_seed(0)
-    made = [nc.set_recipe(Model(), nc.recipe.DelayedScaling(amax_history_len=3)) for _ in range(3)]
-    for other in made[1:]:
-        other.load_state_dict(made[0].state_dict())
-    counter, around = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
-
-    def call(model: Model, x: Tensor) -> Tensor:
-        return model(x)
-
-    runs = [
-        made[0],
-        torch.compile(made[1], fullgraph=True, backend=counter),
-        partial(torch.compile(call, fullgraph=True, backend=around), made[2]),
-    ]
-    for seed in range(3):
-        x = torch.randn(7, 32, generator=torch.Generator().manual_seed(seed))
-        outs = [run(x) for run in runs]
-        for out in outs:
-            out.sum().backward()
-            assert torch.equal(out, outs[0])
-    for other in made[1:]:
-        for ours, theirs in zip(other.buffers(), made[0].buffers(), strict=True):
-            assert torch.equal(ours, theirs)
-    renewals = [
-        sum("renew_delayed_scaling" in str(node.target) for graph in one.graphs for node in graph.graph.nodes)
-        for one in (counter, around)
-    ]
-    assert (counter.frame_count, around.frame_count, renewals) == (1, 1, [0, 1])
-
-
 def test_a_compiled_model_under_an_autocast_of_another_history() -> None:
     """The graph reads histories of the length that the autocast's recipe has, from the first call on."""
     results = []
@@ -305,6 +245,7 @@ def test_a_compiled_model_under_an_autocast_of_another_history() -> None:
             with nc.autocast(recipe=nc.recipe.DelayedScaling(amax_history_len=5)):
                 y = run(x)
             y.square().mean().backward()
+            nc.renew_delayed_scaling(model)
             results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
             results[-1] += [b.clone() for b in model.buffers()]
         assert model[0].amax_history_fwd.shape[0] == 5
@@ -330,6 +271,7 @@ def test_compiled_layers_renew_by_the_rule_of_the_recipe_in_force(own: bool) -> 
             recipe = largest if step in (1, 2) else recent
             with contextlib.nullcontext() if own and recipe is recent else nc.autocast(recipe=recipe):
                 run(x).square().sum().backward()
+            nc.renew_delayed_scaling(model)
             seen.append((model[0].delayed_slots()[0].recipe.amax_compute_algo, float(model[0].scale_fwd[0])))
         return seen
 
@@ -361,120 +303,6 @@ def test_json_keeps_what_does_not_follow_from_the_settings() -> None:
     assert nc.recipe.recipes_from_json(nc.recipe.recipes_to_json(table)) == table
 
 
-RULES = {
-    "algorithm": ({"amax_history_len": 3, "amax_compute_algo": "most_recent"}, {"amax_history_len": 3}),
-    "length": ({"amax_history_len": 2}, {"amax_history_len": 4}),
-    "margin": ({"amax_history_len": 1, "margin": 2}, {"amax_history_len": 3}),
-}
-
-
-class Rule:
-    """Of one tensor: the scale that each forward must read, by the rule of the recipe in force there."""
-
-    def __init__(self) -> None:
-        self.history, self.pending, self.scale = [0.0], 0.0, 0.0
-
-    def begin(self, recipe: nc.recipe.DelayedScaling) -> float:
-        length = recipe.amax_history_len
-        self.history = (self.history + [0.0] * length)[:length]
-        if self.pending:
-            recent = recipe.amax_compute_algo == "most_recent"
-            amax = self.pending if recent else max(self.pending, *self.history)
-            self.scale = 448.0 / 2**recipe.margin / amax
-            self.history = [0.0, *self.history[2:], self.pending][:length]
-        self.pending = 0.0
-        return self.scale
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("how", ["set_recipe", "parts", "own", "autocast"])
-@pytest.mark.parametrize(
-    "between",
-    ["nothing", "copy", "evaluation", "another evaluation", "no gradients", "step", "step, evaluation"],
-)
-@pytest.mark.parametrize("compiles", [False, True])
-def test_a_forward_reads_the_scale_of_the_rule_in_force(
-    rules: str, how: str, between: str, compiles: bool
-) -> None:
-    """Training under an autocast of another rule, whatever runs outside of it or under a third one in between."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    own, outer = (nc.recipe.DelayedScaling(**options) for options in RULES[rules])
-    third = nc.recipe.DelayedScaling(amax_history_len=2, margin=3)
-    model, rule = nn.Sequential(nc.Linear(7, 7, device="cpu"), nc.Linear(7, 7, device="cpu")), Rule()
-    if how == "own":
-        for layer in model:
-            layer.recipe = own
-    elif how != "autocast":
-        nc.set_recipe(model, own)
-
-    def run(x: Tensor, recipe: Any) -> Tensor:
-        with nc.autocast(recipe=recipe) if recipe else contextlib.nullcontext():
-            for call in calls:
-                x = call(x)
-            return x
-
-    def calls_of(model: nn.Module) -> list[Any]:
-        parts = list(model) if how == "parts" else [model]
-        return [torch.compile(part, backend="eager") if compiles else part for part in parts]
-
-    def run_evaluation(recipe: Any) -> None:
-        model.eval()
-        run(torch.ones(2, 7), recipe)
-        model.train()
-
-    calls = calls_of(model)
-    for step, magnitude in enumerate((1.0, 8.0, 0.1, 0.2, 3.0, 0.1, 0.3)):
-        x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
-        if step in (2, 3, 5):
-            if between == "copy":
-                model = copy.deepcopy(model)
-                calls = calls_of(model)
-            elif between in ("evaluation", "another evaluation"):
-                run_evaluation(third if between != "evaluation" else None)
-            elif between == "no gradients":
-                with torch.no_grad():
-                    run(3 * x, None)
-                if how != "autocast":
-                    rule.begin(own)
-            elif how != "autocast" and between.startswith("step"):
-                rule.begin(own)
-                run(3 * x, None).square().sum().backward()
-                rule.pending = float(3 * x.abs().max())
-                if between != "step":
-                    run_evaluation(third)
-        wanted = rule.begin(outer)
-        run(x, outer).square().sum().backward()
-        rule.pending = float(x.abs().max())
-        assert float(model[0].scale_fwd[0]) == pytest.approx(wanted, rel=1e-6), step
-
-
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
-def test_a_recomputation_leaves_the_rule_to_the_next_forward(rules: str, use_reentrant: bool) -> None:
-    """Outside of its autocast, training mode runs before it: its graph is traced in the backward."""
-    own, outer = (nc.recipe.DelayedScaling(**options) for options in RULES[rules])
-    found = []
-    for compiles in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        layer, scales = nc.Linear(7, 7, recipe=own, device="cpu"), []
-        call = torch.compile(layer, backend="eager") if compiles else layer
-        for step, magnitude in enumerate((1.0, 8.0, 0.1)):
-            x = magnitude * torch.randn(6, 7, generator=torch.Generator().manual_seed(step))
-            with nc.autocast(recipe=outer):
-                y = nc.checkpoint(call, x.requires_grad_(), use_reentrant=use_reentrant)
-            with torch.no_grad():
-                call(3 * x)
-            y.square().sum().backward()
-            with nc.autocast(recipe=outer):
-                call(x)
-            scales += [layer.scale_fwd.clone(), layer.scale_bwd.clone()]
-        found.append(torch.cat(scales))
-    assert torch.equal(*found)
-
-
 def test_a_graph_of_a_recomputation_fits_the_next_one_in_another_thread() -> None:
     """A GPU's backward runs in a thread of its own, which an autocast of the forward's thread does not know."""
     torch._dynamo.reset()
@@ -489,34 +317,3 @@ def test_a_graph_of_a_recomputation_fits_the_next_one_in_another_thread() -> Non
             backwards.submit(y.square().sum().backward).result()
             counts.append(counter.frame_count)
     assert counts[1] == counts[-1] <= 3
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_an_autocast_inside_of_the_model_that_renews_is_refused(compiles: bool) -> None:
-    """The model has renewed by its own rule before; a recipe of the same rule, or without delay, is as good inside."""
-
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nc.Linear(7, 5, device="cpu")
-            self.recipe: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            with nc.autocast(recipe=self.recipe):
-                return self.layer(x)
-
-    torch._dynamo.reset()
-    model = nc.set_recipe(Inside(), nc.recipe.DelayedScaling(amax_history_len=3))
-    run = torch.compile(model, backend="eager") if compiles else model
-    x = torch.randn(3, 7)
-    for recipe in (nc.recipe.DelayedScaling(amax_history_len=3), CURRENT):
-        model.recipe = recipe
-        run(x).sum().backward()
-    model.recipe = nc.recipe.DelayedScaling(amax_history_len=3, margin=1)
-    with pytest.raises(
-        Exception, match=r"Linear got a DelayedScaling of another rule \(margin=1\).*around the model"
-    ):
-        run(x)
-    nc.set_recipe(model, model.recipe)
-    run(x).sum().backward()
-    assert model.layer.delayed_slots()[0].recipe.margin == 1

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast import ops
+from narrowcast.layers import read_together
 
 K = 64
 
@@ -148,17 +149,14 @@ def test_state_is_there_once_it_is_needed() -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Counts the operators that read or renew scales."""
+    """Counts the operators that read scales."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (
-            torch.ops.narrowcast.read_scales.default,
-            torch.ops.narrowcast.renewed_scales.default,
-        )
+        self.count += func is torch.ops.narrowcast.read_scales.default
         return func(*args, **(kwargs or {}))
 
 
@@ -171,17 +169,15 @@ def one_twice(block: ops.Sequential) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, count",
-    [(lambda block: None, 1), (one_in_evaluation, 2), (one_twice, 2)],
-    ids=["alike", "evaluated", "twice"],
+    "change", [lambda block: None, one_in_evaluation, one_twice], ids=["alike", "evaluated", "twice"]
 )
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_scales_of_a_list_are_read_at_once_where_they_are_renewed_alike(
-    recomputes: bool, change: Any, count: int, monkeypatch: pytest.MonkeyPatch
+def test_scales_of_a_list_are_read_at_once(
+    recomputes: bool, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def apart(stages: Any) -> None:
-        for layer, plan, scales in stages:
-            layer._scales_of(("",), (plan,), (), [scales])
+        for stage in stages:
+            read_together([stage])
 
     def run() -> tuple[list[torch.Tensor], int]:
         block = nc.set_recipe(make_list(), nc.recipe.DelayedScaling(amax_history_len=2))
@@ -189,6 +185,7 @@ def test_scales_of_a_list_are_read_at_once_where_they_are_renewed_alike(
         results = gradients(
             block, (lambda x: checkpoint(block, x, use_reentrant=False)) if recomputes else None, 4
         )
+        nc.renew_delayed_scaling(block)
         with Reads() as reads:
             block(make_input())
         return results + [buffer.clone() for buffer in block.buffers()], reads.count
@@ -196,5 +193,5 @@ def test_scales_of_a_list_are_read_at_once_where_they_are_renewed_alike(
     found, reads = run()
     monkeypatch.setattr("narrowcast.ops.fuser.read_together", apart)
     expected, each = run()
-    assert reads == count and each == 2
+    assert reads == 1 and each == 2
     assert same(found, expected)

@@ -15,7 +15,6 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 from narrowcast.state import delayed_scaling
-from narrowcast.state.autocast import THREAD
 
 WORLD, STEPS, SECONDS = 2, 5, 120
 REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
@@ -50,8 +49,7 @@ def train(rank: int, model: nn.ModuleList, recipe: DelayedScaling, group: Any) -
                 model[0](torch.zeros(1, 24))
         model.train()
         nc.reduce_delayed_scaling(model, group)
-    with nc.autocast(recipe=recipe):
-        pass
+        nc.renew_delayed_scaling(model)
 
 
 def make_model(recipe: DelayedScaling) -> nn.ModuleList:
@@ -69,14 +67,16 @@ def refused(rank: int) -> str:
 
 
 def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bool = False) -> list[str]:
-    """Warnings of three steps of two microbatches, reduced after the backward of each, or of the last alone.
+    """Warnings of three steps of two microbatches, reduced in each, or in the last alone.
 
     Args:
         spoiled: rank 1 has an amax that it has not reduced.
     """
     delayed_scaling._SAID.discard("differ")
     model = nc.set_recipe(make_model(recipe), recipe)
-    model[0].amax_fwd[0] = 99.0 * rank * spoiled
+    if spoiled and rank:
+        model[0].amax_fwd[0] = 99.0
+        nc.renew_delayed_scaling(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(3):
@@ -84,8 +84,9 @@ def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bo
                 model.forward = lambda x: model[0](x)
                 x, dy = batch(rank, 2 * step + micro, 0)
                 model(x).backward(dy)
-                if often or micro:
-                    nc.reduce_delayed_scaling(model)
+            if often or step == 2:
+                nc.reduce_delayed_scaling(model)
+            nc.renew_delayed_scaling(model)
     return [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
 
 
@@ -125,13 +126,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def expected(recipe: DelayedScaling, layer: int, ranks_: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """The rule on the largest amax of the given ranks."""
-    rule, weight = Simulation(recipe), make_layer(seed=layer + 1).weight
-    for step in range(STEPS + 1):
-        rule.renew()
+    rule = Simulation(recipe)
+    for step in range(STEPS):
         for rank in ranks_:
-            if step < STEPS and (layer == 0 or runs_second(rank, step)):
+            if layer == 0 or runs_second(rank, step):
                 x, dy = batch(rank, step, 5 * layer)
-                rule.collect(input=x, weight=weight, grad_output=dy)
+                rule.collect(input=x, grad_output=dy)
+        rule.renew()
     return {
         f"{buffer}_{direction}": tensor
         for direction, kinds in (("fwd", FORWARD), ("bwd", BACKWARD))
@@ -178,12 +179,12 @@ def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any
 
 
 def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, Any]]) -> None:
-    """Accumulation: every microbatch renews, so one reduction per step sees the last amax alone."""
+    """By the first reduction after renewals without one."""
     for said in ranks:
         assert said["often"] == [] and said["seldom, local"] == []
         for case in ("seldom", "spoiled"):
             (message,) = said[case]
-            assert "reduce_delayed_scaling(model, group) after every backward" in message
+            assert "reduce_delayed_scaling(model, group) before every optimizer.step()" in message
 
 
 def test_nobody_waits_for_a_device_to_compare_scales() -> None:
@@ -222,41 +223,37 @@ def two() -> Any:
     return dist.group.WORLD
 
 
-def steps(group: Any, recipe: DelayedScaling = REDUCED, reduce: bool = False) -> list[str]:
-    """Warnings of three steps under an autocast with a group."""
-    THREAD.state.delayed.clear()  # a model of before may be there until it is collected
+def said_in_steps(recipe: DelayedScaling = REDUCED, reduces: str = "") -> list[str]:
+    """Warnings of three steps of a model that each rank has."""
     model = nn.Sequential(nc.Linear(16, 16, device="cpu"))
+    nc.set_recipe(model, recipe, amax_group=dist.group.WORLD if reduces == "group" else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            with nc.autocast(recipe=recipe, amax_reduction_group=group):
-                model(torch.ones(4, 16)).sum().backward()
-            if reduce:
-                nc.reduce_delayed_scaling(model, group)
-    return [str(one.message) for one in caught if "amax_reduction_group" in str(one.message)]
+            model(torch.ones(4, 16)).sum().backward()
+            if reduces == "call":
+                nc.reduce_delayed_scaling(model)
+            optimizer.step()
+    return [str(one.message) for one in caught if "several ranks" in str(one.message)]
 
 
-def test_a_group_that_nothing_is_reduced_over_is_said_once(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_reduce_nothing_are_told_once(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
-    assert not steps(None) and not steps(two, LOCAL)
-    (message,) = steps(two)
-    assert "call narrowcast.reduce_delayed_scaling(model, group)" in message
-    assert not steps(two)
-    monkeypatch.setattr(delayed_scaling, "_SAID", set())
-    assert not steps(two, reduce=True)
+    assert (
+        not said_in_steps(LOCAL) and not said_in_steps(reduces="call") and not said_in_steps(reduces="group")
+    )
+    (message,) = said_in_steps()
+    assert "narrowcast.set_recipe(model, recipe, amax_group=group)" in message
+    assert not said_in_steps()
 
 
-def test_a_model_of_before_that_ran_under_no_group_warns_of_nothing(
-    two: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delayed_scaling, "_SAID", set())
-    before = nn.Sequential(nc.Linear(16, 16, device="cpu"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for group in (None, two):
-            with nc.autocast(recipe=REDUCED, amax_reduction_group=group):
-                before(torch.ones(4, 16)).sum().backward()
-    assert not [one for one in caught if "amax_reduction_group" in str(one.message)]
+def test_the_group_of_an_autocast_names_what_reduces(two: Any) -> None:
+    with pytest.warns(UserWarning, match=r"amax_group=group\) once, or narrowcast.reduce_delayed_scaling"):
+        nc.autocast(recipe=REDUCED, amax_reduction_group=two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nc.autocast(recipe=LOCAL, amax_reduction_group=two)
 
 
 def test_what_a_rank_does_not_keep_counts_as_nothing_collected(ranks: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from delayed_simulation import Simulation, buffers, clean_autocast, draw, from_one, make_layer, perturb
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import narrowcast as nc
@@ -51,9 +52,7 @@ def ours_outside(layer: nc.Linear, **kwargs: Any) -> Step:
 
 
 def scales_of(layer: nc.Linear) -> list[float]:
-    if layer.scale_fwd is not None:
-        return layer.scale_fwd.tolist()
-    return [0.0, (torch.tensor(448.0) / layer.weight.detach().abs().max()).item(), 0.0]  # as it will begin
+    return [0.0, 0.0, 0.0] if layer.scale_fwd is None else layer.scale_fwd.tolist()  # as it will begin
 
 
 WAYS = {"torch_inside": torch_inside, "ours_inside": ours_inside, "ours_outside": ours_outside}
@@ -76,20 +75,21 @@ def test_recompute_equals_no_recompute(way: str, use_reentrant: bool) -> None:
     layer.register_forward_pre_hook(lambda *_: calls.append(scales_of(layer)))
     for step in range(6):
         x, dy = draw(step, 6, 24).requires_grad_(True), draw(step, 6, 40, salt=1)
-        rule.renew()
-        rule.collect(input=x, weight=layer.weight, grad_output=dy)
         calls.clear()
         run(x).backward(dy)
         ours = [x.grad, layer.weight.grad, layer.bias.grad]
-        rule.assert_equals(layer, f"step {step}")
         assert len(calls) == 2
         assert calls[0] == calls[1]
 
         x.grad = layer.weight.grad = layer.bias.grad = None
         plain.load_state_dict(layer.state_dict())
-        with nc.autocast(recipe=RECIPE, _graph=True):  # the scales of this very step
+        with nc.autocast(recipe=RECIPE):  # the scales of this very step
             y = plain(x)
         y.backward(dy)
+        rule.collect(input=x, grad_output=dy)
+        rule.renew()
+        nc.renew_delayed_scaling(layer)
+        rule.assert_equals(layer, f"step {step}")
         for a, b in zip(ours, [x.grad, plain.weight.grad, plain.bias.grad]):
             assert a is not None
             assert torch.equal(a, b), f"step {step}"
@@ -128,6 +128,11 @@ HIGH: dict[str, Callable[[], Any]] = {
 }
 
 
+def end_step(layers: list[Any]) -> None:
+    """What tells that all forwards before have had their backwards; there is nothing to update."""
+    torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.0).step()
+
+
 def gradients_of(y: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
     y.square().sum().backward()
     found = [layer.weight.grad for layer in layers]
@@ -159,6 +164,9 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
     def refused() -> None:
         with pytest.raises(Exception, match="ran under an autocast and is recomputed outside of it"):
             step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
+        for layer in layers:
+            layer.zero_grad()
+        end_step(layers)
 
     refused()
     wanted = step(HIGH[high](), use_reentrant=reentrant)
@@ -166,15 +174,13 @@ def test_no_graph_of_high_precision_serves_a_recomputation_outside_of_the_autoca
     with nc.autocast(recipe=recipe), torch.no_grad():
         runs[0].eval()(another)  # as the first run of a reentrant checkpoint
     runs[0].train()
-    for layer in layers:
-        layer.zero_grad()
     refused()
     for ours, theirs in zip(step(HIGH[high](), use_reentrant=reentrant), wanted, strict=True):
         assert torch.equal(ours, theirs)
     for context in (HIGH[high], lambda: nc.autocast(recipe=recipe)) * 2:
         found = [step(context(), checkpoint) for checkpoint in (nc.checkpoint, lambda run, x: run(x))]
-        if recipe is not RECIPE:  # whose scales a step changes
-            assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *found))
+        end_step(layers)
     for layer in layers:
         layer.recipe = recipe  # that of the autocast
     step(nc.autocast(recipe=recipe), use_reentrant=reentrant)
@@ -200,11 +206,13 @@ def test_the_autocast_around_a_backward_is_not_that_of_the_forward(reentrant: bo
 
     with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()):
         wanted = gradient_of(forward(contextlib.nullcontext()))
-        contexts = [nc.autocast(recipe=nc.recipe.Float8CurrentScaling()), nc.autocast(enabled=False)]
-        same, another = map(forward, contexts)
+        same = forward(nc.autocast(recipe=nc.recipe.Float8CurrentScaling()))
         assert torch.equal(wanted, gradient_of(same))
+        end_step([run])
+        another = forward(nc.autocast(enabled=False))
         with pytest.raises(Exception, match="is recomputed outside of it, or under another one"):
             another.backward()
+    end_step([run])
     outside = forward(contextlib.nullcontext())
     with nc.autocast(recipe=nc.recipe.Float8CurrentScaling()), pytest.raises(Exception, match="another one"):
         outside.backward()
@@ -292,10 +300,10 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("several", SEVERAL)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", CHECKPOINTS)
-def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
+def test_forwards_under_several_autocasts_are_repeated_each_under_its_own_or_say_so(
     way: str, name: str, several: str, device: str
 ) -> None:
-    """Layers remembered the last one alone."""
+    """Before their backwards a layer remembers the last one alone; PyTorch's check and ours notice another."""
     torch.manual_seed(0)
     with torch.device(device):
         first = LAYERS[name]()
@@ -325,7 +333,15 @@ def test_forwards_under_several_autocasts_are_repeated_each_under_its_own(
 
     for function in (lambda layer, x: layer(x), thrice):
         wanted = gradients(function, lambda run, x: run(x))
-        for ours, theirs in zip(gradients(function, checkpoint), wanted, strict=True):
+        try:
+            found = gradients(function, checkpoint)
+        except CheckpointError:
+            found = gradients(function, nc.checkpoint)
+        except RuntimeError as error:
+            if "use narrowcast.checkpoint" not in str(error):
+                raise
+            found = gradients(function, nc.checkpoint)
+        for ours, theirs in zip(found, wanted, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -359,6 +375,7 @@ def test_recomputing_a_compiled_function_that_enters_autocast() -> None:
             x = draw(step, 6, 24).requires_grad_(True)
             y = torch_checkpoint(compiled, x, use_reentrant=False) if recomputed else compiled(x)
             y.backward(draw(step, 6, 40, salt=1))
+            nc.renew_delayed_scaling(layer)
             states += [*buffers(layer), x.grad]
         results.append([*states, layer.weight.grad])
     for a, b in zip(*results):
@@ -379,6 +396,7 @@ def test_compiled_recompute_keeps_scales() -> None:
             with nc.autocast(recipe=RECIPE):
                 y = run(draw(step, 6, 24))
             y.backward(draw(step, 6, 40, salt=1))
+            nc.renew_delayed_scaling(layer)
             states += buffers(layer)
         results.append([*states, layer.weight.grad])
     for a, b in zip(*results):

@@ -55,16 +55,20 @@ def error_of(rank: int, how: str) -> float:
         x = batch(rank, step)
         y = run(x)
         y.square().mean().backward()
+        nc.renew_delayed_scaling(model)
         wanted = torch.nn.functional.linear(x, model[0].weight, model[0].bias)  # type: ignore[arg-type]
     return float((y - wanted).norm() / wanted.norm())
 
 
 def accumulated(rank: int) -> bool:
-    """Whether ranks hold equal state after steps of two microbatches, reduced after the backward of each."""
+    """Whether ranks hold equal state after steps of two microbatches, reduced by the step."""
     model, run = replicated("set_recipe", rank)
+    nc.set_recipe(model, RECIPE, amax_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for step in range(4):
         run(batch(rank, step)).square().mean().backward()
-        nc.reduce_delayed_scaling(model)
+        if step % 2:
+            optimizer.step()
     ours = torch.cat([buffer.flatten() for buffer in model.buffers()])
     theirs = [torch.empty_like(ours) for _ in range(WORLD)]
     dist.all_gather(theirs, ours)

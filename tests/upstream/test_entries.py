@@ -47,18 +47,6 @@ OF_INSTANCES = {
 """Dotted names that only instances have, or that are found under another module; their files have their tests."""
 _OF_A_GROUP = ("test_fsdp.py", "test_groups_of_parameters", "test_without_an_attribute_of_a_group")
 TESTED_BY = {
-    "torch.utils.checkpoint._checkpoint_hook and _recomputation_hook: `frame`, `target_frame_ref` and `gid` in the "
-    "closures of their pack hooks": (
-        "test_autograd.py",
-        "test_checkpoints_that_run",
-        "test_a_probe_that_fails_raises",
-    ),
-    "the context of a running torch.autograd.Function, the first argument of `forward` or `backward` "
-    "on the call stack": (
-        "test_autograd.py",
-        "test_functions_that_run",
-        "test_a_probe_that_fails_raises",
-    ),
     "FSDPParamGroup.fsdp_params": _OF_A_GROUP,
     "FSDPParamGroup.reduce_grads": _OF_A_GROUP,
     "FSDPParamGroup.mesh_info": _OF_A_GROUP,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -57,42 +55,6 @@ def test_the_tables_are_the_modules_own() -> None:
     assert not list(layer.buffers())
     layer.register_buffer("kept", torch.ones(1))
     assert "kept" in layer.state_dict()  # it is no longer taken for one that is not saved
-
-
-def test_frames_of_a_call() -> None:
-    """Of "frames of nn.Module.__call__": a hook's caller runs as long as the forward; calls are on the stack."""
-    seen: list[object] = []
-
-    class Inner(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with pytest.raises(RuntimeError, match="executing"):
-                seen[0].clear()  # type: ignore[attr-defined]
-            seen.append(modules.running_modules())
-            return x
-
-    outer = nn.Sequential(inner := Inner())
-    outer.register_forward_pre_hook(lambda module, args: seen.append(modules.calling_frame()))
-    outer(torch.ones(1))
-    assert seen[1] == [inner, outer]
-    seen[0].clear()  # type: ignore[attr-defined]
-    assert modules.running_modules() == []
-
-
-def test_a_frame_at_the_address_of_one_that_ended_is_another() -> None:
-    """It is told by its code and by its ``self``, which has the attribute; a method of anything else does not."""
-
-    class Method:
-        def of(self, ended: Callable[..., Any] | None = None) -> bool:
-            frame = modules.calling_frame(0)
-            code = frame.f_code if ended is None else ended.__code__
-            return modules.is_frame_of(id(frame), code, "root", "1")
-
-    method = Method()
-    assert not method.of()
-    method.root = "2"  # type: ignore[attr-defined]
-    assert not method.of()
-    method.root = "1"  # type: ignore[attr-defined]
-    assert method.of() and not method.of(nn.Module.__call__)
 
 
 def test_hooks() -> None:

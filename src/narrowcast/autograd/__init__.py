@@ -2,7 +2,14 @@
 
 from .activation import ActivationSettings, activate
 from .adapter import AdaptedLinearFunction, adapter_inputs, adapter_output, adapter_product
-from .arguments import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, LinearFwdArgs, LinearWgrad
+from .arguments import (
+    TO_AUTOGRAD,
+    DelayedScales,
+    LinearBwdArgs,
+    LinearFwdArgs,
+    LinearWgrad,
+    scales_of_backward,
+)
 from .concatenate import concatenate
 from .gemms import fprop
 from .grouped_linear import grouped_linear

@@ -296,6 +296,7 @@ def linear_bwd_args(
         args.transpose_weight,
         args.parallel,
         None if args.stored is None else args.stored.quantizer,
+        args.scales.unseen_bwd,
     )
     return record(LinearBwdArgs, fields)
 
@@ -323,7 +324,7 @@ def linear_backward(
         grad_output: (*lead, N), plain or quantized; with groups (T, N). Or a list of it, which is emptied, so that its
             codes are freed once they are read. Python may hold an argument itself until the call returns.
         inp, weight: what was saved of them.
-        scale_bwd: the scales that the forward copied.
+        scale_bwd: as casts read it.
         grouped: the groups of the rows, or None.
         thin: (M, r) and (K, r), whose product is added to dgrad, as :func:`linear_forward` takes one.
     """

@@ -13,7 +13,7 @@ from ..functional import replay_of
 from ..quantizers import Operand, Quantizer
 from ..recipe import LinearPlan
 from ..tensors import grouped_layout, plain
-from .arguments import LinearBwdArgs, LinearFwdArgs
+from .arguments import LinearBwdArgs, LinearFwdArgs, scales_of_backward
 from .gemms import linear_backward, linear_forward
 from .groups import GatedActivation, GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
@@ -80,7 +80,7 @@ def grouped_bwd_args(
     if plan.quantized and plan.backward_override != "high_precision":
         repeated = plan.dgrad_weight
         if args.workspace is None and repeated is not None:
-            weight = (weight[0] + (repeated.delayed or repeated.current), None)
+            weight = (weight[0] + repeated.current, None)
         else:
             quantizer = plan.weight.quantizer if args.workspace is None else args.workspace.quantizer
             weight = (_count(plan.weight) * plan.needs_input, quantizer)
@@ -98,6 +98,7 @@ def grouped_bwd_args(
         inp,
         weight,
         args.transpose_weight,
+        unseen_bwd=args.scales.unseen_bwd,
     )
 
 
@@ -122,7 +123,7 @@ def grouped_backward(
         dy: (T, N).
         splits: (G,).
         saved: what :func:`grouped_forward` saved of input and weights.
-        scale_bwd: the scales that the forward copied.
+        scale_bwd: as casts read it.
         bias_scales: as then.
         activation: ``dy`` is the gradient of the activation of its ``hidden``, the output; None: of the output.
     """
@@ -178,6 +179,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         splits, scale_bwd, *saved = saved_tensors(ctx)
+        (scale_bwd,) = scales_of_backward((scale_bwd,), (args.unseen_bwd,))
         lead, features = grad_output.shape[:-1], args.shape[1]
         count, quantizer = args.saved_input  # not compared as a whole: a graph cannot compare quantizers
         if count and quantizer is None:

@@ -87,12 +87,12 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     """Return the weight as fprop reads it, and what to save of it for dgrad.
 
     A workspace is read as it is, unless it has no row-wise data. Else the weight is quantized for fprop alone: saved is
-    the parameter itself, which is there anyway, with the scale or the maxima that give the same codes once more.
+    the parameter itself, which is there anyway, with the maxima that give the same codes once more.
 
     Args:
         weight: (N, K), of groups a list; None if there is a workspace and nothing else.
     """
-    plan, scales, workspace = args.plan, args.scales, args.workspace
+    plan, workspace = args.plan, args.workspace
     if workspace is not None and (weight is None or workspace.rowwise):
         return workspace, saved_operand(workspace, weight, plan.needs_input, plan.backward_override)
     operand, repeated, grouped = plan.weight, plan.dgrad_weight, isinstance(weight, list)
@@ -108,16 +108,15 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
         w = by_direction(buffers, operand) if grouped else operand.split(buffers)
         return w, record(SavedOperand, ([*saved, amax], None))
     if grouped:
-        w = quantize_weights(weight, operand, scales.scale_fwd, scales.amax_fwd)
+        w = quantize_weights(weight, operand)
     else:
         seed = draw_seed(weight) if operand.stochastic else None
-        w = operand.split(quantize(weight, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd))
+        w = operand.split(quantize(weight, operand.quantizer, seed))
     if w.columnwise:  # made only where dgrad reads it
         return w, record(SavedOperand, (w.columnwise, w.quantizer))
     if repeated is None:
         return w, saved_operand(w, original, plan.needs_input, plan.backward_override)
-    kept: list[Any] = [*saved, scales.scale_fwd] if repeated.delayed else saved
-    return w, record(SavedOperand, (kept, None))
+    return w, record(SavedOperand, (saved, None))
 
 
 def weight_of_dgrad(
@@ -130,19 +129,17 @@ def weight_of_dgrad(
     """
     quantizer, repeated = args.saved_weight[1], args.plan.dgrad_weight
     if quantizer is None and repeated is not None:
-        scale = amax = None
-        if repeated.delayed:
-            *saved, scale = saved
-        elif repeated.current:
+        amax = None
+        if repeated.current:
             *saved, amax = saved
         if grouped is not None:
-            return quantize_weights(saved, repeated, scale, amax).columnwise, repeated.quantizer
+            return quantize_weights(saved, repeated, None, amax).columnwise, repeated.quantizer
         weight = saved[0]
         if args.stored is not None:
             # depends on the gradient, or the compiler would save what the forward has decoded
             codes = [*saved[:-1], after(grad, saved[-1])]
             weight = dequantize(codes, args.stored, False, args.weight_dtype, list(args.shape))
-        return quantize(weight, repeated.quantizer, None, scale, amax), repeated.quantizer
+        return quantize(weight, repeated.quantizer, None, None, amax), repeated.quantizer
     if grouped is not None:
         return grouped.columnwise_weights(args, saved, grad), quantizer  # type: ignore[return-value]
     columnwise = transposed(saved, args.shape[1], grad) if args.transpose_weight else saved

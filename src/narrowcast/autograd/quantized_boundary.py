@@ -12,7 +12,7 @@ from .._tracing import can_return_quantized, in_eager
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
 from ..tensors import QuantizedTensor, plain_gradient
-from .arguments import DelayedScales
+from .arguments import DelayedScales, scales_of_backward
 
 
 class _QuantizeOutput(torch.autograd.Function):
@@ -35,14 +35,15 @@ class _QuantizeInputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
-        ctx.operand, ctx.amax = operand, scales.amax_bwd
+        ctx.operand, ctx.amax, ctx.unseen = operand, scales.amax_bwd, scales.unseen_bwd
         ctx.save_for_backward(scales.scale_bwd)
         return inp.view_as(inp)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        operand, (scale,), shape = ctx.operand, ctx.saved_tensors, tuple(grad_output.shape)
+        operand, shape = ctx.operand, tuple(grad_output.shape)
+        (scale,) = scales_of_backward(ctx.saved_tensors, (ctx.unseen,))
         buffers = quantize(grad_output, operand.quantizer, operand.seed(grad_output), scale, ctx.amax)
         if not can_return_quantized():  # a compiled graph passes on plain gradients: the quantized values
             rowwise = operand.split(buffers).rowwise

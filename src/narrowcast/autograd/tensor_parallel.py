@@ -109,10 +109,10 @@ class TensorParallel:
                 "another order than one process; in the batch-invariant mode use 2, 4 or 8 processes, at most "
                 f"set_deterministic(processes={most}), and a multiple of {batch_invariant.BLOCK} in_features on each"
             )
-        if weight is not None and not weight.delayed and (weight.shared or weight.joins == ("", "")):
+        if weight is not None and (weight.shared or weight.joins == ("", "")):
             raise ValueError(
                 "each process scales its shard of the weight by the amax of that shard, which one process does not; "
-                "in the batch-invariant mode use Float8BlockScaling, MXFP8BlockScaling or DelayedScaling"
+                "in the batch-invariant mode use Float8BlockScaling or MXFP8BlockScaling"
             )
 
     def start_grad_input(self, grad: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ _USERBUFFERS = "there are no userbuffers; leave the ub_* options out"
 _MULTI_TENSOR = "use torch.optim's fused optimizers or narrowcast.optimizers.FusedAdam"
 _NEWTON_SCHULZ = "use torch.optim.Muon"
 _SCALES = (
-    "layers own their scales, renewed when an autocast is entered; use narrowcast.reduce_delayed_scaling"
+    "layers own their scales, which optimizer.step() renews; use narrowcast.reduce_delayed_scaling, "
+    "narrowcast.renew_delayed_scaling"
 )
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"

@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import RecipeOwner
+from ..layers import LinearLayer, RecipeOwner
 from ..layers.delayed import DelayedLayer
 from ..layers.extra_state import EXTRA_STATE, to_extra_state
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
+from ..recipe import WEIGHT_SLOT
+from ..reference.delayed import scale_from_amax
+from ..state import fp8_max
 from ..upstream.modules import own_buffers
 
 
@@ -35,6 +38,26 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
             buffers: dict[str, Tensor | None] = {own: own_buffers(layer)[own] for own in layer._state_names()}
             for own in buffers:
                 state.pop(prefix + own, None)
+            if isinstance(layer, LinearLayer):
+                buffers.update(_with_weights(layer, buffers))
             extra = to_extra_state(buffers, sorted(layer._stage_names), ("fwd", "bwd"))
         state[prefix + EXTRA_STATE] = extra
     return state
+
+
+def _with_weights(layer: LinearLayer, buffers: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the scales and amaxes of the forward, with those of the weights, which Transformer Engine casts with."""
+    found = {}
+    for stage, (rule, _) in layer._delayed.items():
+        names, first = (f"{stage}scale_fwd", f"{stage}amax_fwd"), WEIGHT_SLOT * layer._groups
+        known = [buffers[name] for name in names]
+        if rule is not None and known[0] is not None and known[1] is not None:
+            scale, amax = known[0].clone(), known[1].clone()
+            own = layer.weight_amax(stage).to(amax.device)
+            of_weights = slice(first, first + layer._groups)
+            scale[of_weights] = scale_from_amax(
+                own, torch.ones_like(own), fp8_max(rule, "forward"), rule.margin
+            )
+            amax[of_weights] = own
+            found |= dict(zip(names, (scale, amax)))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,9 @@ class _Direction:
     def delayed_slots(self) -> list[DelayedSlots]:
         return [slots for slots in self.owner.delayed_slots() if slots.mode == self.mode]
 
+    def follows(self, stepped: Set[int], outside: bool) -> bool:
+        return self.owner.follows(stepped, outside)
+
 
 class _Named(type):
     """A metaclass: absent names raise with a reason; assignments raise, since nothing would read them."""
@@ -91,12 +95,12 @@ class FP8GlobalStateManager(metaclass=_Named):
 
     @staticmethod
     def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
-        """Renew the scales of one direction of what ran under an autocast of this thread, which its next one does else.
+        """Renew the scales of one direction of all that keeps them, as ``optimizer.step()`` does of its own.
 
         Over ranks nothing is reduced: ``narrowcast.reduce_delayed_scaling(model, group)`` does that, before this.
 
         Args:
-            forward: of inputs and weights; False: of gradients.
+            forward: of inputs; False: of gradients.
         Raises:
             RuntimeError: in compiled code.
         """
@@ -104,7 +108,7 @@ class FP8GlobalStateManager(metaclass=_Named):
             "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
         )
         mode = "forward" if forward else "backward"
-        renew(_Direction(owner, mode) for owner in list(state.THREAD.state.delayed))
+        renew(_Direction(owner, mode) for owner in list(state.OWNERS))
 
     @staticmethod
     def is_first_fp8_module() -> bool:
@@ -136,6 +140,6 @@ class FP8GlobalStateManager(metaclass=_Named):
         """Leave every autocast and every ``quantized_model_init`` of this thread; layers keep their scales."""
         thread = state.THREAD.state
         thread.set(state.AutocastState().get())
-        thread.recomputes = None
+        thread.recomputes, thread.restored = None, False
         thread.entered.clear()
         thread.init_entered.clear()

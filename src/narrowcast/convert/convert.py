@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from .. import _checks
-from ..layers import DelayedLayer
+from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
-from ..layers.set_recipe import Model, RecipeChoice, recipe_table, renew_from, stop_renewing_from
+from ..layers.set_recipe import Model, RecipeChoice, recipe_table
 from ..nn import Linear
 from ..recipe import Recipe
 from ..upstream.fsdp import reshard
@@ -84,7 +84,7 @@ def convert(
     the reason why it stayed. Converted modules get the new recipe; layers built from narrowcast keep their own.
 
     Args:
-        model: the model that you call: it renews the scales of delayed scaling.
+        model: the whole model, with which the scales of frozen layers are renewed under delayed scaling.
         recipe: one for all, or a table by pattern, as in :func:`narrowcast.set_recipe`: recipes or their names. Layers
             without a match, or with None, are not converted.
         only: the modules to convert: a pattern of names, a function of (name, module), or several of these.
@@ -145,7 +145,7 @@ def convert(
     if policy is None and not any(norm.layer for norm in chosen_norms):
         _check_converts(model, wanted)
     _apply(decisions, chosen_norms)
-    renew_from(model)
+    renew_with(model)
     return model
 
 
@@ -180,8 +180,6 @@ def revert(model: Model) -> Model:
         restore(module)
         turn_back(module)
     drop_reasons(model)
-    if not any(isinstance(layer, DelayedLayer) and layer.delayed_slots() for layer in model.modules()):
-        stop_renewing_from(model)
     return model
 
 

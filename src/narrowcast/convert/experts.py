@@ -127,9 +127,6 @@ class StackedExpertsLayer(LinearLayer):
             return stored
         return _ScaledGradient.apply(stored.to_local(), self._gradient_factor)
 
-    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
-        return list(enumerate(self._weight_of_state(prefix).detach().unbind()))
-
     def _matrices(self, stage: Stage) -> list[Tensor]:
         stored = self._stored(stage.weight)
         return [stored.transpose(1, 2) if self.stack_of(self).transposed else stored]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
-from ..layers import GroupedLinearLayer, LinearLayer, Stage
+from ..layers import GroupedLinearLayer, LinearLayer, Stage, renew_with
 from ..layers.parameters import weight_quantizer
-from ..layers.set_recipe import Model, stop_renewing_from
+from ..layers.set_recipe import Model
 from ..ops import FusibleOperation
 from ..quantizers import (
     DelayedFloat8Quantizer,
@@ -61,7 +61,8 @@ def shard(
     Shards stay in high precision for the optimizer and for checkpoints. Every gather moves the codes, one byte per
     element, and the scales of blocks; layers multiply with them and quantize no weight. The bits equal quantizing the
     gathered weight. Per-tensor scales take one all-reduce for all weights, in the forward of ``model``; none in later
-    forwards of a step under ``model.set_requires_gradient_sync(False)``.
+    forwards of a step under ``model.set_requires_gradient_sync(False)``. Under delayed scaling each step reduces the
+    amaxes of activations and gradients over ``mesh``, as ``set_recipe(model, recipe, amax_group=...)`` does.
 
     If ``mp_policy`` computes in 16 bits and FSDP2 reduces in fp32, gradients are sent in 16 bits and summed in fp32,
     with FSDP2's sums. ``set_custom_reduce_scatter`` replaces this reduction.
@@ -115,14 +116,8 @@ def shard(
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh, **options)
     if chosen.scaled:
-        scales = WeightScales(chosen.scaled, over, dtype)
-        if scales.delayed:
-            stop_renewing_from(model)  # the scales do, before the first gather
-        model.register_forward_pre_hook(scales.renew, prepend=True)
-        model.register_forward_hook(scales.record)
-        if scales.delayed:
-            model.register_forward_hook(scales.restore, always_call=True)
-            model.register_load_state_dict_post_hook(scales.start)
+        model.register_forward_pre_hook(WeightScales(chosen.scaled, over, dtype).renew, prepend=True)
+    renew_with(model, [mesh.get_group(dim) for dim in range(mesh.ndim)])
     _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
@@ -321,7 +316,6 @@ class _Chosen:
 
     def _wrap(self, layer: LinearLayer, stage: Stage, name: str, parameter: Any) -> WeightGather:
         recipe: Any = layer.recipe or self.recipe
-        plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
         described: Any = weight_quantizer(recipe, stage.name, layer._module_type)
         tile, rowwise = _tile(described), described.with_usage(rowwise=True, columnwise=False)
         members = parameter.shape[0] if parameter.dim() == 3 else 0
@@ -330,9 +324,9 @@ class _Chosen:
             backward = described.with_usage(rowwise=False, columnwise=True)
             gather = WeightGather(rowwise, both, False, backward, members)
             layer.register_forward_pre_hook(_NotAgain(gather))
-        elif tile == 0 and (plan.weight.delayed or not members):
+        elif tile == 0 and not members:
             encoder = DelayedFloat8Quantizer(described.dtype, 0, columnwise=False)
-            gather = WeightGather(encoder, rowwise, not members, members=members)
+            gather = WeightGather(encoder, rowwise, True)
         elif tile == NVFP4_BLOCK:
             gather = WeightGather(rowwise.replace(with_amax_reduction=True), rowwise, True)
         else:
@@ -341,9 +335,8 @@ class _Chosen:
         gather.quantizer = self.quantizers.setdefault(gather.quantizer, gather.quantizer)
         if tile != 1:
             self.placed.append(gather)
-        if gather.per_tensor or plan.weight.delayed:
-            gather.is_renewed = plan.weight.delayed
-            self.scaled.append(ScaledWeight(layer, stage, name, recipe, plan.weight.delayed, gather))
+        if gather.per_tensor:
+            self.scaled.append(ScaledWeight(layer, name, gather))
         sharded = nn.Parameter(ShardedWeight(parameter.detach(), gather), parameter.requires_grad)
         vars(sharded).update(vars(parameter))  # type: ignore[attr-defined]
         setattr(layer, name, sharded)
@@ -438,15 +431,14 @@ def _gather_anew(gathers: list[WeightGather], model: nn.Module, args: Any) -> No
     """Compute the forward pre-hook: give back what is still gathered of an earlier forward, and is not what this one
     would gather.
 
-    Weights were written since, or their scales are renewed, as every forward of a model in training does.
+    Weights were written since.
     """
     if not starts_a_step():
         return
-    renews = model.training and any(gather.is_renewed for gather in gathers)
-    if renews or any(gather.written for gather in gathers):
+    if any(gather.written for gather in gathers):
         reshard(model)
     for gather in gathers:
-        if not gather.has_scale:  # WeightScales notes the others
+        if not gather.per_tensor:  # WeightScales notes the others
             gather.written = False
 
 

@@ -41,8 +41,7 @@ class WeightGather:
         encoder: quantizes a shard row-wise; with a ``scale`` from outside where the whole tensor has one.
         quantizer: describes the gathered tensor.
         per_tensor: there is one scale or amax, fp32 (1,), which a forward of the model puts into ``scale``, and what
-            the gathered tensor holds of it into ``kept``. Into ``scale`` also those of a delayed weight's own members,
-            and into ``amax`` what quantizing such a weight is to raise, which takes it.
+            the gathered tensor holds of it into ``kept``.
         members: matrices that are quantized each by itself, along the first dim; 0 for one matrix.
         backward_encoder: quantizes a shard column-wise, for a weight that the backward gathers in that direction; None
             where its layer makes the direction from the other.
@@ -60,19 +59,12 @@ class WeightGather:
         self.backward_encoder, self.members = backward_encoder, members
         self.makes_columns = False  # transposes the gathered codes, for a layer whose backward does not
         self.scale: Tensor | None = None
-        self.amax: Tensor | None = None
         self.kept: Tensor | None = None
-        self.is_renewed = False  # the scale comes from delayed scaling, which renews it
         self.written = False  # since the scale was taken
         self.columns_arrived = False  # the last gather was column-wise
         self.keeps = False  # keep this rank's sent codes from the current forward for its backward
         self.given: Any = None
         self.in_place: Any = None  # a ``GatherInPlace``
-
-    @property
-    def has_scale(self) -> bool:
-        """Whether there is one for the whole tensor, or for each member, from outside."""
-        return self.per_tensor or self.encoder._is_delayed()
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Return bytes that a gather moves: the codes, and the scales of blocks."""
@@ -92,16 +84,15 @@ class WeightGather:
         """
         encoder = self.backward_encoder if columnwise else self.encoder
         assert encoder is not None
-        if self.has_scale and (self.scale is None or self.written):
+        if self.per_tensor and (self.scale is None or self.written):
             raise RuntimeError(
                 "a sharded weight was written to, and has no scale yet: call the model that narrowcast was given to "
                 "shard, not a part of it or unshard(); between microbatches without gradient sync weights must stay"
             )
-        amax, self.amax = self.amax, None  # later casts of the same values would find it again
         if self.members:
             layout = grouped_layout(encoder._storage_name)
-            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, self.scale, amax)
-        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale, amax)
+            return grouped_quantize_weights([shard.to(dtype)], encoder, layout, None, None, None)
+        buffers = quantize_rounded(shard, dtype, encoder, None, self.scale, None)
         # the last was made by the stream of the model, which is also where it is read
         return [*buffers[:-1], self.kept] if self.kept is not None else buffers
 

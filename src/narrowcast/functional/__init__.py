@@ -1,6 +1,5 @@
 """The operators of the library. Nothing outside this room registers one."""
 
-from ._library import keep_
 from .activation import (
     act,
     act_backward,
@@ -29,12 +28,8 @@ from .cross_entropy import (
 from .decode_attention import decode_attention
 from .delayed_scaling import (
     calibrate_,
-    fit_to_weights,
     read_scales,
     renew_delayed_scaling,
-    renewed_scales,
-    scales_of_run,
-    take_amaxes,
 )
 from .few_rows import gemm_few_rows
 from .gemm import gemm, gemm_accumulate_

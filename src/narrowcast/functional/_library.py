@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
-from ..upstream.autograd import graph_task_id, set_versions
 from ..upstream.compiler import NotInGraph, is_tracer_running, start_kernels_statically
-from ..upstream.functionalization import (
-    CheckpointMode,
-    FunctionalMode,
-    FunctionalTensor,
-    allow_writes_after_saving,
-    end_library,
-    is_in_checkpoint,
-    node_of,
-    save_in_checkpoint,
-    state_key,
-)
-from ..upstream.tensors import autocast_off, is_exporting, schema_of, version_of
+from ..upstream.functionalization import FunctionalMode, FunctionalTensor, end_library, state_key
+from ..upstream.tensors import autocast_off, is_exporting, schema_of
 from .quantizer_value import QuantizerValue, quantizer_of_text
 from .replay import Recording
 from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, tensors_among, watcher_in_graph
@@ -59,8 +45,6 @@ def define(
     inlined: Callable[..., bool] | None = None,
     shared: bool = False,
     of_state: bool = False,
-    saved: bool = False,
-    numbered: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
@@ -68,8 +52,6 @@ def define(
     holds what the implementation launches instead of the operator; see :func:`_inline`. ``shared``: calls with the
     same arguments are then one, for operators whose outputs are never written and no graph returns. ``of_state``: its
     tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
-    ``saved``: a compiled checkpoint saves the outputs; the backward never repeats the operator. ``numbered``: the last
-    argument of such an operator becomes the number of earlier calls in the graph whose third argument was the same.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -91,10 +73,10 @@ def define(
     unseen = _without_autocast(implementation, _amaxes_at(overload))
     _LIBRARY.impl(name, unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
-    rule = _inline(implementation, inlined, shared, _amaxes_at(overload))
-    rules = {FunctionalMode: _saved(rule, numbered) if saved else rule, Recording: _recorded(implementation)}
-    if saved:  # PyTorch 2.13 has this mode tag the nodes of every checkpoint, 2.11 those of a selective one
-        rules[CheckpointMode] = _saved(_by_mode)
+    rules = {
+        FunctionalMode: _inline(implementation, inlined, shared),
+        Recording: _recorded(implementation),
+    }
     for mode, of_mode in rules.items():
         torch.library.register_torch_dispatch(f"narrowcast::{name}", mode, of_mode, lib=_LIBRARY)
     if QUANTIZER in schema or "ScalarType" in schema:
@@ -261,28 +243,20 @@ def _inline(
     implementation: Callable[..., Any],
     inlined: Callable[..., bool] | None,
     shared: bool,
-    amaxes_at: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """Return the rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
     Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
     starts them from the code it generates, where an operator is a call into Python at every step. Kept whole are
-    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``. And in a
-    checkpoint those that collect in a forward: its backward repeats them, and a launch does not know where it runs.
+    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``.
     """
     run = _without_autocast(implementation)
 
     def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
         _check_values(given)
-        _may_change(op, args)
-        repeats = is_in_checkpoint() and any(_is_of_forward(args[at]) for at in amaxes_at if at < len(args))
-        if watcher_in_graph(mode, given, inlined, repeats).operator == WHOLE:
-            result = mode.__torch_dispatch__(op, types, args, kwargs)
-            if isinstance(result, Tensor) and _is_empty(result):
-                with mode:
-                    keep_(result, tensors_among(given))
-            return result
+        if watcher_in_graph(mode, given, inlined).operator == WHOLE:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
         start_kernels_statically()
         with mode:
             return once(mode, given) if shared else run(*args, **(kwargs or {}))
@@ -299,11 +273,6 @@ def _inline(
     return rule
 
 
-def _is_empty(x: Tensor) -> bool:
-    """Return whether a tensor of a graph has no elements, whatever the graph's sizes are."""
-    return any(isinstance(size, int) and size == 0 for size in x.shape)
-
-
 def _check_values(given: Iterable[Any]) -> None:
     """Refuse quantizers that no graph can hold, such as that of a tensor which the graph was given.
 
@@ -313,58 +282,6 @@ def _check_values(given: Iterable[Any]) -> None:
     for value in given:
         if isinstance(value, QuantizerValue) and not value._value_text():
             raise NotInGraph(value._not_a_value())
-
-
-def _may_change(op: Any, args: tuple[Any, ...]) -> None:
-    """Declare the undeclared write to an amax to a graph: a backward may find another value.
-
-    As a tensor that an autograd function keeps on its context, where its gradients' own amax is.
-    """
-    if get_proxy_mode() is None:
-        return
-    for argument, value in zip(schema_of(op).arguments, args):
-        if argument.name in _AMAXES and argument.alias_info is None:
-            for amax in value if isinstance(value, list) else [value]:
-                if isinstance(amax, Tensor):
-                    allow_writes_after_saving(amax)
-
-
-def shared_call(operator: Any, *args: Any) -> tuple[Any, int]:
-    """Call an operator once in a graph that is being traced; later calls add to the lists among its arguments.
-
-    Its result is one for all of these. Calls that differ in an argument that is no list are apart, and so are those on
-    tensors that the graph computes.
-
-    Returns:
-        the result, and how many elements the tensors of the first list have that were there before.
-    """
-    tracing = get_proxy_mode()
-    if tracing is None:
-        return operator(*args), 0
-    graph = tracing.tracer.graph
-    values = [
-        [node_of(x) if isinstance(x, Tensor) else x for x in value] if isinstance(value, list) else value
-        for value in args
-    ]
-    key = (operator, *(bool(value) if isinstance(value, list) else value for value in args))
-    calls = vars(graph).setdefault("_narrowcast_shared", {})
-    inputs = all(
-        node_of(x) is not None and node_of(x).op == "placeholder"
-        for value in args
-        if isinstance(value, list)
-        for x in value
-        if isinstance(x, Tensor)
-    )
-    if not inputs or key not in calls:
-        result = operator(*args)
-        if inputs:
-            node = next(node for node in reversed(graph.nodes) if node.target is operator)
-            calls[key] = result, node, sum(x.numel() for x in args[0])
-        return result, 0
-    result, node, before = calls[key]
-    calls[key] = result, node, before + sum(x.numel() for x in args[0])
-    node.args = tuple([*a, *b] if isinstance(a, list) else a for a, b in zip(node.args, values))
-    return result, before
 
 
 def is_ours(quantizer: QuantizerValue) -> bool:
@@ -390,31 +307,6 @@ def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _by_mode(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    return mode.__torch_dispatch__(op, types, args, kwargs)
-
-
-def _saved(rule: Callable[..., Any], numbered: bool = False) -> Callable[..., Any]:
-    """Return ``rule``, after which what it traced is tagged to be saved, whatever a checkpoint around it has said."""
-
-    def run(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracing = get_proxy_mode()
-        if tracing is None:
-            return rule(mode, op, types, args, kwargs)
-        graph = tracing.tracer.graph
-        if numbered:
-            calls = vars(graph).setdefault("_narrowcast_calls", collections.Counter())
-            key = (op, *map(node_of, args[2]))
-            args = (*args[:-1], calls[key])
-            calls[key] += 1
-        before = len(graph.nodes)
-        outputs = rule(mode, op, types, args, kwargs)
-        save_in_checkpoint(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))
-        return outputs
-
-    return run
-
-
 def _identity(value: Any) -> Any:
     """Return the equal for the same value in a trace: of tensors the same part of the same storage, not written to in
     between.
@@ -438,56 +330,23 @@ def _amaxes_at(overload: Any) -> tuple[int, ...]:
 _AMAXES = ("amax", "amaxes")
 
 
-def _is_of_forward(amax: Any) -> bool:
-    """Return whether an amax, or those of a list, collect in a forward: they are (1, n)."""
-    first = amax[0] if isinstance(amax, list) and amax else amax
-    return isinstance(first, Tensor) and first.dim() == 2
-
-
 def _without_autocast(
     implementation: Callable[..., Any], amaxes_at: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """An ambient torch.autocast must not reach into the numerics: their matrix products are fp32 on purpose.
 
     Args:
-        amaxes_at: positions of amaxes whose version counters do not count what is written. A graph hands the amax of
-            its gradients to its backward, which must not refuse it. PyTorch's mark for such tensors does not do alone:
-            it is counted from the end, where the random states of a checkpoint are appended. An amax (1, n) is that of
-            a forward: a backward, which repeats a part of it, collects nothing there.
+        amaxes_at: positions of amaxes, whose version counters do not count what is written: a maximum.
     """
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
-        counted = []
         for at in amaxes_at:
             if at < len(args) and args[at] is not None:
-                if _is_of_forward(args[at]) and graph_task_id() != -1:
-                    args = (*args[:at], None, *args[at + 1 :])
-                    continue
-                for amax in args[at] if type(args[at]) is list else (args[at],):
-                    if not amax.is_inference():
-                        counted.append(amax)
+                amax = args[at]
+                amax = [one.data for one in amax] if type(amax) is list else amax.data
+                args = (*args[:at], amax, *args[at + 1 :])
         with autocast_off():
-            if not counted:
-                return implementation(*args, **kwargs)
-            versions = []
-            for amax in counted:
-                versions.append(version_of(amax))
-            try:
-                return implementation(*args, **kwargs)
-            finally:
-                set_versions(counted, versions)
+            return implementation(*args, **kwargs)
 
     return run
-
-
-keep_ = define(
-    "keep_(Tensor(a!) empty, Tensor[] operands) -> ()",
-    lambda empty, operands: None,
-    lambda empty, operands: None,
-)
-"""Keep in a graph what computed the operands of an operator whose result has no elements.
-
-Inductor makes an empty result itself, and leaves out what only that reads: among it casts, which collect amaxes. It
-keeps what is declared to write.
-"""

@@ -120,8 +120,6 @@ def _adam_quantize(
     beside: list[Tensor],
     buffers: list[Tensor],
     quantizer: QuantizerValue,
-    scales: list[Tensor],
-    amaxes: list[Tensor],
     stored_lr: Tensor | None,
     stored_count: Tensor | None,
     lr: float,
@@ -146,15 +144,14 @@ def _adam_quantize(
         )
         if not quantizer._takes_sources:
             x = numerics.sources.materialize(x)
-        scale, amax = (some[i] if some else None for some in (scales, amaxes))
-        for old, made in zip(kept, encode(x, quantizer, None, scale, amax, numerics), strict=True):
+        for old, made in zip(kept, encode(x, quantizer, None, None, None, numerics), strict=True):
             if made is not old:
                 old.copy_(made)
 
 
 _adam_quantize_ = define(
     "adam_quantize_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, "
-    f"Tensor(d!)[] beside, Tensor(e!)[] buffers, {QUANTIZER} quantizer, Tensor[] scales, Tensor[] amaxes, "
+    f"Tensor(d!)[] beside, Tensor(e!)[] buffers, {QUANTIZER} quantizer, "
     f"Tensor? stored_lr, Tensor? stored_count, {_NUMBERS}) -> ()",
     _adam_quantize,
     lambda *_: None,
@@ -170,8 +167,6 @@ def adam_quantize_(
     beside: list[Tensor],
     buffers: list[Tensor],
     quantizer: QuantizerValue,
-    scales: list[Tensor],
-    amaxes: list[Tensor],
     *,
     lr: float | Tensor,
     count: int | Tensor,
@@ -188,7 +183,6 @@ def adam_quantize_(
         beside: as in :func:`adam_`.
         buffers: what the quantizer makes of each parameter, one after the other; they are written in place.
         quantizer: of all of them, which rounds to nearest.
-        scales, amaxes: per parameter the state of delayed scaling, or none.
     """
     stored = _tensors_among(weights[0].device, lr, count)
     _adam_quantize_(
@@ -199,8 +193,6 @@ def adam_quantize_(
         beside,
         buffers,
         quantizer,
-        scales,
-        amaxes,
         *stored,
         *_numbers(lr, count, betas, eps, weight_decay),
         decoupled,

@@ -60,7 +60,6 @@ GRAPH = Watcher("Dynamo", DISPATCHED)
 EXPORT = Watcher("`torch.export`", TEXT)
 RECORDING = Watcher("the recording of a stage", RECORDED)
 CHECKPOINT = Watcher("a checkpoint in a graph", SAVED)
-REPEATED = Watcher("functionalization, of what collects in a forward that a checkpoint repeats", WHOLE)
 STATIC = Watcher("functionalization, static shapes on a GPU", DISSOLVED)
 DECOMPOSITION = Watcher("`nc.decompose`", DISSOLVED)
 GENERAL = Watcher("functionalization of anything else, or for export", WHOLE)
@@ -74,7 +73,6 @@ TABLE = (
     EXPORT,
     RECORDING,
     CHECKPOINT,
-    REPEATED,
     STATIC,
     DECOMPOSITION,
     GENERAL,
@@ -102,20 +100,15 @@ def eager_watcher(of_state: bool = False) -> Watcher:
     return AUTOCAST if is_autocast() else NOBODY
 
 
-def watcher_in_graph(
-    mode: Any, given: tuple[Any, ...], inlined: Callable[..., bool] | None, repeats: bool = False
-) -> Watcher:
+def watcher_in_graph(mode: Any, given: tuple[Any, ...], inlined: Callable[..., bool] | None) -> Watcher:
     """Return who meets an operator while ``mode`` functionalizes a graph.
 
     Args:
         given: the operator's arguments.
         inlined: given these, says whether it may be dissolved; None: it may not.
-        repeats: it collects an amax in a forward, and a checkpoint repeats that forward in the backward.
     """
     if _TAKING_APART.get():
         return DECOMPOSITION
-    if repeats:
-        return REPEATED
     if inlined is None or is_export(mode) or not _is_static_on_gpu(given):
         return GENERAL
     return STATIC if read_flag("INLINE", True) and inlined(*given) else GENERAL

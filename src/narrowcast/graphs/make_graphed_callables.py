@@ -42,9 +42,7 @@ def make_graphed_callables(
     """Capture modules that quantize in CUDA graphs, as ``torch.cuda.make_graphed_callables`` captures plain modules.
 
     A call copies its arguments to the graph's inputs and returns the graph's outputs, which the next call overwrites.
-    Replays read the current scales, weights and random states. The capture changes no buffer and no ``main_grad``. The
-    autocast or model around the graphs renews delayed scales, or else an autocast that each call enters; a single layer
-    with its own recipe renews inside.
+    Replays read the current scales, weights and random states. The capture changes no buffer and no ``main_grad``.
 
     Args:
         modules: a module or function, or a tuple of them. A module's ``forward`` is replaced, while it is in the mode,
@@ -166,11 +164,11 @@ def _prepare(
 
 
 def _under(enabled: bool | None, options: dict[str, Any], capturing: bool) -> AbstractContextManager[Any]:
-    """Return the autocast of a callable; renewals of delayed scaling are not captured."""
+    """Return the autocast of a callable."""
     if enabled is None or (not capturing and THREAD.state.depth):
         return contextlib.nullcontext()
     calibrating, recipe = bool(options["calibrating"]), options["recipe"]
-    return autocast(enabled, calibrating, recipe, options["amax_reduction_group"], _graph=capturing)
+    return autocast(enabled, calibrating, recipe, options["amax_reduction_group"])
 
 
 def _graphs(pool: Any) -> CudaGraphs:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
+from .._determinism import DETERMINISM
 from .._table import aligned
 from ..autograd import DelayedScales
-from ..functional import OBSERVED, observe, observe_groups
+from ..functional import OBSERVED, observe, observe_groups, read_scales
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.patterns import Selectors, selected_names
 from ..moe import HEALTH, router_health
@@ -29,7 +30,7 @@ from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
 from ..recipe import Recipe, linear_plan
-from ..state import scales_of
+from ..state import unseen_scale
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
 from .router_record import RouterRecord, table_of
@@ -226,7 +227,9 @@ def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> T
         return None
     layer._keep_states((stage.prefix,), (plan,))  # under an autocast its first forward would
     mode = "forward" if direction == "fwd" else "backward"
-    return scales_of([layer._slots(stage.prefix, direction, mode, delayed, False)])[0]
+    scale = layer._slots(stage.prefix, direction, mode, delayed).scale
+    shared = layer._parallel is not None or bool(DETERMINISM.batch_invariant)
+    return read_scales([scale], [unseen_scale(delayed, mode, shared)])[0]  # type: ignore[no-any-return]
 
 
 class Watch:

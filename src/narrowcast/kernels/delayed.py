@@ -1,4 +1,4 @@
-"""Delayed scaling: one launch advances scales and histories of many tensors, or a layer's and copies its scales."""
+"""Delayed scaling: one launch advances scales and histories of many tensors, or copies the scales of a layer."""
 
 from __future__ import annotations
 
@@ -100,14 +100,11 @@ def _renew_columns(
     history_ptr,
     amax_ptr,
     copy_ptr,
-    starts_ptr,
-    place,
     scaled_max,
     unseen,
     L,
     n,
     RENEW: tl.constexpr,
-    ASKS: tl.constexpr,
     COPY: tl.constexpr,
     WORDS: tl.constexpr,
     MAXIMUM: tl.constexpr,
@@ -117,21 +114,15 @@ def _renew_columns(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < n
     scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
-    written = inside
-    if ASKS:
-        word = tl.load(starts_ptr)  # 0, 1, or the address of what is read instead of the state
-        written = column < tl.where(word == 1, n, 0)
-        shown_ptr = word.to(tl.pointer_type(tl.float32)) + place
-        shown = tl.load(shown_ptr + column, mask=column < tl.where(word > 1, n, 0), other=0.0)
-        scale = tl.where(word > 1, shown, scale)
     if RENEW:
-        last = tl.load(amax_ptr + column, mask=written, other=0.0)
+        last = tl.load(amax_ptr + column, mask=inside, other=0.0)
+        last = tl.where(last < float("inf"), last, 0.0)  # nor does NaN tell anything
         scale = _advance(
-            scale, history_ptr, history_ptr, last, column, written, scaled_max, L, n, True, MAXIMUM, ROWS
+            scale, history_ptr, history_ptr, last, column, inside, scaled_max, L, n, True, MAXIMUM, ROWS
         )  # fmt: skip
         tl.debug_barrier()  # scale and amax have been read by all threads
-        tl.store(scale_ptr + column, scale, mask=written)
-        tl.store(amax_ptr + column, tl.zeros(last.shape, tl.float32), mask=written)
+        tl.store(scale_ptr + column, scale, mask=inside)
+        tl.store(amax_ptr + column, tl.zeros(last.shape, tl.float32), mask=inside)
     if COPY:
         tl.store(copy_ptr + column, tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale), mask=inside)
         for row in tl.static_range(1, 1 + WORDS):
@@ -143,7 +134,7 @@ _STATE = [
 ]
 
 
-@triton.jit(do_not_specialize=["place"], do_not_specialize_on_alignment=_STATE)
+@triton.jit(do_not_specialize_on_alignment=_STATE)
 def _delayed_renew_kernel(
     first_scale_ptr,
     first_history_ptr,
@@ -153,8 +144,6 @@ def _delayed_renew_kernel(
     second_history_ptr,
     second_amax_ptr,
     second_copy_ptr,
-    starts_ptr,
-    place,
     first_max,
     second_max,
     first_unseen,
@@ -164,7 +153,6 @@ def _delayed_renew_kernel(
     first_n,
     second_n,
     RENEW: tl.constexpr,
-    ASKS: tl.constexpr,
     COPY: tl.constexpr,
     BOTH: tl.constexpr,
     FIRST_WORDS: tl.constexpr,
@@ -176,14 +164,13 @@ def _delayed_renew_kernel(
 ):
     if tl.program_id(1) == 0:
         _renew_columns(
-            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, starts_ptr, place, first_max,
-            first_unseen, first_L, first_n, RENEW, ASKS, COPY, FIRST_WORDS, FIRST_MAXIMUM, ROWS, COLUMNS,
+            first_scale_ptr, first_history_ptr, first_amax_ptr, first_copy_ptr, first_max, first_unseen, first_L,
+            first_n, RENEW, COPY, FIRST_WORDS, FIRST_MAXIMUM, ROWS, COLUMNS,
         )  # fmt: skip
     elif BOTH:
         _renew_columns(
-            second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, starts_ptr, place + first_n,
-            second_max, second_unseen, second_L, second_n, RENEW, ASKS, COPY, SECOND_WORDS, SECOND_MAXIMUM, ROWS,
-            COLUMNS,
+            second_scale_ptr, second_history_ptr, second_amax_ptr, second_copy_ptr, second_max, second_unseen, second_L,
+            second_n, RENEW, COPY, SECOND_WORDS, SECOND_MAXIMUM, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -202,8 +189,8 @@ def _delayed_renew_many_kernel(
     history_ptr = tl.load(addresses_ptr + state * 3 + 1).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(addresses_ptr + state * 3 + 2).to(tl.pointer_type(tl.float32))
     _renew_columns(
-        scale_ptr, history_ptr, amax_ptr, scale_ptr, scale_ptr, 0, tl.load(largest_ptr + state), 0.0,
-        tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, False, 0, MAXIMUM, ROWS, COLUMNS,
+        scale_ptr, history_ptr, amax_ptr, scale_ptr, tl.load(largest_ptr + state), 0.0,
+        tl.load(lengths_ptr + state), tl.load(sizes_ptr + state), True, False, 0, MAXIMUM, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -246,19 +233,12 @@ def renew(
     fp8_maxes: list[float],
     margins: list[int],
     algos: list[str],
-    unseen: list[float] | None = None,
-    starts: Tensor | None = None,
-    place: int = 0,
-) -> list[Tensor]:
+) -> None:
     """Compute ``reference.delayed.renew``, two states in a launch: those of a layer's forward and backward.
 
     All tensors are contiguous.
-
-    Args:
-        place: of the first state's scales behind an address, which ``starts`` is unless it is 0 or 1. They are copied
-            instead of those of the states, which keep what they have.
     """
-    return _run(scales, unseen, histories, amaxes, list(zip(fp8_maxes, margins, algos)), starts, place)
+    _run(scales, None, histories, amaxes, list(zip(fp8_maxes, margins, algos)))
 
 
 _TABLES: dict[Any, list[tuple[tuple[Tensor, ...], tuple[int, int, int], tuple[Any, ...]]]] = {}
@@ -319,12 +299,10 @@ def _tables(
     return launches
 
 
-def copy_scales(
-    scales: list[Tensor], unseen: list[float], starts: Tensor | None = None, place: int = 0
-) -> list[Tensor]:
-    """Compute ``reference.delayed.copy_scales``, two vectors in a launch; ``starts``, ``place``: as :func:`renew`."""
+def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
+    """Compute ``reference.delayed.copy_scales``, two vectors in a launch."""
     nothing: list[None] = [None] * len(scales)
-    return _run(scales, unseen, nothing, nothing, [(0.0, 0, "max")] * len(scales), starts, place)
+    return _run(scales, unseen, nothing, nothing, [(0.0, 0, "max")] * len(scales))
 
 
 def _run(
@@ -333,8 +311,6 @@ def _run(
     histories: list[Any],
     amaxes: list[Any],
     rules: list[tuple[float, int, str]],
-    starts: Tensor | None,
-    place: int,
 ) -> list[Tensor]:
     check_device(scales[0])
     new, copies = beside(scales[0]), []
@@ -356,13 +332,9 @@ def _run(
                 copies.append(new(*shape, torch.float32))
                 tensors.append(copies[-1])
             states.append((size, length, *rules[one], value))
-        if starts is not None:
-            tensors.append(starts)
-        asks = None if starts is None else place
-        launch = launch_of(tuple(states), histories[at] is not None, asks, unseen is not None)
+        launch = launch_of(tuple(states), histories[at] is not None, unseen is not None)
         if launch is not None:
             launch(tensors)
-        place += sum(size for size, *_ in states)
     return copies
 
 
@@ -370,26 +342,20 @@ def _run(
 def _launch(
     states: tuple[tuple[int, int, float, int, str, float], ...],
     renewing: bool,
-    place: int | None,
     copying: bool,
 ) -> Launch | None:
-    """Return the launch for one or two states with sizes, lengths, a rule and what is unseen; None if empty.
-
-    Args:
-        place: of the first state in what ``starts`` may lead to; None: nothing is asked.
-    """
+    """Return the launch for one or two states with sizes, lengths, a rule and what is unseen; None if empty."""
     sizes, lengths, fp8_maxes, margins, algos, unseen = zip(*(states[0], states[-1]))
     largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
     maxima, words = [_takes_maximum(algo) for algo in algos], [3 if value < 0.0 else 0 for value in unseen]
-    both, size, asks = len(states) > 1, max(sizes), place is not None
+    both, size = len(states) > 1, max(sizes)
     if not size:
         return None
     one = [TENSOR, *[TENSOR if renewing else None] * 2, TENSOR if copying else None]
     arguments = [
-        *one, *(one if both else [None] * 4), TENSOR if asks else None, place or 0, *largest, *unseen, *lengths,
-        *sizes,
+        *one, *(one if both else [None] * 4), *largest, *unseen, *lengths, *sizes,
     ]  # fmt: skip
-    options = (renewing, asks, copying, both, *words, *maxima, _rows_at_once(max(lengths)), COLUMNS)
+    options = (renewing, copying, both, *words, *maxima, _rows_at_once(max(lengths)), COLUMNS)
     return Launch(_renew, (cdiv(size, COLUMNS), 1 + both, 1), arguments, options)
 
 

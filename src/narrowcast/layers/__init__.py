@@ -13,6 +13,7 @@ from .parameters import (
 )
 from .quantized_weight import quantize_weight, scatter_workspace
 from .recipe_owner import RecipeOwner
-from .set_recipe import get_recipes, reduce_delayed_scaling, set_recipe
+from .renewal import reduce_delayed_scaling, renew_delayed_scaling, renew_with
+from .set_recipe import get_recipes, set_recipe
 from .snapshot import Snapshot
 from .written_weights import WeightCodes, WrittenWeight

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import _checks
-from ..state import has_begun, renew
+from ..state import renew
 from ..upstream.fsdp import reshard
 from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
@@ -53,7 +53,7 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
             with torch.random.fork_rng():
                 step()
             renew(layers)
-        if not any(has_begun(states) for layer in layers if (states := layer.delayed_slots())):
+        if not any(bool(slots.scale.any()) for layer in layers for slots in layer.delayed_slots()):
             raise RuntimeError(
                 f"no layer of this {type(model).__name__} collected an amax under delayed scaling; call "
                 "narrowcast.set_recipe(model, 'delayed') first, or enter narrowcast.autocast in the step, and run the "
@@ -66,7 +66,4 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
             "the step that calibrate_delayed_scaling was given has changed a parameter; pass the forward and backward "
             "alone, without the optimizer's step"
         )
-    for layer in layers:
-        if layer._has_trained:
-            layer.__dict__["_starts"] = False
     return model

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..recipe import FORWARD_TENSOR_TYPES, WEIGHT_SLOT
 from ..upstream.tensors import REBUILD_TENSOR, rebuild_tensor
 
 EXTRA_STATE = "_extra_state"
@@ -145,12 +144,24 @@ def delayed_state(
 def wrong_value(name: str, saved: Tensor) -> float | None:
     """Return a value that no state has, such as a NaN scale; an amax may be NaN or infinite, as gradients are.
 
-    A scale of 0 is that of a tensor of which nothing was seen. No weight is: optimizers and shards cast with its scale.
+    A scale of 0 is that of a tensor of which nothing was seen.
     """
     if saved.is_meta:
         return None
     wrong = saved < 0 if "amax" in name else ~(saved.isfinite() & (saved >= 0))
-    if name.endswith("scale_fwd"):
-        weights = wrong.view(len(FORWARD_TENSOR_TYPES), -1)[WEIGHT_SLOT]
-        weights |= saved.view(len(FORWARD_TENSOR_TYPES), -1)[WEIGHT_SLOT] == 0
     return saved[wrong][0].item() if wrong.any() else None
+
+
+_FIRST = (1.0, 16.0, 512.0, 65536.0)
+"""Scales with which states began before 0 did: Transformer Engine's, and ours of E4M3 and E5M2."""
+
+
+@torch.no_grad()
+def forget_first_scales(scale: Tensor | None, history: Tensor | None, amax: Tensor | None) -> None:
+    """Set the scales of a loaded state of which nothing was seen to 0.
+
+    The history alone does not tell: one of one row is empty between steps, and still is when it gets more rows.
+    """
+    if scale is not None and history is not None and amax is not None:
+        first = ~(history.any(0) | (amax != 0)) & torch.isin(scale, scale.new_tensor(_FIRST))
+        scale.masked_fill_(first, 0.0)

@@ -21,7 +21,7 @@ from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
 from ..functional import calibrate_, join_weights, splits_on_device
 from ..quantizers import Operand, OperandBuffers, buffers_of
-from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..recipe import INPUT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import (
     GroupedTensor,
@@ -151,11 +151,6 @@ class GroupedLinearLayer(LinearLayer):
         dim = parameter.dim() - (2 if column and is_weight else 1)
         return Split(dim, self._tp_group, self.tp_size, "tensor")
 
-    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
-        weights: list[Any] = self._parts_of("weight")
-        members = self.single_grouped_weight and not isinstance(weights[0], (GroupedTensor, QuantizedTensor))
-        return list(enumerate(weights[0].detach().unbind() if members else weights))
-
     def extra_repr(self) -> str:
         """Return sizes, as printed by the module."""
         return (
@@ -283,7 +278,6 @@ class GroupedLinearLayer(LinearLayer):
         self,
         stage: Stage,
         operand: Operand,
-        scales: DelayedScales,
         weight: Any,
         is_first_microbatch: bool | None,
     ) -> OperandBuffers:
@@ -304,7 +298,7 @@ class GroupedLinearLayer(LinearLayer):
         kept = None if is_first_microbatch else self._kept_weight("weight", operand, made_from)
         if kept is not None:
             return kept
-        buffers = quantize_weights(made_from, operand, scales.scale_fwd, scales.amax_fwd)
+        buffers = quantize_weights(made_from, operand)
         return self._keep_weight("weight", operand, made_from, buffers)
 
     def _wgrad(self, name: str, is_first_microbatch: bool | None) -> LinearWgrad:
@@ -350,18 +344,13 @@ class GroupedLinearLayer(LinearLayer):
             else linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
         )
 
-    def _calibrate_groups(
-        self, amax: Tensor | None, x: Tensor, splits: Tensor, weights: list[Tensor]
-    ) -> None:
-        """Overwrite the amax (3 * G,) of every group's input and weight, as the calibration plan says."""
+    def _calibrate_groups(self, amax: Tensor | None, x: Tensor, splits: Tensor) -> None:
+        """Overwrite the amax (3 * G,) of every group's input, as the calibration plan says."""
         plan = self._calibration_plan()
         if plan is None or amax is None:
             return
         if plan.input.delayed:
             calibrate_([x.detach()], splits, amax, INPUT_SLOT)
-        if plan.weight.delayed:
-            alone = [one for w in weights for one in plain(w).detach().view(-1, *w.shape[-2:])]
-            calibrate_(alone, None, amax, WEIGHT_SLOT)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

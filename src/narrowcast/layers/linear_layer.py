@@ -35,7 +35,7 @@ from ..autograd import (
 from ..functional import calibrate_, product, use_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
-from ..recipe import INPUT_SLOT, WEIGHT_SLOT, LinearPlan, Recipe, linear_plan
+from ..recipe import INPUT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain, storage_of
 from ..tensors.storage import resolve_storage_class
@@ -43,7 +43,6 @@ from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
 from .delayed import DelayedLayer
-from .fitted_scales import fitted_to_weights
 from .parameters import (
     INIT_STD,
     accumulate,
@@ -163,7 +162,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         return self._parts_of(stage.weight)[0]
 
-    def _weight_amax(self, prefix: str) -> Tensor:
+    def weight_amax(self, prefix: str) -> Tensor:
+        """Return max|w| of the weight of every group of a stage, fp32."""
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
         parts = [part.detach() for part in self._parts_of(stage.weight)]
         if self._decodes:
@@ -172,11 +172,6 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             return torch.zeros(self._groups, device=parts[0].device)
         largest = [largest_magnitude(part, part.dim() == 3) for part in parts]
         return torch.cat(largest) if self._groups > 1 else torch.stack(largest).amax(0)
-
-    def _weights_by_group(self, prefix: str) -> list[tuple[int, Tensor]]:
-        stage = next(stage for stage in self._stages if stage.prefix == prefix)
-        parts = [self._part(stage.weight)] if self._placed else self._parts_of(stage.weight)
-        return [(0, plain(part) if self._decodes else part) for part in parts]
 
     @torch.no_grad()
     def _reset_linear(self, stage: Stage) -> None:
@@ -336,16 +331,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if parallel is not None and plan.batch_invariant:
             quantized = plan.weight if plan.quantized else None
             parallel.check_batch_invariant(quantized, weight.shape[1], plan.batch_invariant)
-            if not self.training:  # scales of weights follow from this process's shards
-                scales.scale_fwd = parallel.shared_scale(plan.weight, scales.scale_fwd)
         made, workspace, lacks_columns = workspace, None, False
         stored = isinstance(weight, (GroupedTensor, QuantizedTensor))
         decoded = buffers_of(weight) if self._decodes and isinstance(weight, QuantizedTensor) else None
         if decoded is None and plan.quantized:
             if is_first_microbatch is not None or stored:
-                workspace = made or self._workspace(
-                    stage, plan.kept_weight, scales, weight, is_first_microbatch
-                )
+                workspace = made or self._workspace(stage, plan.kept_weight, weight, is_first_microbatch)
             elif self._reads_written():
                 made_from = [part.detach() for part in self._parts_of(stage.weight)]
                 workspace = self._kept_weight(stage.weight, plan.kept_weight, made_from)
@@ -372,7 +363,6 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self,
         stage: Stage,
         operand: Operand,
-        scales: DelayedScales,
         weight: Tensor,
         is_first_microbatch: bool | None,
     ) -> OperandBuffers:
@@ -395,7 +385,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         kept = None if is_first_microbatch else self._kept_weight(stage.weight, operand, made_from)
         if kept is not None:
             return kept
-        buffers = operand.quantize(weight.detach(), scales.scale_fwd, scales.amax_fwd)
+        buffers = operand.quantize(weight.detach())
         return self._keep_weight(stage.weight, operand, made_from, buffers)
 
     def _kept_weight(self, name: str, operand: Operand, made_from: list[Tensor]) -> OperandBuffers | None:
@@ -452,13 +442,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if recipe is None or kept is None or isinstance(weight, QuantizedTensor):
                 continue
             plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
-            scale = amax = None
-            if plan.forward_state is not None:
-                slots = self._slots(stage.prefix, "fwd", "forward", plan.forward_state)
-                scale, amax = slots.scale, slots.amax if self.training else None
-                if not self.training:
-                    scale = fitted_to_weights(self, stage.prefix, plan.forward_state, plan, scale)
-            quantized = plan.kept_weight.quantize(weight.detach(), scale, amax)
+            quantized = plan.kept_weight.quantize(weight.detach())
             old, new = ((*buffers.rowwise, *buffers.columnwise) for buffers in (kept[1], quantized))
             for buffer, values in zip(old, new, strict=True):
                 buffer.copy_(values)
@@ -500,13 +484,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         return product(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
-        """Collect the amax of both operands under an autocast that only calibrates."""
+        """Collect the amax of the input under an autocast that only calibrates."""
         plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")
             calibrate_([plain(inp).detach()], None, amax, INPUT_SLOT)
-            calibrate_([plain(weight).detach()], None, amax, WEIGHT_SLOT)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
         """Return the summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""

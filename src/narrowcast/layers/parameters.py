@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._checks import function, tensor
 from .._device import default_device
 from .._tracing import is_eager
-from ..quantizers import Float8CurrentScalingQuantizer, Quantizer
+from ..quantizers import Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, quantize_members
 from ..upstream.autograd import graph_task_id
@@ -195,8 +195,7 @@ def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
 
 
 def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
-    """Return what quantizes a weight to be stored; instead of delayed scaling, which has no history yet, current
-    scaling.
+    """Return what quantizes a weight to be stored.
 
     Raises:
         RuntimeError: the quantizer makes bare storages, which cannot be parameters.
@@ -207,8 +206,6 @@ def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
             f"the weight quantizer of {name or 'a layer'} has internal=True: {quantizer!r} makes a bare storage, and a "
             "parameter must be a tensor; use quantizer.replace(internal=False) for weights"
         )
-    if quantizer._is_delayed():
-        return Float8CurrentScalingQuantizer(quantizer.dtype)  # type: ignore[attr-defined]
     return quantizer
 
 

@@ -10,10 +10,8 @@ from torch import nn
 
 from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe
-from ..state import THREAD, checked_recipe
-from ..upstream.autograd import graph_task_id, has_forward_mode, top_hooks
-from ..upstream.modules import running_modules
-from .left_autocast import OWN, UNSEEN, left_autocast, recipe_around, refuse_another_recipe, runs_in_autocast
+from ..state import THREAD, autocast, checked_recipe, entered_in_backward
+from ..upstream.autograd import is_in_backward
 
 
 class RecipeOwner(nn.Module):
@@ -26,12 +24,14 @@ class RecipeOwner(nn.Module):
     _recipe: Recipe | None
     _last_recipe: Recipe | None
     _trained_under: Recipe | None  # of the last forward in training mode
-    # the model that set_recipe was called with renews this layer's delayed scaling
-    _renewed_by_root: bool = False
-    _root: str | None = None  # which one: only while its forward runs; None: always
+    _trained: bool  # such a forward has run since the last step
+    _mixes: bool  # under several recipes, of which a recomputation could not tell its own
+    _traced_under: tuple[Recipe | None, ...]  # of forwards; none: it runs in the graphs of others
 
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
+        self._trained = self._mixes = False
+        self._traced_under = ()
 
     @property
     def recipe(self) -> Recipe | None:
@@ -41,58 +41,65 @@ class RecipeOwner(nn.Module):
     @recipe.setter
     def recipe(self, recipe: Recipe | str | None) -> None:
         self._init_recipe_owner(recipe)
-        self._renewed_by_root, self._root = False, None
         self._prepare_for_recipe()
 
     def _prepare_for_recipe(self) -> None:
         """Make the state that the layer's own recipe needs."""
 
     def _recipe_in_force(self) -> Recipe | None:
-        """Return the recipe of this forward.
+        """Return the recipe of this forward; a recomputation outside of its autocast uses that of the last forward.
 
-        A recomputation goes by the forward that it repeats. If that is not known, it goes by the last forward; in
-        training mode by the last one in training mode, which an evaluation in between is not.
+        Raises:
+            RuntimeError: the layer ran under several recipes, and a recomputation cannot tell which was its own.
         """
+        state = THREAD.state
+        depth = state.depth
+        recipe = state.recipe if depth else self._recipe
         if torch.compiler.is_compiling():
-            depth = THREAD.state.depth
-            recipe = THREAD.state.recipe if depth else self._recipe
+            trains = bool(self.training)  # noqa: F841  # read here, to be guarded
             while_tracing(_check_while_tracing)
             return recipe
-        may_be_recomputed = graph_task_id() != -1 or top_hooks(True) is not None or not has_forward_mode()
-        if may_be_recomputed:
-            recipe = recipe_around()
-            if recipe is UNSEEN:
-                return self._trained_under if self.training else self._last_recipe
-            if recipe is OWN:
-                recipe = self._recipe
-            if graph_task_id() != -1:
-                return recipe
-        else:
-            recipe = THREAD.state.recipe if THREAD.state.depth else self._recipe
+        if is_in_backward():
+            return recipe if entered_in_backward() else self._recipe_of_forward()
         if recipe is not self._last_recipe:
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)
             self.__dict__["_last_recipe"] = recipe
-        if recipe is not self._trained_under and self.training:
-            self.__dict__["_trained_under"] = recipe
+        if self.training and (recipe is not self._trained_under or not self._trained):
+            self._note(recipe)
         return recipe
+
+    def _note(self, recipe: Recipe | None) -> None:
+        """Note that a forward in training runs under a recipe, and whether another did in this step.
+
+        PyTorch's own check notices high precision in place of codes, unless no gradients are recorded.
+        """
+        before = self._trained_under
+        quantizes = before is not None and recipe is not None
+        if self._trained and before != recipe and (quantizes or not torch.is_grad_enabled()):
+            self.__dict__["_mixes"] = True
+        self.__dict__.update(_trained_under=recipe, _trained=True)
+
+    def _recipe_of_forward(self) -> Recipe | None:
+        if self._mixes and self.training:
+            raise RuntimeError(
+                f"this {type(self).__name__} ran under several recipes since the last optimizer step and is recomputed "
+                "outside of autocasts, which does not tell the recipe of its forward; use narrowcast.checkpoint, or "
+                "enter the autocast inside the checkpointed function"
+            )
+        return self._trained_under if self.training else self._last_recipe
+
+    def end_step(self) -> None:
+        """Forget under which recipes the layer ran before an optimizer's step."""
+        if self._trained:
+            self.__dict__.update(_trained=False, _mixes=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and deep copies: without the last forward's recipe, which may be that of an
         autocast.
-
-        And without the model, of which the copy need not be a part.
         """
         last = dict.fromkeys(("_last_recipe", "_trained_under"), self._recipe)
-        return {**self.__dict__, **last, "_renewed_by_root": False, "_root": None}
-
-
-def forget_ended_roots() -> None:
-    """Forget the compiled models that renew scales and whose forward an interrupt (Ctrl-C) has ended: no hook ran."""
-    if not THREAD.state.roots:
-        return
-    running = {module.__dict__.get("_renews_as") for module in running_modules()}
-    THREAD.state.roots = tuple(root for root in THREAD.state.roots if root in running)
+        return {**self.__dict__, **last, "_trained": False, "_mixes": False, "_traced_under": ()}
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
@@ -105,16 +112,78 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
         )
 
 
+_OWN: Any = object()
+"""In place of an autocast's recipe: there was none."""
+
+_AUTOCASTS: dict[bool, list[Any]] = {True: [], False: []}
+"""The recipes of autocasts under which graphs ran that do not enter them, since the last optimizer step: in training,
+and in evaluation, which a step may have beside."""
+
+_SEEN: list[Any] = []
+"""That of the autocast around a backward and those in its recomputations, by number."""
+
+
+def forget_autocasts() -> None:
+    """Begin a step, of which no graph has run yet."""
+    for recipes in _AUTOCASTS.values():
+        recipes.clear()
+
+
+def in_training() -> int:
+    """Return a number of the autocasts of which a recomputation may not be in its own; 0 in a forward, and without any.
+
+    Graphs are guarded on it: it is called before each of their runs, and notes under what they run.
+    """
+    return _outside(_AUTOCASTS[True])
+
+
+def in_evaluation() -> int:
+    """Return :func:`in_training`, of layers in evaluation."""
+    return _outside(_AUTOCASTS[False])
+
+
+def _outside(recipes: list[Any]) -> int:
+    if not autocast.used:
+        return 0
+    in_force = THREAD.state.recipe if THREAD.state.depth else _OWN
+    if not is_in_backward():
+        if in_force not in recipes:
+            recipes.append(in_force)
+        return 0
+    seen = in_force, list(recipes)
+    if seen in ((_OWN, []), (_OWN, [_OWN])) or entered_in_backward():
+        return 0
+    if seen not in _SEEN:
+        _SEEN.append(seen)
+    return 1 + _SEEN.index(seen)
+
+
 def _check_while_tracing(context: Any) -> None:
-    """Remember the recipe of a graph; a recomputation that runs outside of the autocast must not lose it."""
+    """Note the recipe of a graph; refuse to recompute a layer under another than that of its forward.
+
+    A graph that enters the autocast itself does so again. Any other is guarded on whether it is a recomputation, which
+    PyTorch's checkpoints run outside of an autocast around the forward, and perhaps under another one.
+    """
     from ..upstream.dynamo import guard_on_result  # loaded already: this runs in a trace
 
-    forget_ended_roots()  # before traced code reads and guards them
-    layer, recipe, depth = (traced_local(context, name) for name in ("self", "recipe", "depth"))
-    enters = depth > THREAD.state.depth
-    guard_on_result(runs_in_autocast if enters else left_autocast)
-    if not enters:
-        refuse_another_recipe(type(layer).__name__, recipe, layer._recipe)
+    layer, recipe, depth, trains = (
+        traced_local(context, name) for name in ("self", "recipe", "depth", "trains")
+    )
+    if depth <= THREAD.state.depth:
+        outside = in_training if trains else in_evaluation
+        guard_on_result(outside)
+        if outside():
+            ran = [layer._recipe if known is _OWN else known for known in _AUTOCASTS[trains] or [_OWN]]
+            under = layer._traced_under or ran
+            if any(known != recipe and known in under for known in ran):
+                raise RuntimeError(
+                    f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it, or "
+                    "under another one; run the backward outside of autocasts, and give the layer its own recipe "
+                    "(narrowcast.set_recipe), compile the checkpoint, too, or enter autocast inside it"
+                )
+            return
+    if all(known is not recipe for known in layer._traced_under):
+        layer.__dict__["_traced_under"] = (*layer._traced_under, recipe)
     layer.__dict__["_last_recipe"] = recipe
-    if layer.training:
+    if trains:
         layer.__dict__["_trained_under"] = recipe

@@ -22,30 +22,25 @@ from ..quantizers import Operand, OperandBuffers
 from ..recipe import LinearPlan, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, grouped_layout
 from ..upstream.fsdp import is_distributed, is_managed
-from .fitted_scales import fit_first_scales
 from .linear_layer import LinearLayer, Stage
 
 
 class WrittenWeight(NamedTuple):
     """``weight``: the parameter. ``operand``: how it is quantized. ``buffers``: what comes of that, to be written.
-    ``scale``, ``amax``: state of delayed scaling, or None. ``layout``: of the buffers of groups (G, N, K); "" for a
-    matrix.
+    ``layout``: of the buffers of groups (G, N, K); "" for a matrix.
     """
 
     weight: Tensor
     operand: Operand
     buffers: list[Tensor]
-    scale: Tensor | None
-    amax: Tensor | None
     layout: str = ""
 
     def quantize(self) -> None:
         """Write the buffers in a pass of its own."""
-        given = self.scale, self.amax
         if self.layout:
-            made = quantize_weights([self.weight.detach()], self.operand, *given)
+            made = quantize_weights([self.weight.detach()], self.operand)
         else:
-            made = self.operand.quantize(self.weight.detach(), *given)
+            made = self.operand.quantize(self.weight.detach())
         for old, new in zip(self.directions()[:2], made[:2]):
             for buffer, values in zip(old, new, strict=True):
                 buffer.copy_(values)
@@ -73,16 +68,6 @@ class WrittenWeight(NamedTuple):
         groups = range(len(scale_inv))
         return [part for g in groups for part in (*[x[g] for x in codes], scale_inv[g : g + 1])]
 
-    def states(self, state: Tensor | None) -> list[Tensor]:
-        """Return the scales or amaxes of :meth:`matrices`, in which a quantizer's slot finds its own; none without."""
-        if state is None:
-            return []
-        if self.layout != "tensor":
-            return [state]
-        slot, groups = self.operand.quantizer.slot, self.weight.shape[0]  # type: ignore[attr-defined]
-        first = slot * groups - slot
-        return [state.view(-1)[first + group :] for group in range(groups)]
-
 
 class WeightCodes:
     """The weights of a model whose codes its optimizer writes.
@@ -100,15 +85,11 @@ class WeightCodes:
         self._kept: dict[tuple[int, str], tuple[tuple[str, OperandBuffers], list[Tensor]]] = {}
         weakref.finalize(self, _leave, self._layers).atexit = False
 
-    def weights(self, steps: bool = False) -> list[WrittenWeight]:
-        """Return the weights; those that have no codes, or codes under another recipe, are quantized now.
+    def weights(self) -> list[WrittenWeight]:
+        """Return the weights; those that have no codes, or codes under another recipe, are quantized now."""
+        return [found for layer in self._layers for found in self._of(layer)]
 
-        Args:
-            steps: a step is to write them.
-        """
-        return [found for layer in self._layers for found in self._of(layer, steps)]
-
-    def _of(self, layer: LinearLayer, steps: bool) -> Iterator[WrittenWeight]:
+    def _of(self, layer: LinearLayer) -> Iterator[WrittenWeight]:
         recipe, layer.codes_are_written = layer._recipe, False
         if recipe is None or not layer.takes_codes() or is_managed(layer):
             return
@@ -117,24 +98,11 @@ class WeightCodes:
             weights = layer._parts_of(stage.weight)
             if len(weights) == 1 and _is_written(weights[0], plan):
                 layer.codes_are_written = True
-                yield self._written(layer, stage, weights[0], plan, steps)
+                yield self._written(layer, stage, weights[0], plan)
 
-    def _written(
-        self, layer: LinearLayer, stage: Stage, weight: Tensor, plan: LinearPlan, steps: bool
-    ) -> WrittenWeight:
-        operand, scale, amax = plan.kept_weight, None, None
+    def _written(self, layer: LinearLayer, stage: Stage, weight: Tensor, plan: LinearPlan) -> WrittenWeight:
+        operand = plan.kept_weight
         layout = grouped_layout(operand.storage_name) if weight.dim() == 3 else ""
-        if plan.forward_state is not None:
-            layer._keep_state(stage.prefix, plan.forward_state, plan.backward_state)
-            slots = layer._slots(stage.prefix, "fwd", "forward", plan.forward_state)
-            scale, amax = slots.scale, slots.amax
-            # as the first training forward, whatever weights were here before; in a step only those that other code
-            # has written, for blocks that run the graph of another do not know that they have trained
-            has_scale = layer._has_trained or (
-                steps and layer._kept_weight(stage.weight, operand, [weight.detach()]) is not None
-            )
-            if not has_scale:
-                fit_first_scales(layer, stage.prefix, plan, layer._states_of(stage.prefix))
         kept = self._kept.get((id(layer), stage.weight))
         if kept is None or layer._fp8_workspaces[stage.weight] is not kept[0] or kept[0][0] != operand.value:
             if layout:
@@ -142,13 +110,13 @@ class WeightCodes:
             else:
                 described = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
                 buffers = [weight.new_empty(shape, dtype=dtype) for shape, dtype in described.values()]
-            made = WrittenWeight(weight, operand, buffers, scale, amax, layout)
+            made = WrittenWeight(weight, operand, buffers, layout)
             kept = (operand.value, made.directions()), buffers
             self._kept[id(layer), stage.weight] = kept
             layer._fp8_workspaces[stage.weight] = kept[0]
             made.quantize()
             made.note()
-        return WrittenWeight(weight, operand, kept[1], scale, amax, layout)
+        return WrittenWeight(weight, operand, kept[1], layout)
 
 
 def _leave(layers: list[LinearLayer]) -> None:

@@ -193,7 +193,7 @@ class GroupedLinear(GroupedLinearLayer):
             self._warn_of_delayed_input()
         plan = plan_for_rows(plan, x.shape[0], self.num_gemms)
         scales = self._scales("", self._calibration_plan() or plan)
-        self._calibrate_groups(scales.amax_fwd, x, splits, weights)
+        self._calibrate_groups(scales.amax_fwd, x, splits)
         needs_bias = grad and any(bias.requires_grad for bias in added)
         args, groups = self._grouped_args(
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out

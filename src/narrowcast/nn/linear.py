@@ -14,14 +14,12 @@ from .._determinism import DETERMINISM
 from .._tracing import in_eager
 from ..autograd import AdaptedLinearFunction, LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
-from ..layers.left_autocast import OWN, recipe_around
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
 from ..layers.tensor_parallel import Parallel, on_local, parallel_of
 from ..recipe import Recipe
 from ..state import THREAD
 from ..tensors import local
-from ..upstream.autograd import graph_task_id, has_forward_mode, top_hooks
 from ..upstream.fsdp import placed_by_style
 from ..upstream.modules import own_buffers
 from ..upstream.tensors import is_autocast
@@ -205,9 +203,8 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
-        may_be_recomputed = graph_task_id() != -1 or top_hooks(True) is not None or not has_forward_mode()
-        if may_be_recomputed and recipe_around() is not OWN:
-            return None
+        if self._last_recipe is not None or self._trained_under is not None or self._trained < self.training:
+            return None  # it is noted first that there is no recipe any more
         try:
             return F.linear(inp, weight, self.bias)
         except RuntimeError:

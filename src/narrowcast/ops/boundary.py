@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._tracing import is_known, release
-from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs
-from ..functional import Metadata, keep_, replay_of
-from ..layers import GroupedLinearLayer, LinearLayer
+from .._tracing import release
+from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, scales_of_backward
+from ..functional import Metadata, replay_of
 from ..quantizers import Operand
 from ..tensors import (
     QuantizedTensor,
@@ -90,12 +89,12 @@ class Call:
         """Return how the operation in front of a basic one wants the gradient of that one's input.
 
         Args:
-            scales_bwd: of all basic operations, as they were saved; None in the forward.
+            scales_bwd: of all basic operations, as casts read them; None in the forward, which casts no gradient.
         """
         operand, scales = self.grad_operands[index], self.scales[index - 1]
         if operand is None or scales is None:
             return None if operand is None else ScaledOperand(operand)
-        scale = scales.scale_bwd if scales_bwd is None else scales_bwd[index - 1]
+        scale = None if scales_bwd is None else scales_bwd[index - 1]
         return ScaledOperand(operand, scale, scales.amax_bwd)
 
     def backward_args(self, index: int, stored: LinearBwdArgs) -> LinearBwdArgs:
@@ -145,8 +144,6 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
         linears = [own["args"] for own in call.arguments if "args" in own]
         forward = replay_of(_forward, [input_, *tensors], linears, *call.key)
     x, to_caller, saved, kept = forward(call, input_, num_params, tensors)
-    if torch.compiler.is_compiling():
-        x = _after_scales(x, call, ctx is not None)
     # no view, which operators in place refuse to write to, nor the memory of an input, which is the caller's
     views_input = is_view_of(x, (input_, *tensors[num_params:]))
     if ctx is None:  # a reentrant checkpoint hands on what it gets
@@ -232,23 +229,6 @@ def _taken_off(contexts: list[OperationContext], state: bool) -> tuple[list[Tens
     return flat, Kept(contexts, ranges, objects)
 
 
-def _after_scales(x: Tensor, call: Call, recorded: bool) -> Tensor:
-    """Return ``x``, available in a graph only once the scales of its operations were read.
-
-    The partitioner moves what only the backward reads there, after renewals in between. A linear layer reads scales in
-    its forward as well; ``Quantize(forward=False)`` and operations of users may not. A graph that records no gradients
-    may be the first run of a reentrant checkpoint, whose recomputation reads the scales that this one has read.
-    """
-    for op, scales in zip(call.basic_ops, call.scales):
-        in_forward = isinstance(op, (LinearLayer, GroupedLinearLayer))
-        reads = not in_forward and (recorded or op.training)
-        if reads and scales is not None and scales.scale_bwd is not None:
-            x = torch.where(scales.scale_bwd.sum().isnan(), x, x)
-            if is_known(x.numel() == 0):  # of which the compiler knows that it depends on nothing
-                keep_(x, [scales.scale_bwd])
-    return x
-
-
 class _OperationsFunction(torch.autograd.Function):
     """Boundary of a list of operations: main input, call, parameters of all operations, extra inputs."""
 
@@ -290,7 +270,9 @@ def _restored(call: Call, kept: Kept, saved: list[Any]) -> list[Any]:
         saved: the scales of the backward by operation, then what the operations saved; emptied.
     """
     count, contexts = len(call.scales), []
-    scales_bwd, tensors = saved[:count], restore_from_saved(kept.objects, saved[count:])
+    unseen = [0.0 if scales is None else scales.unseen_bwd for scales in call.scales]
+    scales_bwd = scales_of_backward(saved[:count], unseen)
+    tensors = restore_from_saved(kept.objects, saved[count:])
     release(saved)
     for index, (context, (begin, end)) in enumerate(zip(kept.contexts, kept.ranges)):
         scales, wanted = call.scales[index], call.wanted_grad_input(index, scales_bwd)

@@ -18,7 +18,7 @@ class OperationContext:
         requires_grad: this operation has a backward.
         input_requires_grad: the gradient of its input is needed.
         prev_op_grad_output_quantizer: the previous operation's quantizer of that gradient; None for plain.
-        scales: the delayed scales that the forward read; None without.
+        scales: the state of delayed scaling; None without. The backward's is read anew.
 
     Tensors go only through :meth:`save_for_backward`. Other attributes must follow from the operation's attributes, its
     keyword arguments and the tensors' metadata. They must not hold sizes, which may be symbolic in a compiled graph;

@@ -18,7 +18,7 @@ class ScaledOperand:
     """An operation's quantizer of its input, or of its output's gradient, with its state.
 
     Attributes:
-        scale: the operation's scale as its forward read it, fp32 (n,); None without delayed scaling.
+        scale: the operation's scale as casts read it, fp32 (n,); None without delayed scaling.
         amax: the operation's amax, fp32 (n,); None without delayed scaling.
     """
 

@@ -390,9 +390,6 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
             self._delayed_device = fn(torch.empty(0, device=self._delayed_device)).device
         return self
 
-    def _weight_amax(self, prefix: str) -> Tensor:
-        return torch.zeros(1, device=self._state_device(prefix))  # no weight: it starts like an activation
-
     def reset_recipe_state(self, *, recipe: Recipe | str | None) -> None:
         """Start delayed scaling again; ``recipe``: as if the last forward had run under it.
 

@@ -311,7 +311,7 @@ class FusedAdam(torch.optim.Optimizer):
         if self._codes is None:
             return {}
         refuse_in_graphs("compiled code takes no weight_codes; step outside it", NotImplementedError)
-        return {weight.weight: weight for weight in self._codes.weights(steps=True)}
+        return {weight.weight: weight for weight in self._codes.weights()}
 
     def _step_and_quantize(
         self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], codes: dict[Tensor, WrittenWeight]
@@ -525,7 +525,7 @@ class FusedAdam(torch.optim.Optimizer):
                 group.setdefault(name, value)
             if self.capturable:  # a CUDA graph reads it
                 group["lr"] = rate.fill_(group["lr"])
-        self.write_weight_codes()  # under the scales of the model's state, as the last step of the run that saved it
+        self.write_weight_codes()
 
     def _parameters(self) -> Iterator[Any]:
         for group in self.param_groups:
@@ -555,8 +555,6 @@ def _run_and_quantize(
         beside,
         [buffer for weight in codes for buffer in weight.buffers_of_matrices()],
         codes[0].operand.quantizer,
-        [scale for weight in codes for scale in weight.states(weight.scale)],
-        [amax for weight in codes for amax in weight.states(weight.amax)],
         decoupled=decoupled,
         **_numbers_of(group, those[0][0].count),
     )

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from .._tracing import can_check
-from ..quantizers import DelayedFloat8Quantizer, Quantizer
+from ..quantizers import Quantizer
 from ..roles import QuantizerRole
 from .base import (
     BackwardOverride,
@@ -17,11 +17,10 @@ from .base import (
     Recipe,
     SavedActivations,
     flag_field,
-    fp8_dtype,
     recipe_class,
     tensor_type_at,
 )
-from .delayed import DelayedScaling, DelayedScalingRequest
+from .delayed import DelayedScaling, DelayedScalingRequest, delayed_quantizer
 
 
 @recipe_class
@@ -101,7 +100,7 @@ class CustomRecipe(Recipe):
 def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
     """Return the quantizer that a factory made, or the one it requested."""
     if isinstance(result, DelayedScalingRequest):
-        return DelayedFloat8Quantizer(fp8_dtype(result.fp8_format, tensor_type), slot)
+        return delayed_quantizer(result.fp8_format, tensor_type, slot)
     return result
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..quantizers import DelayedFloat8Quantizer, Quantizer
+from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from .base import (
     AmaxAlgorithm,
     BackwardOverride,
@@ -22,10 +22,12 @@ from .base import (
 
 @recipe_class
 class DelayedScaling(Recipe):
-    """Per-tensor FP8 with the scale from earlier steps' amax.
+    """Per-tensor FP8 with the scale from earlier steps' amax; weights have that of their own.
+
+    Scales are constant within a step. The optimizer's step renews them (:func:`narrowcast.renew_delayed_scaling`).
 
     Args:
-        margin: scales are divided by 2**margin.
+        margin: scales of activations and gradients are divided by 2**margin.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward) or E4M3.
         amax_history_len: steps of history, at least 1.
         amax_compute_algo: "max", "most_recent", or a callable(history) -> amax.
@@ -77,7 +79,17 @@ class DelayedScaling(Recipe):
         return self
 
     def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        return DelayedFloat8Quantizer(fp8_dtype(self.fp8_format, tensor_type), slot)
+        return delayed_quantizer(self.fp8_format, tensor_type, slot)
+
+
+def delayed_quantizer(fp8_format: Format, tensor_type: str, slot: int) -> Quantizer:
+    """Return the quantizer of a tensor under delayed scaling: of a weight, one that finds the weight's own amax."""
+    dtype = fp8_dtype(fp8_format, tensor_type)
+    return (
+        Float8CurrentScalingQuantizer(dtype)
+        if tensor_type == "weight"
+        else DelayedFloat8Quantizer(dtype, slot)
+    )
 
 
 @dataclass(frozen=True)

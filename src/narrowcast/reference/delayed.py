@@ -133,31 +133,25 @@ def renew(
     fp8_maxes: list[float],
     margins: list[int],
     algos: list[str],
-    unseen: list[float] | None = None,
-    starts: Tensor | None = None,
-) -> list[Tensor]:
-    """Advance states in place: ``amax`` becomes row 0 of its history, and is then zeroed.
+) -> None:
+    """Advance states in place: ``amax`` becomes row 0 of its history, 0 if it is infinite or NaN, and is then zeroed.
 
     Args:
         scales, amaxes: fp32 (n,) each.
         histories: fp32 (L, n).
         fp8_maxes, margins, algos: as :func:`update`.
-        unseen: return copies of the scales with these, as :func:`copy_scales`. None: return none.
-        starts: int64 (1,), 0 or 1; where it is 0 nothing is advanced.
 
     Raises:
         ValueError: an unknown ``algo``.
     """
-    if starts is None or starts.item():
-        for scale, history, amax, fp8_max, margin, algo in zip(
-            scales, histories, amaxes, fp8_maxes, margins, algos
-        ):
-            history[0].copy_(amax)
-            renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
-            scale.copy_(renewed_scale)
-            history.copy_(renewed_history)
-            amax.zero_()
-    return [] if unseen is None else copy_scales(scales, unseen)
+    for scale, history, amax, fp8_max, margin, algo in zip(
+        scales, histories, amaxes, fp8_maxes, margins, algos
+    ):
+        history[0].copy_(amax.nan_to_num(nan=0.0, posinf=0.0))
+        renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
+        scale.copy_(renewed_scale)
+        history.copy_(renewed_history)
+        amax.zero_()
 
 
 def renew_many(
@@ -167,14 +161,13 @@ def renew_many(
     return False
 
 
-def copy_scales(scales: list[Tensor], unseen: list[float], starts: Tensor | None = None) -> list[Tensor]:
+def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
     """Return copies of vectors of scales, for casts.
 
     Args:
         scales: fp32 (n,) each; 0 is the scale of a tensor of which nothing was seen yet.
         unseen: of each vector, what the copy has instead of a scale of 0. A negative one, -m, tells a cast to take the
             scale that maps the tensor's own amax to m.
-        starts: not read.
 
     Numerics:
         fp32 (n,), or for a negative ``unseen`` (4, n): the scales, then zeros, in which the programs of a cast find

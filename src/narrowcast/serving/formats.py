@@ -94,8 +94,7 @@ def scale_extent(quantizer: Quantizer) -> tuple[tuple[int, int], bool]:
     rows, columns = layout.scale_group
     if getattr(quantizer, "with_2d_quantization", False):
         rows = columns = max(rows, columns)
-    of_matrix = not quantizer._is_delayed() and (layout is NVFP4 or layout is FLOAT8)
-    return (max(rows, 1), max(columns, 1)), of_matrix
+    return (max(rows, 1), max(columns, 1)), layout is NVFP4 or layout is FLOAT8
 
 
 def _scheme(arguments: dict[str, Any], dynamic: bool) -> dict[str, Any]:
@@ -184,7 +183,8 @@ class CheckpointFormat:
             return None
         layouts = quantizer._format_layout(), None if inputs is None else inputs._format_layout()
         found = (one for one in self.weights if one.layout is layouts[0] and one.inputs in (None, layouts[1]))
-        return next((one for one in found if quantizer._is_delayed() or not one.static), None)
+        static = inputs is not None and inputs._is_delayed()
+        return next((one for one in found if static or not one.static), None)
 
 
 CHECKPOINT_FORMATS = {

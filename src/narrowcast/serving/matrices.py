@@ -6,8 +6,6 @@ rows, tensor parallelism splits the matrix of a layer by rows or columns, and ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +13,9 @@ from torch import Tensor
 
 from ..convert.experts import StackedExpertsLayer
 from ..layers import GroupedLinearLayer, Stage
-from ..layers.fitted_scales import fitted_to_weights
 from ..quantizers import Operand, buffers_of
-from ..recipe import INPUT_SLOT, WEIGHT_SLOT, linear_plan
-from ..reference import delayed
+from ..recipe import INPUT_SLOT
 from ..reference.scaling import reciprocal
-from ..state import asks_callables, fp8_max
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat
@@ -60,10 +55,8 @@ def packed(
         ValueError: ranks have scales that the format cannot join.
     """
     with together.step():
-        scale = _scale(layer, stage, group) if operand.delayed else None
-        fit = _fit(layer, stage) if operand.delayed else None
         pieces = _pieces(layer, stage, group, dtypes)
-    quantized = quantize_pieces(pieces, operand, written_as, scale, fit, _stored, together)
+    quantized = quantize_pieces(pieces, operand, written_as, _stored, together)
     whole = [gather_piece(piece, own, written_as) for piece, own in zip(pieces, quantized)]
     split, shape = split_of(layer, stage), shape_of(layer, stage)
     if split is None:
@@ -98,23 +91,6 @@ def _stored(weight: Any, operand: Operand) -> list[Tensor] | None:
     return None if isinstance(weight, Tensor) else buffers_of(weight).rowwise
 
 
-def _scale(layer: Any, stage: Stage, group: int) -> Tensor:
-    """Return the scales of delayed scaling that an evaluation has, with this group's in the weight's slot.
-
-    Raises:
-        ValueError: there are none yet.
-    """
-    scale = getattr(layer, f"{stage.prefix}scale_fwd")
-    if scale is None:
-        raise ValueError(
-            f"{layer.name or stage.weight} has no scales of delayed scaling yet; run the model once"
-        )
-    plan = linear_plan(layer.recipe, stage.name, False, False, module_type=layer._module_type)
-    if plan.forward_state is not None and not is_distributed(layer._parts_of(stage.weight)[0]):
-        scale = fitted_to_weights(layer, stage.prefix, plan.forward_state, plan, scale)
-    return scale[WEIGHT_SLOT * layer._groups + group].expand(WEIGHT_SLOT + 1).contiguous()
-
-
 def input_scales(layer: Any, stage: Stage) -> Tensor:
     """Return the scales of delayed scaling that the inputs of this rank's groups are multiplied by, fp32; 0 is none."""
     scales = getattr(layer, f"{stage.prefix}scale_fwd")
@@ -140,11 +116,3 @@ def input_scale(layer: Any, stage: Stage, group: int, all_groups: Tensor) -> Ten
             "run a training step or narrowcast.calibrate_delayed_scaling(model, step) first"
         )
     return reciprocal((scale if scale > 0.0 else seen.min()).reshape(1))
-
-
-def _fit(layer: Any, stage: Stage) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return what makes the scale of a sharded weight from its amax and the scale in the state; None if that stays."""
-    recipe = linear_plan(layer.recipe, stage.name, False, False, module_type=layer._module_type).forward_state
-    if recipe is None or asks_callables(recipe):
-        return None
-    return partial(delayed.scale_from_amax, fp8_max=fp8_max(recipe, "forward"), margin=recipe.margin)

@@ -169,8 +169,6 @@ def quantize_pieces(
     pieces: list[Piece],
     operand: Operand,
     written_as: WeightFormat,
-    scale: Tensor | None,
-    fit: Callable[[Tensor, Tensor], Tensor] | None,
     stored: Callable[[Any, Operand], list[Tensor] | None],
     together: Together,
 ) -> list[Packed]:
@@ -178,8 +176,6 @@ def quantize_pieces(
 
     Args:
         together: the processes that go on only together.
-        scale: of delayed scaling.
-        fit: makes the scale of a sharded weight from its amax and ``scale``; None if that stays.
         stored: returns the buffers of a tensor that is quantized already; None for others.
     """
 
@@ -192,13 +188,11 @@ def quantize_pieces(
             return [pack(buffers or [], piece.own) for buffers, piece in zip(made, pieces)]
         values = [_decoded(piece.own) for piece in pieces]
         if all(piece.group is None for piece in pieces):
-            return [pack(operand.quantize(value, scale).rowwise, value) for value in values]
-        shared = _SharedAmax(pieces, values, operand, fit is not None)
+            return [pack(operand.quantize(value).rowwise, value) for value in values]
+        shared = _SharedAmax(pieces, values, operand)
     shared.reduce()
     with together.step():
-        if fit is not None and scale is not None and shared.largest is not None:
-            scale, shared.largest = fit(shared.largest.expand_as(scale), scale), None
-        return [shared.packed(i, written_as, scale) for i in range(len(pieces))]
+        return [shared.packed(i, written_as) for i in range(len(pieces))]
 
 
 class _SharedAmax:
@@ -208,10 +202,9 @@ class _SharedAmax:
         pieces: of one matrix, sharded over the same ranks.
         values: this rank's rows of each.
         operand: how the matrix is quantized.
-        fits: its scale follows from its amax, by another rule than the operand's.
     """
 
-    def __init__(self, pieces: list[Piece], values: list[Tensor], operand: Operand, fits: bool) -> None:
+    def __init__(self, pieces: list[Piece], values: list[Tensor], operand: Operand) -> None:
         self.pieces, self.values, self.operand = pieces, values, operand
         self.tile, of_matrix = scale_extent(operand.quantizer)
         rows, columns = self.tile
@@ -225,7 +218,7 @@ class _SharedAmax:
                     blocks = _magnitude(tiles).view(-1, rows, tiles.shape[1] // columns, columns)
                     own = self.tiles[top : top + len(blocks)]
                     torch.maximum(own, blocks.amax((1, 3)), out=own)
-        if of_matrix or fits:
+        if of_matrix:
             each = [_magnitude(value).amax().reshape(1) for value in values if value.numel()]
             self.largest = torch.cat([*each, torch.zeros(1, device=device)]).amax().reshape(1)
 
@@ -243,7 +236,7 @@ class _SharedAmax:
         out[above : above + len(value), : value.shape[1]] = value
         return piece.first // rows, out
 
-    def packed(self, index: int, written_as: WeightFormat, scale: Tensor | None) -> Packed:
+    def packed(self, index: int, written_as: WeightFormat) -> Packed:
         """Return this rank's rows of a piece, with the scales of the tiles that begin in them."""
         piece, value = self.pieces[index], self.values[index]
         (count, columns), (rows, per_tile), above = value.shape, self.tile, 0
@@ -262,7 +255,7 @@ class _SharedAmax:
         elif not count:
             value = value.new_zeros(rows, columns)
         tensors = written_as.pack(
-            self.operand.quantize(value, scale).rowwise, (len(value), columns), self.operand.quantizer
+            self.operand.quantize(value).rowwise, (len(value), columns), self.operand.quantizer
         )
         granule = written_as.granule
         top = (piece.first - above) // granule

@@ -8,9 +8,8 @@ a forward carries what its backward needs.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-import weakref
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from .._checks import flags
 from .._device import get_device_compute_capability, is_mxfp8_available
-from .._tracing import can_remember, warn_of_old_name, while_tracing
+from .._tracing import can_check, can_remember, warn_of_old_name, while_tracing
 from ..recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -29,37 +28,26 @@ from ..recipe import (
     share_plans,
 )
 from ..upstream.autograd import graph_task_id, is_in_backward
-from .delayed_scaling import DelayedState, renew, warn_of_saturation, warn_unless_reduced
-
-_THREADS = itertools.count()
 
 
 class AutocastState:
     """The requests of one thread's autocast contexts.
 
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
-    only. ``number``: of either; text, so that a graph may be guarded on it. ``traced``: whether the outermost enabled
-    context was entered in a graph; None outside any. ``entered``: contexts that eager code has entered and not left, in
-    order; ``init_entered``: those of :class:`quantized_model_init`. ``delayed``: what keeps state of delayed scaling
-    and ran under an autocast of this thread, with the group of the last one. ``thread``: which one; text, like
-    ``number``. ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None outside any.
+    only. ``entered``: contexts that eager code has entered and not left, in order; ``init_entered``: those of
+    :class:`quantized_model_init`. ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None
+    outside any. ``restored``: the requests are those of a forward, in a function that is recomputed.
     """
 
     def __init__(self) -> None:
-        self.thread = str(next(_THREADS))
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.group: Any = None
-        self.number = ""
         self.depth = 0
-        self.traced: bool | None = None
         self.init_entered: list[quantized_model_init] = []
         self.entered: list[autocast] = []
-        self.delayed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.recomputes: bool | None = None
-        self.roots: tuple[
-            str, ...
-        ] = ()  # models whose forward is traced, that renew the scales of their layers
+        self.restored = False
 
     @property
     def init_recipe(self) -> Recipe | None:
@@ -73,11 +61,11 @@ class AutocastState:
 
     def get(self) -> tuple[Any, ...]:
         """Return the fields that entering a context changes, for :meth:`set`."""
-        return self.recipe, self.calibrating, self.group, self.number, self.depth, self.traced
+        return self.recipe, self.calibrating, self.group, self.depth
 
     def set(self, values: tuple[Any, ...]) -> None:
         """Put back what :meth:`get` gave; scales are not renewed."""
-        self.recipe, self.calibrating, self.group, self.number, self.depth, self.traced = values
+        self.recipe, self.calibrating, self.group, self.depth = values
 
 
 class _Thread(threading.local):
@@ -174,8 +162,8 @@ class autocast:
         enabled: False runs the layers in high precision.
         calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax.
         recipe: a recipe or its name; None takes :func:`get_default_recipe`.
-        amax_reduction_group: the result of :func:`get_fp8_group`. Reduce amax with ``reduce_delayed_scaling``; delayed
-            scaling warns once if steps pass without it.
+        amax_reduction_group: the result of :func:`get_fp8_group`. Nothing is reduced over it: a warning names the call
+            that does.
     Raises:
         TypeError: ``recipe`` is not a recipe, or a recipe is passed as ``enabled``.
         RuntimeError: the instance is active; or, before PyTorch 2.13, it is entered inside a compiled
@@ -200,41 +188,29 @@ class autocast:
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
         chosen = checked_recipe(recipe, "autocast")
+        if amax_reduction_group is not None and can_check() and getattr(chosen, "reduce_amax", False):
+            _warn_of_group()
         self.enabled = enabled
         self.recipe = chosen if enabled else None
         self.calibrating = chosen if calibrating and not enabled else None
         self.group = amax_reduction_group
-        self.graph = _graph
         self.previous: tuple[Any, ...] | None = None
         self.entered_in: AutocastState | None = None
         self.backward = -1  # the one that it was entered in
+
+    used = False
+    """One was entered in this process."""
 
     def __enter__(self) -> None:
         if self.previous is not None:
             raise RuntimeError("this autocast is active already; make a new one to nest")
         state = THREAD.state
         compiling = while_tracing(_begin_writes)
-        outermost = self.recipe is not None and state.traced is None
         if not compiling:
             state.entered.append(self)
-            self.entered_in, self.backward = state, graph_task_id()
-            if outermost and state.delayed and not self.graph and starts_a_step():
-                grads = torch.is_grad_enabled()
-                owners = [owner for owner in state.delayed if getattr(owner, "training", grads)]
-                # what trained outside since, by another rule, its next forward renews
-                renewed = [owner for owner in owners if getattr(owner, "_registered_with", True)]
-                warn_of_saturation(renewed)
-                renew(renewed)
-                # models of before that ran under no group have nothing to reduce
-                ran = self.group is not None and any(state.delayed[owner] == self.group for owner in owners)
-                if ran and getattr(self.recipe, "reduce_amax", False):
-                    warn_unless_reduced(self.group)
+            self.entered_in, self.backward, autocast.used = state, graph_task_id(), True
         self.previous = state.get()
-        if outermost:
-            state.traced = compiling
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
-        if not compiling:
-            state.number = getattr(self.recipe or self.calibrating, "_number", "")
         state.depth += 1
         while_tracing(_end_writes)
 
@@ -255,28 +231,42 @@ class autocast:
             ):  # left out of order: the next one goes back to what this one found, and all are one less deep
                 later[0].previous = previous
                 for context in later[1:]:
-                    *values, depth, traced = context.previous  # type: ignore[misc]
-                    context.previous = (*values, depth - 1, traced)
+                    *values, depth = context.previous  # type: ignore[misc]
+                    context.previous = (*values, depth - 1)
                 state.depth -= 1
                 return
         state.set(previous)  # type: ignore[arg-type]
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         recipe, calibrating = self.recipe or self.calibrating, self.calibrating is not None
-        enabled, group, graph = self.enabled, self.group, self.graph
+        enabled, group = self.enabled, self.group
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             # built inside: the compiler cannot enter a context manager made outside the traced code
-            with autocast(enabled, calibrating, recipe, group, graph):
+            with autocast(enabled, calibrating, recipe, group):
                 return function(*args, **kwargs)
 
         return wrapped
 
 
+def _warn_of_group() -> None:
+    warnings.warn(  # one text: shown once
+        "autocast reduces no amax over its amax_reduction_group; call narrowcast.set_recipe(model, recipe, "
+        "amax_group=group) once, or narrowcast.reduce_delayed_scaling(model, group) before every optimizer.step()",
+        stacklevel=3,
+    )
+
+
 def starts_a_step() -> bool:
-    """Return whether a forward that runs now is no recomputation, which sees the scales of the first forward."""
+    """Return whether a forward that runs now is no recomputation."""
     return not is_in_backward()
+
+
+def entered_in_backward() -> bool:
+    """Return whether the autocast in force was entered in the backward that runs, by what is recomputed."""
+    state = THREAD.state
+    return state.restored or (bool(state.entered) and state.entered[-1].backward == graph_task_id())
 
 
 _CHECKPOINT_REFUSES_MUTATION = TorchVersion(torch.__version__) < "2.13"
@@ -304,11 +294,6 @@ def _end_writes(context: Any) -> None:
 
     if not _CHECKPOINT_REFUSES_MUTATION:
         dynamo.end_side_effects(context)
-
-
-def register_delayed(owner: DelayedState) -> None:
-    """Renew the state of a layer under an autocast of this thread when the next one is entered."""
-    THREAD.state.delayed[owner] = THREAD.state.group
 
 
 class fp8_autocast(autocast):

@@ -1,37 +1,31 @@
-"""Delayed scaling: the state a layer keeps, and its renewal once per step.
+"""Delayed scaling: the state a layer keeps, and its renewal.
 
 State is plain buffers of the layer that quantizes with it: scales, an amax history, and the amax that the running step
-collects. There is no list of it anywhere else. It is renewed by the model that was given the recipe
-(:func:`narrowcast.set_recipe`), in its forward pre-hook; by a layer itself that was given one; and with ``autocast``
-alone by the outermost entry, for what ran under it in this thread. Renewing twice is renewing once: what collected
-nothing keeps its scale.
+collects. Forwards and backwards read the scales and raise the amax. :mod:`..layers.renewal` renews the scales after the
+optimizer's step; nothing else writes them. Renewing twice is renewing once: what collected nothing keeps its scale.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from .._tracing import PLAIN
-from ..functional import read_scales, renew_delayed_scaling, renewed_scales, scales_of_run, take_amaxes
-from ..functional.collectives import group_name, group_size
-from ..functional.recomputation import put_back
-from ..recipe import BACKWARD_TENSOR_TYPES, FORWARD_TENSOR_TYPES, DelayedScaling, Mode
-from ..upstream.autograd import version_preserved
+from ..functional import renew_delayed_scaling
+from ..recipe import DelayedScaling, Mode
 
 
 class DelayedSlots(NamedTuple):
     """State of one layer in one direction.
 
     ``recipe``: what renews it. ``scale`` (n,), 0 for a tensor of which nothing was seen yet, ``amax_history`` (L, n),
-    row 0 for the step that runs, ``amax`` (n,), what that step has collected: fp32. ``shared``: codes of several ranks
-    are joined, so that ranks cannot take the scale of their own tensors; nor can batches, in the batch-invariant mode.
+    row 0 for the step that runs, ``amax`` (n,), what that step has collected: fp32.
     """
 
     recipe: DelayedScaling
@@ -39,53 +33,34 @@ class DelayedSlots(NamedTuple):
     scale: Tensor
     amax_history: Tensor
     amax: Tensor
-    shared: bool = False
 
     @property
     def fp8_max(self) -> float:
         """Largest value of the elements."""
         return fp8_max(self.recipe, self.mode)
 
-    @property
-    def unseen(self) -> float:
-        """What a forward reads instead of a scale of 0: a constant, or minus what its tensor's amax is mapped to."""
-        if self.shared:
-            return first_scale(self.recipe, self.mode)
-        return -self.fp8_max / 2**self.recipe.margin
-
-    def of_first_operand(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and amax of its input, or of its grad_output."""
-        kinds = len(FORWARD_TENSOR_TYPES if self.mode == "forward" else BACKWARD_TENSOR_TYPES)
-        count = self.scale.numel() // kinds
-        return self.scale[:count], self.amax[:count]
-
 
 class DelayedState(Protocol):
-    """A layer, or another object, that keeps state of delayed scaling.
-
-    One whose ``_starts`` is true has first scales, which :func:`warn_of_saturation` has not looked at. It has
-    ``_has_trained``, too, whether a training forward has begun, and ``_states_by_stage()``.
-    """
+    """A layer, or another object, that keeps state of delayed scaling."""
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return its state, by direction."""
         ...
 
+    def follows(self, stepped: Set[int], outside: bool) -> bool:
+        """Return whether an optimizer's step renews its scales.
 
-def has_begun(states: Sequence[DelayedSlots], renewed: bool = False) -> Tensor:
-    """Return whether a stage has its states of a pass, as a tensor; ``renewed``: only of what a renewal has found.
-
-    The amaxes of inputs and gradients tell: an optimizer that writes codes has those of weights before. Zeros show
-    nothing, nor does a pass without rows.
-    """
-    of_first = [slots.of_first_operand() for slots in states]
-    return torch.cat(
-        [one for scale, amax in of_first for one in ((scale,) if renewed else (scale, amax))]
-    ).any()
+        Args:
+            stepped: ids of the optimizer's parameters. outside: no backward runs.
+        """
+        ...
 
 
-# "reduced": the user did, at least once; "warned": of no reduction; "saturated": of a first step; "differ": of scales
-# that differ between ranks
+OWNERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All that may keep state, which an optimizer's step may have to renew."""
+
+
+# "alone": of no reduction; "differ": of scales that differ between ranks; "kept": of no renewal
 _SAID: set[str] = set()
 
 
@@ -101,19 +76,36 @@ _FIRST_AMAX: dict[Mode, float] = {"forward": 28.0, "backward": 0.875}
 
 
 def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
-    """Scale that ranks which join codes have before anything was seen; that of a weight follows from the weight."""
+    """Scale that ranks which join codes have before anything was seen."""
     if recipe.initial_scale == "one":
         return 1.0
     return fp8_max(recipe, mode) / 2**recipe.margin / _FIRST_AMAX[mode]
 
 
+def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
+    """Return what a cast reads instead of a scale of 0: a constant, or minus what its tensor's amax is mapped to.
+
+    Args:
+        shared: codes of several ranks are joined, so that ranks cannot take the scale of their own tensors; nor can
+            batches, in the batch-invariant mode.
+    """
+    if shared:
+        return first_scale(recipe, mode)
+    largest = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
+    return -largest / 2**recipe.margin
+
+
+@torch.no_grad()
 def renew(owners: Iterable[DelayedState]) -> None:
     """Renew scales from the amax that was collected, in a few launches for all of a device.
 
-    What collected nothing keeps history and scale.
+    What collected nothing keeps history and scale. An amax that is infinite or NaN tells nothing either: of a step
+    that a ``GradScaler`` skips it would stand in the history for long.
     """
     groups: dict[tuple[Any, ...], list[DelayedSlots]] = {}
     for owner in owners:
+        if isinstance(getattr(owner, "_forwards", None), int):
+            owner.__dict__["_forwards"] = 0
         for slots in owner.delayed_slots():
             if not slots.scale.is_meta:
                 key: tuple[Any, ...] = (slots.scale.device,)
@@ -125,101 +117,6 @@ def renew(owners: Iterable[DelayedState]) -> None:
             _renew_with_callables(group)
         else:
             renew_delayed_scaling(*_states_and_rules(group))
-
-
-def warn_of_saturation(owners: Iterable[DelayedState]) -> None:
-    """Warn once, before a renewal, if a first step has brought more than its first scales hold.
-
-    The host waits for the device, once in the life of a layer. Only eager code asks: a graph has no host to warn.
-    """
-    states = _end_of_first_steps(
-        [
-            owner
-            for owner in owners
-            if getattr(owner, "_starts", False) and getattr(owner, "_has_trained", False)
-        ]
-    )
-    if not states:
-        return
-    device = states[0].scale.device
-    # a scale of 0 was a constant if it is shared; any other was right
-    shares = [slots.amax * (slots.scale == 0) * (slots.unseen / slots.fp8_max) for slots in states]
-    share = torch.cat([one.to(device) for one in shares])
-    beyond = share[share.isfinite() & (share > _ROUNDED)]
-    if beyond.numel() and "saturated" not in _SAID:
-        _SAID.add("saturated")
-        warnings.warn(
-            f"the first step under delayed scaling saturated {beyond.numel()} tensors, the largest at "
-            f"{float(beyond.max()):.3g} times what its first scale holds: that step's gradients were too small. Scales "
-            "have followed since. To begin with right ones, call narrowcast.calibrate_delayed_scaling(model, step), "
-            "whose step runs forward and backward of a batch, before training",
-            stacklevel=5,
-        )
-
-
-def _end_of_first_steps(owners: list[Any]) -> list[DelayedSlots]:
-    """Note which layers have begun in all their stages, and return their states.
-
-    The first scales of the others still follow their weights.
-    """
-    stages = [
-        [states for states in owner._states_by_stage() if is_readable(states[0].scale)] for owner in owners
-    ]
-    known = [(owner, of_owner) for owner, of_owner in zip(owners, stages) if of_owner]
-    if not known:
-        return []
-    all_slots = [slots for _, of_owner in known for states in of_owner for slots in states]
-    # what a graph without gradients has collected does not count
-    put_back([slots.amax for slots in all_slots])
-    device, found = all_slots[0].scale.device, []
-    begun = [torch.stack([has_begun(states) for states in of_owner]).all() for _, of_owner in known]
-    for (owner, of_owner), ends in zip(known, torch.stack([one.to(device) for one in begun]).tolist()):
-        if ends:
-            owner.__dict__["_starts"] = False
-            found += [slots for states in of_owner for slots in states]
-    return found
-
-
-def is_readable(scale: Tensor) -> bool:
-    """Return whether the host may wait for a value now."""
-    if type(scale) not in PLAIN or scale.is_meta:  # fake tensors have none
-        return False
-    return not scale.is_cuda or not (
-        torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()
-    )
-
-
-# A weight's scale maps its amax to the largest value of the format, up to rounding.
-_ROUNDED = 1.001
-
-
-def renew_and_read(states: list[DelayedSlots]) -> list[Tensor]:
-    """Return copies of one layer's scales, renewed first; inside a backward, which recomputes, just the copies."""
-    if any(asks_callables(state.recipe) for state in states):
-        for state in states:
-            _renew_with_callables([state])
-        return scales_of(states)
-    unseen = [state.unseen for state in states]
-    return renewed_scales(*_states_and_rules(states), unseen)  # type: ignore[no-any-return]
-
-
-def scales_of(states: list[DelayedSlots]) -> list[Tensor]:
-    """Return copies of one layer's scales."""
-    return read_scales([state.scale for state in states], [state.unseen for state in states])  # type: ignore[no-any-return]
-
-
-def scales_of_traced(states: list[DelayedSlots], renews: bool, recorded: bool, root: str) -> list[Tensor]:
-    """Return the scales that a traced forward in training reads: :data:`..functional.scales_of_run`."""
-    if renews and any(asks_callables(state.recipe) for state in states):
-        for state in states:
-            _renew_with_callables([state], root)
-        renews = False
-    unseen, collects = [state.unseen for state in states], [state.mode == "forward" for state in states]
-    if renews:
-        of_states = _states_and_rules(states)
-    else:
-        of_states = [state.scale for state in states], [], [state.amax for state in states], [], [], []
-    return scales_of_run(*of_states, unseen, collects, recorded, root, 0)  # type: ignore[no-any-return]
 
 
 def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
@@ -239,9 +136,10 @@ def asks_callables(recipe: DelayedScaling) -> bool:
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
-def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None:
+def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
     """Unlike the fused rule this one rolls unused tensors, too; but not in a step in which no tensor was used."""
-    recipe, amaxes = group[0].recipe, take_amaxes([slots.amax for slots in group], root)
+    recipe, amaxes = group[0].recipe, [slots.amax.clone() for slots in group]
+    torch._foreach_zero_([slots.amax for slots in group])
     used = torch.cat(amaxes).any()
     for slots, amax in zip(group, amaxes):
         collected = torch.cat([amax[None], slots.amax_history[1:]])
@@ -259,17 +157,15 @@ def _renew_with_callables(group: Sequence[DelayedSlots], root: str = "") -> None
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
 
 
-def warn_unless_reduced(group: Any) -> None:
-    """Warn once if a step has passed and nothing was ever reduced over the ranks of an autocast's group."""
-    if _SAID - {"saturated"} or not (isinstance(group, str) or hasattr(group, "group_name")):
-        return
-    if group_size(group_name(group)) > 1:
-        _SAID.add("warned")
+def warn_of_no_reduction() -> None:
+    """Warn once that ranks renew scales from amaxes of their own."""
+    if "alone" not in _SAID:
+        _SAID.add("alone")
         warnings.warn(
-            "autocast got an amax_reduction_group, and over it nothing was reduced: ranks scale differently; call "
-            "narrowcast.reduce_delayed_scaling(model, group) after every backward, "
-            "or use a recipe with reduce_amax=False",
-            stacklevel=4,
+            "there are several ranks, and each renews the scales of delayed scaling from amaxes of its own, so that "
+            "equal models scale differently; call narrowcast.set_recipe(model, recipe, amax_group=group) once, or "
+            "narrowcast.reduce_delayed_scaling(model, group) before each step, or use a recipe with reduce_amax=False",
+            stacklevel=6,
         )
 
 
@@ -318,10 +214,10 @@ class Agreement:
         if differ and "differ" not in _SAID:
             _SAID.add("differ")
             warnings.warn(
-                "scales of delayed scaling differ between ranks: a training forward renewed them from an amax that was "
-                "not reduced; call narrowcast.reduce_delayed_scaling(model, group) after every backward, with "
-                "accumulated gradients once per microbatch, and narrowcast.set_recipe(model, recipe) if not every rank "
-                "runs every layer. Scales are equal again once the histories hold reduced amaxes alone",
+                "scales of delayed scaling differ between ranks: a step renewed them from an amax not reduced; "
+                "call narrowcast.reduce_delayed_scaling(model, group) before every optimizer.step(), or once "
+                "narrowcast.set_recipe(model, recipe, amax_group=group). Scales are equal again once the histories "
+                "hold reduced amaxes alone",
                 stacklevel=5,
             )
 
@@ -337,7 +233,6 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     Raises:
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
-    _SAID.add("reduced")
     agreement, distributed = agreement or Agreement(), torch.distributed
     if not (
         distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
@@ -346,7 +241,6 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     kept = [
         (state.amax, state.scale) for state in states if state.amax is not None and state.scale is not None
     ]
-    put_back([amax for amax, _ in kept])
     device = next((amax.device for amax, _ in kept), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
@@ -373,10 +267,25 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     reduced, largest, of_negated = collected.split(sum(sizes))
     own = [part for part, state in zip(reduced.split(sizes), states) if state.amax is not None]
     amaxes = [amax for amax, _ in kept]
-    with version_preserved(amaxes):
-        if amaxes:
-            torch._foreach_copy_(amaxes, own)
+    if amaxes:  # a maximum, which no backward minds: versions need not count it
+        torch._foreach_copy_([amax.data for amax in amaxes], own)
     agreement.compare(largest, of_negated)
+
+
+MANY_FORWARDS = 256
+"""Training forwards without a renewal, of which hardly a step needs so many."""
+
+
+def warn_of_no_renewal(name: str) -> None:
+    """Warn once that scales stay as they are."""
+    if "kept" not in _SAID:
+        _SAID.add("kept")
+        warnings.warn(
+            f"a {name} has run {MANY_FORWARDS} training forwards under delayed scaling since its scales were renewed; "
+            "if anything but a torch.optim.Optimizer of its parameters changes weights, call "
+            "narrowcast.renew_delayed_scaling(model) after each change",
+            stacklevel=6,
+        )
 
 
 def _check_count(count: int, device: torch.device, group: Any) -> None:

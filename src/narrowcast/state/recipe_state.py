@@ -1,13 +1,13 @@
 """``RecipeState``: the quantizers of one module in one direction, and what they keep between steps.
 
 The library's own layers read their quantizers off a ``LinearPlan`` and keep state in buffers; both stand on
-``Recipe.resolve`` and on the same renewal. This is the form for code that calls quantizers itself: its state is renewed
-at the outermost ``autocast`` entry of the thread that made it.
+``Recipe.resolve`` and on the same renewal. This is the form for code that calls quantizers itself: any optimizer's step
+renews its state, unless it is one inside a backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import ClassVar
 
 import torch
@@ -17,8 +17,7 @@ from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
 from ..roles import QuantizerRole
-from .autocast import register_delayed
-from .delayed_scaling import DelayedSlots, first_scale
+from .delayed_scaling import OWNERS, DelayedSlots, first_scale
 
 
 class RecipeState:
@@ -59,6 +58,7 @@ class RecipeState:
         ]
         self.device = default_device() if device is None else torch.device(device)
         self._slots: DelayedSlots | None = None
+        OWNERS.add(self)
         delayed = recipe.delayed_scaling()
         if delayed is not None:
             self._keep_new(delayed)
@@ -126,6 +126,10 @@ class RecipeState:
         """Return the slots to renew."""
         return [] if self._slots is None else [self._slots]
 
+    def follows(self, stepped: Set[int], outside: bool) -> bool:
+        """Return whether an optimizer's step renews it: any outside of a backward, for it has no parameters."""
+        return outside
+
     def inherit_state_from(self, other: RecipeState) -> bool:
         """Continue with the scales and histories of ``other``, which this state replaces.
 
@@ -139,7 +143,6 @@ class RecipeState:
             return False
         if other._slots is not None:
             self._slots = other._slots
-            register_delayed(self)
         return True
 
     def _with_state(self, quantizer: Quantizer, slot: int) -> Quantizer:
@@ -161,7 +164,6 @@ class RecipeState:
         scale = torch.full(shape, first, dtype=torch.float32, device=self.device)
         history = scale.new_zeros(delayed.amax_history_len, self.num_quantizers)
         self._slots = DelayedSlots(delayed, self.mode, scale, history, torch.zeros_like(scale))
-        register_delayed(self)
 
 
 class DelayedScalingRecipeState(RecipeState):

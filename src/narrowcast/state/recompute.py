@@ -1,6 +1,6 @@
 """``checkpoint``: PyTorch's, whose recomputation runs under the recipe of the first forward.
 
-Under delayed scaling a recomputed layer reads the scales that its forward read: ``functional/recomputation.py``.
+Under delayed scaling a recomputed layer reads the scales that its forward read: no step was in between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.utils.checkpoint
 
 from .. import _checks
-from .autocast import THREAD, is_fp8_enabled
+from ..upstream.autograd import is_in_backward
+from .autocast import THREAD, entered_in_backward, is_fp8_enabled
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
@@ -31,19 +32,19 @@ def in_fp8_activation_recompute_phase() -> bool:
 class _under:
     """Enter a state that :meth:`AutocastState.get` gave, for a checkpointed function: its first run, or another."""
 
-    def __init__(self, values: tuple[Any, ...], rerun: bool) -> None:
-        self.values, self.rerun = values, rerun
+    def __init__(self, values: tuple[Any, ...], rerun: bool, known: bool) -> None:
+        self.values, self.rerun, self.known = values, rerun, known
 
     def __enter__(self) -> None:
         state = THREAD.state
-        self.previous = state.get(), state.recomputes
+        self.previous = state.get(), state.recomputes, state.restored
         state.set(self.values)
-        state.recomputes = self.rerun
+        state.recomputes, state.restored = self.rerun, self.known
 
     def __exit__(self, *exception: Any) -> None:
-        values, recomputes = self.previous
+        values, recomputes, restored = self.previous
         THREAD.state.set(values)
-        THREAD.state.recomputes = recomputes
+        THREAD.state.recomputes, THREAD.state.restored = recomputes, restored
 
 
 _CHECKPOINT_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug")
@@ -94,12 +95,14 @@ def checkpoint(
         kwargs = {name: value for name, value in kwargs.items() if name in _CHECKPOINT_OPTIONS}
         function = functools.partial(function, **own)
     values = THREAD.state.get()
+    # another checkpoint around this one may be recomputed outside of its autocast
+    known = not is_in_backward() or entered_in_backward()
     tracker = None if get_rng_state_tracker is None else _Tracked(get_rng_state_tracker())
     runs = itertools.count()
 
     @functools.wraps(function)
     def under_recipe(*inner_args: Any, **inner_kwargs: Any) -> Any:
-        under = _under(values, next(runs) > 0)
+        under = _under(values, next(runs) > 0, known)
         with under, contextlib.nullcontext() if tracker is None else tracker:
             return function(*inner_args, **inner_kwargs)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.traceback import get_current_meta
-from torch.utils.checkpoint import CheckpointPolicy
 
 from .private import entry, needed, private
 from .tensors import storage_key
@@ -24,14 +22,6 @@ FunctionalMode: Any = needed(
 )
 """The mode in which a graph is functionalized; operators register rules for it."""
 
-CheckpointMode: Any = needed(
-    private(
-        "torch.utils.checkpoint._CachingTorchDispatchMode",
-        follows="torch/utils/checkpoint.py; 2.13 tags the nodes of every checkpoint in it, 2.11 of selective ones",
-        without=_INSTALL,
-    )
-)
-"""The mode in which a compiled checkpoint tags its nodes."""
 
 FakeTensor: Any = needed(private("torch._subclasses.fake_tensor.FakeTensor", without=_INSTALL))
 FunctionalAPI: Any = private(
@@ -83,21 +73,6 @@ _ELEM = entry(
 _EXPORT = entry(
     "FunctionalTensorMode.export", follows="torch/_subclasses/functional_tensor.py", without=_NOT_COMPILED
 )
-_UNCHECKED = entry(
-    "node.meta['saved_tensor_with_no_vc_check']",
-    follows="torch/_functorch/autograd_function.py, torch/_functorch/_aot_autograd/graph_compile.py",
-    without="PyTorch's check of saved tensors raises in the backward of a compiled layer with delayed scaling",
-)
-_RECOMPUTE = entry(
-    "node.meta['recompute']",
-    follows="torch/_functorch/partitioners.py",
-    without="compile without a checkpoint around delayed scaling, or run it without torch.compile",
-)
-_must_recompute = entry(
-    "torch._functorch.partitioners.must_recompute",
-    follows="torch/_functorch/partitioners.py",
-    without="compile without a checkpoint around delayed scaling, or run it without torch.compile",
-)
 
 
 def is_export(mode: Any) -> bool:
@@ -112,38 +87,6 @@ def state_key(tensor: Any) -> tuple[int, int]:
     if not hasattr(tensor, "elem"):
         raise _ELEM.error()
     return storage_key(tensor.elem), _mutation_count(tensor.elem)
-
-
-def allow_writes_after_saving(tensor: Tensor) -> None:
-    """Tell the traced graph that a backward may find this tensor changed."""
-    for proxy in _get_proxies(tensor):
-        proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-
-
-def _check_tags() -> None:
-    """Check that the partitioner reads the tag that is written below: a renamed one would be lost in silence."""
-    node = torch.fx.Graph().placeholder("x")
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    if not _must_recompute.take()(node):
-        raise _RECOMPUTE.error("a partitioner that does not read it")
-
-
-def is_in_checkpoint() -> bool:
-    """Return whether the graph that is being traced is inside a checkpoint, whose operators its backward repeats."""
-    return "recompute" in get_current_meta()
-
-
-def node_of(tensor: Tensor) -> Any:
-    """Return the node of the graph that is being traced whose value a tensor is; None if it has none."""
-    proxies = _get_proxies(tensor)
-    return proxies[0].node if proxies else None
-
-
-def save_in_checkpoint(nodes: Iterable[Any]) -> None:
-    """Make a checkpoint save the results of these nodes, whatever its policy."""
-    _check_tags()
-    for node in nodes:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 end_library: Callable[[torch.library.Library], None] = private(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast import renew_delayed_scaling
 from narrowcast.losses import linear_cross_entropy
 from narrowcast.optimizers import FusedAdam
 from narrowcast.recipe import Recipe
@@ -175,7 +176,10 @@ def step_of(
         x.grad = None
         module.zero_grad(set_to_none=True)
         run(x, *splits).backward(grad)
+        if any(layer.delayed_slots() for layer in delayed):
+            renew_delayed_scaling(module)  # as an optimizer's step does
 
+    delayed: list[Any] = [layer for layer in module.modules() if hasattr(layer, "delayed_slots")]
     return forward_and_backward
 
 

@@ -95,7 +95,7 @@ class Trainer:
         parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
         # ranks need common scales; one process has the same history. A run that goes on has them from the checkpoint
         if self._delayed and index == 0:
-            nc.calibrate_delayed_scaling(self.model, lambda: self._backward(parts[0], sums_gradients=True))
+            nc.calibrate_delayed_scaling(self.model, lambda: self._calibration_step(parts[0]))
         if (
             self.config.step_in_backward and self._steps is None
         ):  # after the calibration, whose gradients do not count
@@ -106,6 +106,7 @@ class Trainer:
         if config.clip < math.inf:
             clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
             clip(self.model.parameters(), config.clip)
+        self._reduce_amax()
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
         self.optimizer.zero_grad(set_to_none=not config.graphs)
@@ -120,9 +121,16 @@ class Trainer:
         # in this thread: waking the one that autograd keeps for a GPU costs a step of small kernels 3 to 7%
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
-        if self._delayed and self.ranks.count > 1:  # each part renews the scales
-            nc.reduce_delayed_scaling(self.model)
         return loss.detach()
+
+    def _calibration_step(self, part: tuple[Tensor, Tensor]) -> None:
+        self._backward(part, sums_gradients=True)
+        self._reduce_amax()
+
+    def _reduce_amax(self) -> None:
+        """Agree with the other ranks on what the step has collected, from which it renews the scales."""
+        if self._delayed and self.ranks.count > 1:
+            nc.reduce_delayed_scaling(self.model)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -182,7 +182,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         covered = covered or (inside and own.get("output") is None)
         args, groups = self._call_args(inp.dtype, x.shape[0], own, requires_grad, save_input, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
-        self._calibrate_groups(args.scales.amax_fwd, x, splits, weights)
+        self._calibrate_groups(args.scales.amax_fwd, x, splits)
         out, saved_input, saved_weight = grouped_forward(
             x, splits, weights, biases, args, groups, bias_scales, activation
         )

@@ -1,0 +1,164 @@
+"""When the scales of delayed scaling change: after an optimizer's step, and nowhere else.
+
+A backward reads the scales of its forward for the same reason for which it reads the weights of its forward: nothing
+writes either until the step. So layers may run in any order and any number of times in a step, and be recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import _checks
+from .._tracing import refuse_in_graphs
+from ..state import (
+    OWNERS,
+    Agreement,
+    DelayedState,
+    reduce_amax,
+    renew,
+    warn_of_no_reduction,
+)
+from ..upstream.autograd import is_in_backward
+from ..upstream.fsdp import sharded_parameters
+from .delayed import DelayedLayer
+from .recipe_owner import forget_autocasts
+
+# Model -> (name of a group -> what its ranks have compared). Not an attribute of the model: a copy, or
+# a model that was loaded, must be compared again.
+_AGREED: WeakKeyDictionary[nn.Module, dict[str, Agreement]] = WeakKeyDictionary()
+
+_MODELS: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+"""Models that were given their recipes, and the groups over which their amaxes are reduced before each renewal.
+
+In the order in which they were given them, which is that of all ranks."""
+
+
+def renew_with(model: nn.Module, groups: Sequence[Any] = ()) -> None:
+    """Renew the frozen layers of a model with the others, after amaxes were reduced over ``groups``.
+
+    Args:
+        groups: none keeps those that were given before.
+    """
+    _MODELS[model] = tuple(groups) or _MODELS.get(model, ())
+
+
+def renew_delayed_scaling(model: nn.Module) -> nn.Module:
+    """Renew the scales of a model's delayed layers from what they have collected; call it after weights have changed.
+
+    Every step of a ``torch.optim.Optimizer`` does this for the layers whose parameters it has. Call it in loops that
+    change weights in another way, such as by an optimizer of master weights, or where ``optimizer.step`` is part of a
+    graph. Renewing twice is renewing once. Ranks reduce nothing here: see :func:`reduce_delayed_scaling`.
+
+    Returns:
+        ``model``.
+    Raises:
+        RuntimeError: in compiled code.
+    """
+    refuse_in_graphs("narrowcast.renew_delayed_scaling(model) belongs outside of compiled code")
+    _checks.module("model", model)
+    _renew(_layers_of(model))
+    return model
+
+
+def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
+    """Reduce the collected amax of a model's delayed layers over ranks, by MAX; call it before ``optimizer.step()``.
+
+    One all-reduce whose layout follows only from ``model.modules()``: ranks may run different layers, or not have their
+    state yet. The first call for a group also compares sizes. Once per step is enough, however many backwards it has.
+    Without it scales and histories differ between ranks, and a checkpoint holds those of one rank. A warning says so
+    once, on a GPU in a later call. Recipes with ``reduce_amax=False`` take no part. After
+    ``set_recipe(..., amax_group=group)`` and ``narrowcast.distributed.shard`` every step does this by itself.
+
+    Args:
+        group: process group of the ranks with equal models; None is the default group.
+    Raises:
+        RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
+    """
+    _reduce(model, _layers_of(model), group)
+
+
+def _layers_of(model: nn.Module) -> list[DelayedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
+
+
+def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
+    states = [state for layer in layers for state in layer.amax_to_reduce()]
+    agreements = _AGREED.setdefault(model, {})
+    reduce_amax(states, group, agreements.setdefault(getattr(group, "group_name", ""), Agreement()))
+
+
+def _renew(owners: Iterable[DelayedState]) -> None:
+    owners = list(owners)
+    for owner in owners:
+        if isinstance(owner, DelayedLayer):
+            owner.__dict__["_forwards"] = 0
+    if any(isinstance(owner, DelayedLayer) and owner.lacks_reduction() for owner in owners):
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            warn_of_no_reduction()
+    renew(owners)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Renew what follows an optimizer's step, the post-hook of all optimizers."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    outside, others = not is_in_backward(), set(OWNERS)
+    # inside of a backward others are still to come: what has a gradient was stepped
+    stepped = {id(one) for one in parameters if outside or one.grad is not None}
+    renewed: list[Any] = []
+    for model, groups in list(_MODELS.items()):
+        layers = _layers_of(model)
+        others.difference_update(layers)
+        own = [layer for layer in layers if layer.follows(stepped, False)]
+        if groups and (own or _steps(model, stepped)):
+            # together, so that all ranks renew the same layers, whichever parameters are theirs
+            own = layers if outside else own
+            for group in groups:
+                _reduce(model, own, group)
+        elif outside and len(own) < len(layers) and _steps(model, stepped):
+            own = [layer for layer in layers if layer.follows(stepped, True)]
+        renewed += own
+    renewed += [owner for owner in others if owner.follows(stepped, outside)]
+    if outside:
+        forget_autocasts()
+        for owner in OWNERS:
+            if isinstance(owner, DelayedLayer):
+                owner.end_step()
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        _renew(renewed)
+    else:
+        _renew_unless(found_inf, renewed)
+
+
+def _steps(model: nn.Module, stepped: set[int]) -> bool:
+    """Return whether an optimizer has a parameter of a model, also while FSDP2 has gathered it."""
+    whole = any(id(parameter) in stepped for parameter in model.parameters())
+    return whole or any(id(parameter) in stepped for parameter in sharded_parameters(model).values())
+
+
+def _renew_unless(found_inf: Tensor, owners: list[Any]) -> None:
+    """Renew unless the optimizer's kernel has found gradients that are not finite, and so has written nothing."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for owner in owners:
+        for slots in owner.delayed_slots():
+            by_device.setdefault(slots.amax.device, []).append(slots.amax)
+    kept = []
+    for device, amaxes in by_device.items():
+        collected, void = torch.cat(amaxes), found_inf.to(device) != 0
+        kept.append((amaxes, torch.where(void, collected, 0.0)))
+        torch._foreach_copy_(
+            amaxes, list(torch.where(void, 0.0, collected).split([x.numel() for x in amaxes]))
+        )
+    _renew(owners)
+    for amaxes, values in kept:
+        torch._foreach_copy_(amaxes, list(values.split([x.numel() for x in amaxes])))
+
+
+register_optimizer_step_post_hook(_after_step)
