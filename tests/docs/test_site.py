@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -50,3 +51,23 @@ def test_every_page_is_in_the_navigation() -> None:
         page.name for page in sorted((ROOT / "docs").glob("*.md")) if f": {page.name}\n" not in navigation
     ]
     assert not absent, f"mkdocs.yml has no entry for {absent}"
+
+
+def test_pages_for_contributors_are_under_the_last_tab() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("hooks:\n")[0]
+    *users, last = re.split(r"^  - ", navigation, flags=re.MULTILINE)
+    theirs = {"CONTRIBUTING.md", "specification.md", "benchmarks.md", "gpus.md"}
+    theirs |= {
+        page.name for page in (ROOT / "docs").glob("a*.md") if page.name.startswith(("architecture", "add-"))
+    }
+    assert all(f": {page}\n" in last for page in theirs)
+    assert not [page for page in theirs if f": {page}\n" in "".join(users)]
+
+
+def test_signatures_are_formatted_and_shown_once() -> None:
+    options, pyproject = (ROOT / "mkdocs.yml").read_text(), (ROOT / "pyproject.toml").read_text()
+    (extra,) = re.findall(r"^docs = \[(.*)\]$", pyproject, re.MULTILINE)
+    assert '"ruff' in extra, "mkdocstrings needs a formatter"
+    assert re.search(r"^ +show_overloads: false", options, re.MULTILINE)
+    (length,) = re.findall(r"^ +line_length: (\d+)", options, re.MULTILINE)
+    assert int(length) <= 72, "a page shows no more letters of code"

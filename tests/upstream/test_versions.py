@@ -247,8 +247,8 @@ def test_the_newest_tested_release_that_pip_can_have_is_installed(
 ) -> None:
     done, venv = install_torch(fresh_environment, tmp_path, wheels=wheels, constraint=constraint)
     assert done.returncode == 0, done.stderr
-    making, which = done.stderr.splitlines()
-    assert "making" in making and not done.stdout
+    (which,) = done.stderr.splitlines()
+    assert not done.stdout
     assert f"has torch {installed}{because and ', because '}{because}" in which
     assert ("a pip constraint excludes" in which) is bool(constraint)
     assert list(venv.glob(f"lib/python3*/site-packages/torch-{installed}.dist-info"))
@@ -268,8 +268,8 @@ def test_without_a_release_that_pip_can_have_one_line_says_what_to_do(
 ) -> None:
     done, venv = install_torch(fresh_environment, tmp_path, wheels=wheels, wanted=wanted)
     assert done.returncode == 1
-    making, advice = done.stderr.splitlines()
-    assert "making" in making and said in advice and "PIP_FIND_LINKS=" in advice
+    (advice,) = done.stderr.splitlines()
+    assert said in advice and "PIP_FIND_LINKS=" in advice
     assert not list(venv.glob(".installed-*"))
 
 

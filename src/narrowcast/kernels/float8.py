@@ -382,7 +382,7 @@ def _cast_launch(
     partials: int,
     epsilon: float,
 ) -> tuple[Launch, int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return the launch, how many operands it takes, the shape and strides of the data, and and of the transpose.
+    """Return the launch, how many operands it takes, and the shapes and strides of data and transpose.
 
     Args:
         shape, constants, operands: of the source.

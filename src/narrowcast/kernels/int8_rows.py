@@ -13,7 +13,7 @@ from .launch import INTERPRETING, Launcher, check_device, check_input
 
 ELEMENTS = 4096
 LONGEST = 4096
-"""Of a row that a program takes."""
+"""Elements of the longest row that one program takes."""
 
 
 @triton.jit

@@ -264,7 +264,7 @@ def gemm(
 
 
 _LAUNCHES: dict[Any, DescribedLaunch] = {}
-"""Of :func:`gemm`, by what settles all but addresses."""
+"""Launches of :func:`gemm`, by everything that they depend on except addresses."""
 MOST_LAUNCHES = 1024
 _SIZES: dict[Any, Tensor] = {}
 

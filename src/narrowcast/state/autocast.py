@@ -228,7 +228,7 @@ class autocast:
             state.entered.remove(self)
             if (
                 later
-            ):  # left out of order: the next one goes back to what this one found, and all are one less deep
+            ):  # left out of order: the next one returns to this one's state, and all are one less deep
                 later[0].previous = previous
                 for context in later[1:]:
                     *values, depth = context.previous  # type: ignore[misc]

@@ -213,7 +213,7 @@ def _default(device: Any, dtype: torch.dtype | None, like: Any) -> tuple[Any, to
 def _split(
     mode: str | None, group: Any, sequence_parallel: bool, described: bool
 ) -> tuple[TensorParallel, int]:
-    """Return how the layer is split and the over how many processes."""
+    """Return how the layer is split, and over how many processes."""
     if not (described and isinstance(group, int)):
         parallel = tensor_parallel(mode, group, sequence_parallel)
         return parallel, group_size(parallel.group)
