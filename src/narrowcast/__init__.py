@@ -1,6 +1,20 @@
 """narrowcast: low-precision training for PyTorch that compiles."""
 
-from . import compat, custom_recipes, distributed, dynamo, nn, ops, optimizers, policy, recipe, state
+import sys
+
+from . import (
+    _keywords,
+    compat,
+    custom_recipes,
+    distributed,
+    dynamo,
+    nn,
+    ops,
+    optimizers,
+    policy,
+    recipe,
+    state,
+)
 from ._determinism import get_deterministic, set_deterministic
 from ._device import (
     get_cudnn_version,
@@ -240,3 +254,5 @@ __all__ = [
     "train_merged",
     "watch",
 ]
+
+_keywords.check_public(sys.modules[__name__])

@@ -8,8 +8,10 @@ traced code reads next is what that function left, guarded as if it had always b
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from .upstream import opaque
 from .upstream.compiler import is_dynamo_loaded
 from .upstream.functionalization import current_mode
 from .upstream.tensors import count_modes
+
+_FOLDER = str(Path(__file__).parent)
 
 
 def while_tracing(function: Callable[[Any], None]) -> bool:
@@ -171,9 +175,17 @@ def refuse_in_graphs(message: str, error: type[Exception] = RuntimeError) -> Non
 
 
 def warn(message: str) -> None:
-    """Warn of a call, at the line of the caller's caller; traced code warns while it is traced."""
+    """Warn of a call, at the user's line; traced code warns while it is traced."""
     if not while_tracing(_warn_while_tracing):
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=users_level())
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` at which the caller's warning names the first line outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _warn_while_tracing(context: Any) -> None:
@@ -181,9 +193,9 @@ def _warn_while_tracing(context: Any) -> None:
 
 
 def warn_of_old_name(message: str) -> None:
-    """Warn that a name is deprecated, at the line of the caller's caller; traced code does not warn."""
+    """Warn that a name is deprecated, at the user's line; traced code does not warn."""
     if can_check():
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        warnings.warn(message, DeprecationWarning, stacklevel=users_level())
 
 
 def is_eager() -> bool:

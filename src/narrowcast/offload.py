@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._checks import flags, positive
 from ._checks import tensor as tensor_given
-from ._tracing import refuse_in_graphs
+from ._tracing import refuse_in_graphs, users_level
 from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
 
 LEAST_ELEMENTS = 256 * 1024
@@ -376,7 +376,9 @@ def get_cpu_offload_context(
         return (*idle, ManualOffloadSynchronizer(None)) if manual_synchronization else idle
     if offload_weights:
         warnings.warn(
-            "offload_weights has no effect; weights stay on the device", DeprecationWarning, stacklevel=2
+            "offload_weights has no effect; weights stay on the device",
+            DeprecationWarning,
+            stacklevel=users_level(),
         )
     if not offload_activations:
         raise ValueError(

@@ -122,10 +122,10 @@ def test_what_a_layer_and_a_recipe_do_not_have_says_what_to_use() -> None:
     )
     for wrong, remedy in (
         ("interval", "scales are renewed in every step; leave it out"),
-        ("amax_history_length", "did you mean 'amax_history_len'"),
-        ("speed", "fields: margin, fp8_format"),
+        ("amax_history_length", "did you mean amax_history_len="),
+        ("speed", "it takes margin, fp8_format"),
     ):
-        with pytest.raises(TypeError, match=f"DelayedScaling has no field '{wrong}'; .*{remedy}"):
+        with pytest.raises(TypeError, match=f"DelayedScaling takes no '{wrong}'; .*{remedy}"):
             nc.recipe.DelayedScaling(**{wrong: 1})
 
 

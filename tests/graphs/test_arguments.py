@@ -26,7 +26,7 @@ X = torch.zeros(4, 32)
 BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (layer(), {"enabled": True, "fp8_enabled": True}, ValueError, "enabled and its old name fp8_enabled"),
     (layer(), {"recipe": 3, "fp8_recipe": 4}, ValueError, "recipe and its old name fp8_recipe"),
-    (layer(), {"fp9_enabled": True}, TypeError, "no argument 'fp9_enabled'"),
+    (layer(), {"fp9_enabled": True}, TypeError, "takes no 'fp9_enabled'; did you mean fp8_enabled=."),
     ((layer(), layer()), {}, ValueError, "sample_args has 1 for 2 samples"),
     (layer(), {"enabled": (True, False)}, ValueError, "enabled has 2 values for 1 callables"),
     ((layer(),), {"sample_kwargs": ({}, {})}, ValueError, "sample_kwargs has 2 for 1 samples"),

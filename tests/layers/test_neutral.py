@@ -71,7 +71,7 @@ def test_values_that_ask_for_more_name_the_option(name: str) -> None:
 def test_other_names_are_errors_as_ever(name: str) -> None:
     sizes, options = LAYERS[name]
     for option in ("in_feature", "seq_length") if "seq_length" not in options else ("in_feature",):
-        with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{option}'"):
+        with pytest.raises(TypeError, match=rf"^{name} takes no '{option}'; "):
             getattr(nc, name)(*sizes, device="cpu", **{option: 1})
 
 

@@ -74,7 +74,6 @@ def convert(
     dry_run: bool = False,
     policy: str | None = None,
     rows: int | None = None,
-    **unknown: Any,
 ) -> nn.Module | Receipt:
     """Convert the linear layers of a model to a recipe's precision, in place; :func:`revert` undoes it exactly.
 
@@ -117,7 +116,7 @@ def convert(
             frozen or have another recipe.
         RuntimeError: a policy without a GPU.
     """
-    _check_arguments(model, recipe, weights, unknown)
+    _check_arguments(model, recipe, weights)
     _checks.flags(norms=norms, routers=routers, heads=heads, small=small, blocks=blocks, dry_run=dry_run)
     table = recipe_table(recipe, "convert")
     reshard(model)  # what FSDP2 has gathered looks like a plain weight, and is given back later
@@ -183,12 +182,7 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _check_arguments(model: Any, recipe: Any, weights: str, unknown: dict[str, Any]) -> None:
-    if unknown:
-        raise TypeError(
-            f"convert takes no {next(iter(unknown))!r}; only= and skip= choose modules, by patterns of names or by "
-            "functions of (name, module), of which torchao's module_filter_fn has the arguments in the other order"
-        )
+def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if recipe is None:

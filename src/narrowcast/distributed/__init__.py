@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .. import _keywords
 from ..layers.described import ParameterRecord, describe_parameter, describe_parameters
 from .checkpoint import load_checkpoint, save_checkpoint
 from .master_weights import (
@@ -56,4 +57,6 @@ def __getattr__(name: str) -> Any:
     """Import on demand the parts that need PyTorch's DTensor or compiler, which take long to import."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = _keywords.checked(name, value)
+    return globals()[name]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._tracing import users_level
 from ..upstream.modules import has_backward_hooks
 from ..upstream.tensors import tree_flatten
 
@@ -28,19 +29,18 @@ def with_old_names(old: dict[str, Any], **given: Any) -> dict[str, Any]:
     """Return ``given`` completed by arguments under their old names.
 
     Raises:
-        TypeError: an unknown name.
         ValueError: an argument under both names.
     """
     merged = dict(given)
     for name, value in old.items():
-        if name not in OLD_NAMES:
-            raise TypeError(f"make_graphed_callables has no argument {name!r}")
         new = OLD_NAMES[name]
         if value is None:
             continue
         if given[new] is not None:
             raise ValueError(f"{new} and its old name {name} are both given; use {new}")
-        warnings.warn(f"{name} is the old name of {new}; use that", DeprecationWarning, stacklevel=3)
+        warnings.warn(
+            f"{name} is the old name of {new}; use that", DeprecationWarning, stacklevel=users_level()
+        )
         merged[new] = value
     return merged
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _keywords
 from ..layers import GroupedLinearLayer, Snapshot
 from ..state import THREAD, autocast
-from .arguments import check_callable, per_callable, schedule, with_old_names
+from .arguments import OLD_NAMES, check_callable, per_callable, schedule, with_old_names
 from .capture import Captured, CudaGraphs
 
 
@@ -75,6 +77,9 @@ def make_graphed_callables(
         raise _not_taken("_reuse_graph_input_output_buffers")
     if capture_time_hooks is not None:
         raise _not_taken("capture_time_hooks")
+    if old_names:
+        accepted = (*inspect.signature(make_graphed_callables).parameters, *OLD_NAMES)
+        _keywords.check("make_graphed_callables", accepted, old_names)
     options = with_old_names(
         old_names,
         enabled=enabled,

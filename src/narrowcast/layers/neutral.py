@@ -75,15 +75,12 @@ def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> Non
         declared: one of the classes above.
 
     Raises:
-        TypeError: an option that is not declared.
         NotImplementedError: a value requests something that is not supported.
     """
     if not options:
         return
     hints = get_type_hints(declared)
     for name, value in options.items():
-        if name not in hints:
-            raise TypeError(f"{layer}() got an unexpected keyword argument {name!r}")
         accepted = get_args(hints[name])
         if accepted and not any(value is own or (own is not None and value == own) for own in accepted):
             raise NotImplementedError(

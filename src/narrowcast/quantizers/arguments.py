@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._tracing import users_level
 from ..formats import DType
 
 TORCH_DTYPES = {
@@ -82,5 +83,7 @@ def warn_ignored(**arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         warnings.warn(
-            f"{', '.join(given)} no longer have an effect and are ignored", DeprecationWarning, stacklevel=3
+            f"{', '.join(given)} no longer have an effect and are ignored",
+            DeprecationWarning,
+            stacklevel=users_level(),
         )

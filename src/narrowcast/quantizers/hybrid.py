@@ -43,11 +43,8 @@ class HybridQuantizer(Quantizer):
     _layout_fields = ("rowwise_value", "columnwise_value")
     _rotates = True
 
-    def __new__(
-        cls, *, rowwise_quantizer: Any = None, columnwise_quantizer: Any = None, columnwise_source: str = ""
-    ) -> HybridQuantizer:
-        halves = (rowwise_quantizer, columnwise_quantizer)
-        eager = any(isinstance(half, Quantizer) and not half._value_text() for half in halves)
+    def __new__(cls, **options: Any) -> HybridQuantizer:
+        eager = any(isinstance(half, Quantizer) and not half._value_text() for half in options.values())
         return object.__new__(EagerHybridQuantizer if eager and cls is HybridQuantizer else cls)
 
     def __init__(

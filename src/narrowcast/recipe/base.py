@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import functools
 import itertools
@@ -144,33 +143,14 @@ def recipe_class(cls: _Class) -> _Class:
     """
     cls = dataclass(frozen=True)(cls)
     del cls.__setattr__, cls.__delattr__
-    value_hash, init = cls.__hash__, cls.__init__
-
-    @functools.wraps(init)
-    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - init.__annotations__.keys():
-            raise TypeError(_no_such_field(type(self), name))
-        init(self, *args, **kwargs)
+    value_hash = cls.__hash__
 
     def sealing_hash(self: Any) -> int:
         self._seal()
         return value_hash(self)  # type: ignore[call-arg]
 
     cls.__hash__ = sealing_hash  # type: ignore[assignment]
-    cls.__init__ = checked_init  # type: ignore[misc]
     return cls
-
-
-_REMOVED = {
-    "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out"
-}
-
-
-def _no_such_field(recipe: type, name: str) -> str:
-    names = [each.name for each in fields(recipe) if each.init]
-    near = difflib.get_close_matches(name, names, 1)
-    remedy = _REMOVED.get(name) or (f"did you mean {near[0]!r}?" if near else f"fields: {', '.join(names)}")
-    return f"{recipe.__name__} has no field {name!r}; {remedy}"
 
 
 class HighPrecisionBlocks(NamedTuple):

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -52,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words in DOCTOR:  # it reports what is missing
-        return import_module("narrowcast_tools.train.doctor").doctor(json=len(words) > 1)
+        from ..train.doctor import doctor
+
+        return doctor(json=len(words) > 1)
     if MISSING is not None:
         return _fail(_install(MISSING), 2)
     typed = shlex.join(["narrowcast", *words])

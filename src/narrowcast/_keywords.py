@@ -1,0 +1,129 @@
+"""Wrong keywords of public functions and classes: the message names the nearest one.
+
+Python names the keyword alone, before any line of the function runs. So :func:`check_public` puts a function that
+compares names in front of each public one, at the doors that users call; the package's own calls do not pass it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Collection, Iterator
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+_LISTED = 200  # characters of the names that a message lists
+_CHECKED: set[Any] = set()  # constructors that check
+_FOREIGN = {
+    "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out",
+    "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
+}
+"""Keywords of other packages, and what to do about them."""
+
+
+def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> None:
+    """Check keywords that a call was given.
+
+    Args:
+        name: of the function or class.
+
+    Raises:
+        TypeError: one is not accepted; the message has the nearest name, or the accepted ones.
+    """
+    for keyword in keywords:
+        if keyword not in accepted:
+            raise TypeError(f"{name} takes no {keyword!r}; {_remedy(keyword, accepted)}")
+
+
+def _remedy(keyword: str, accepted: Collection[str]) -> str:
+    if keyword in _FOREIGN:
+        return _FOREIGN[keyword]
+    if near := difflib.get_close_matches(keyword, accepted, 1):
+        return f"did you mean {near[0]}=?"
+    names = ", ".join(accepted)
+    return f"it takes {names if len(names) <= _LISTED else names[:_LISTED].rpartition(',')[0] + ', ...'}"
+
+
+def check_public(package: ModuleType) -> None:
+    """Check the keywords of all that a package and its public subpackages export and have loaded."""
+    for name, value in exported(package):
+        checked(name, value)
+
+
+def exported(package: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of every function and class that a package and its subpackages export and have loaded."""
+    for name in package.__all__:
+        value = vars(package).get(name)
+        if isinstance(value, ModuleType):
+            if "__all__" in vars(value):
+                yield from exported(value)
+        elif inspect.isroutine(value) or isinstance(value, type):
+            yield name, value
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return a function or class that checks its keywords; a package that exports it has this one from now on."""
+    if not isinstance(value, type):
+        return _checked_function(name, value)
+    for base in value.__mro__:
+        if base.__module__.partition(".")[0] == _PACKAGE and "__init__" in vars(base):
+            _check_init(base)
+    return value
+
+
+def _accepted(function: Any) -> tuple[str, ...]:
+    """Return the names that a function takes as keywords; none if it takes any."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    last = code.co_argcount + code.co_kwonlyargcount
+    names = code.co_varnames[code.co_posonlyargcount : last]
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return names
+    further = code.co_varnames[last + bool(code.co_flags & inspect.CO_VARARGS)]
+    kind = str(function.__annotations__.get(further, ""))
+    if not kind.startswith("Unpack["):
+        return ()
+    declared = function.__globals__[kind.removeprefix("Unpack[").removesuffix("]")]  # a TypedDict
+    return (*names, *sorted(declared.__required_keys__ | declared.__optional_keys__))
+
+
+def _checked_function(name: str, function: Any) -> Any:
+    accepted = _accepted(function)
+    if not accepted:
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for keyword in kwargs:
+            if keyword not in accepted:
+                check(name, accepted, kwargs)
+        return function(*args, **kwargs)
+
+    # In the packages, where users find it, and where it is defined, where pickle does.
+    for path, module in list(sys.modules.items()):
+        public = path.partition(".")[0] == _PACKAGE and "__path__" in vars(module)
+        if (public or path == function.__module__) and vars(module).get(name) is function:
+            setattr(module, name, checked)
+    return checked
+
+
+def _check_init(cls: type) -> None:
+    init = vars(cls)["__init__"]
+    accepted = _accepted(init)[1:]
+    if not accepted or init in _CHECKED:
+        return
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for keyword in kwargs:
+            if keyword not in accepted:
+                check(type(self).__name__, accepted, kwargs)
+        init(self, *args, **kwargs)
+
+    _CHECKED.add(checked)
+    cls.__init__ = checked

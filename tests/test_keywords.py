@@ -1,0 +1,129 @@
+"""Wrong keywords of public functions and classes: the message has the nearest one."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast import _keywords
+
+ANY = {
+    "checkpoint": "the function's own keywords follow",
+    "expert_parallel": "MoEDispatch checks them",
+    "make_graphed_callables": "checks its old names, too; the test below",
+    "recipe_from_name": "the recipe's class checks them",
+    "shard": "fully_shard checks them",
+    "ColwiseParallel": "the constructor is PyTorch's",
+    "RowwiseParallel": "the constructor is PyTorch's",
+    "SequenceParallel": "the constructor is PyTorch's",
+}
+"""Callables whose further keywords are another's, and whose."""
+for later in nc.distributed.__all__:  # loaded on demand
+    getattr(nc.distributed, later)
+EXPORTED = sorted(dict(_keywords.exported(nc)).items())
+
+
+def keywords_of(value: Any) -> list[str]:
+    """Return the names that a callable declares, by its signature, and none if its tensors are made by quantizers."""
+    if isinstance(value, type) and (
+        issubclass(value, (torch.Tensor, tuple)) or value.__init__ is object.__init__
+    ):
+        return []
+    parameters = inspect.signature(value).parameters.values()
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+
+
+CASES = [
+    pytest.param(value, names, id=name)
+    for name, value in EXPORTED
+    if name not in ANY and "Storage" not in name and not issubclass(type(value), type(nc.DType))
+    for names in [keywords_of(value)]
+    if names
+]
+
+
+@pytest.mark.parametrize("function, names", CASES)
+def test_a_misspelled_keyword_gets_the_nearest_one(function: Any, names: list[str]) -> None:
+    for name in names:
+        wrong = name[:-1] + 2 * name[-1]
+        with pytest.raises(TypeError, match=f" takes no '{wrong}'; did you mean [a-z_0-9]+=") as raised:
+            function(**{wrong: None})
+        assert len(str(raised.value)) <= 300
+    with pytest.raises(TypeError, match=r" takes no 'qqq'; it takes ") as raised:
+        function(qqq=None)
+    assert len(str(raised.value)) <= 300
+
+
+def test_every_function_and_class_is_asked() -> None:
+    assert len(CASES) > 130
+    assert set(ANY) <= {name for name, _ in EXPORTED}
+    for name in (
+        "convert",
+        "Linear",
+        "TransformerLayer",
+        "FusedAdam",
+        "DelayedScaling",
+        "MoEDispatch",
+        "autocast",
+    ):
+        assert any(case.id == name for case in CASES), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ("wieghts", "did you mean weights=?"),
+        ("skipp", "did you mean skip=?"),
+        ("head", "did you mean heads=?"),
+        ("module_filter_fn", "use only= or skip=: names, patterns, or functions of (name, module)"),
+    ],
+)
+def test_convert_names_the_keyword(wrong: str, remedy: str) -> None:
+    with pytest.raises(TypeError, match=f"convert takes no '{wrong}'; ") as raised:
+        nc.convert(nn.Linear(8, 8), "current", **{wrong: None})
+    assert remedy in str(raised.value)
+
+
+def test_options_of_transformer_engine_are_known() -> None:
+    nc.Linear(16, 16, ub_overlap_ag=False)
+    with pytest.raises(TypeError, match="Linear takes no 'ub_overlap_a'; did you mean ub_overlap_ag="):
+        nc.Linear(16, 16, ub_overlap_a=False)
+    with pytest.raises(
+        TypeError, match="make_graphed_callables takes no 'fp8_recip'; did you mean fp8_recipe="
+    ):
+        nc.make_graphed_callables(nn.Linear(8, 8), (), fp8_recip=None)
+
+
+def test_signatures_pickling_and_positions_stay() -> None:
+    assert next(iter(inspect.signature(nc.convert).parameters)) == "model"
+    assert list(inspect.signature(nc.Linear).parameters)[:2] == ["in_features", "out_features"]
+    assert pickle.loads(pickle.dumps(nc.convert)) is nc.convert
+    assert nc.Linear(16, 32, False).bias is None
+
+
+class _Own(nc.Linear):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(16, 16, **options)
+
+
+def test_a_class_of_the_users_own_names_itself() -> None:
+    with pytest.raises(TypeError, match="_Own takes no 'biass'; did you mean bias="):
+        _Own(biass=False)
+
+
+def test_checked_calls_compile() -> None:
+    """In compiled code a checked function and class are traced like others."""
+    logits, target = torch.randn(4, 8), torch.randint(8, (4,))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(enabled=True, recipe=nc.recipe.Float8CurrentScaling()):
+            return nc.parallel_cross_entropy(inp=x, target=target, label_smoothing=0.1).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(logits), loss(logits))
