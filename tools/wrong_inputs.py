@@ -40,6 +40,7 @@ WRONG: tuple[Any, ...] = (
     torch.ones(2, 3, dtype=torch.int64),
     torch.complex64,
 )
+LONGEST = 300
 REMEDY = re.compile(
     r"\b(use|uses|takes?|give|pass|must|needs?|leave|add|call|assign|choose|expected|accepts?|set|make|one of|fields)\b"
 )
@@ -402,6 +403,8 @@ def _judge(function: Callable[..., Any], kwargs: dict[str, Any], name: str, valu
         raised = last.filename.startswith(SOURCE) and str(last.line).startswith("raise")
         if not raised:
             return f"crash    {told} ({Path(last.filename).name}:{last.lineno})"
+        if len(str(error)) > LONGEST:
+            return f"{len(str(error))} characters: {told}"
         if not _named(value, str(error)) and not REMEDY.search(str(error)):
             return f"vague    {told}"
     return ""

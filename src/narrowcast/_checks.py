@@ -11,6 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: on one line, or its type and shape if that would be long."""
+    text = repr(value)
+    if len(text) <= _SHOWN and "\n" not in text:
+        return text
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (
+        f" of shape {tuple(shape)}" if shape is not None else f" ({text[:30]}...)"
+    )
+
 
 def positive(**sizes: Any) -> None:
     """Check sizes by name.
@@ -24,7 +37,7 @@ def positive(**sizes: Any) -> None:
         except TypeError:
             fits = False
         if not fits:
-            raise ValueError(f"{label} is {size!r}; use a positive number, a whole one")
+            raise ValueError(f"{label} is {shown(size)}; use a positive number, a whole one")
 
 
 def in_range(label: str, value: Any, accepted: str, *, below: float = math.inf) -> None:
@@ -40,7 +53,7 @@ def in_range(label: str, value: Any, accepted: str, *, below: float = math.inf) 
         ValueError: the value is no number in the range.
     """
     if not isinstance(value, Real) or not 0 <= float(value) < below:
-        raise ValueError(f"{label} is {value!r}; {accepted}")
+        raise ValueError(f"{label} is {shown(value)}; {accepted}")
 
 
 def tensor(label: str, value: Any) -> None:
@@ -50,7 +63,7 @@ def tensor(label: str, value: Any) -> None:
         TypeError: the value is no tensor.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; give a tensor")
+        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; give a tensor")
 
 
 def tensors(**values: Any) -> None:
@@ -71,7 +84,7 @@ def flags(**values: Any) -> None:
     """
     for label, value in values.items():
         if value is not None and not isinstance(value, Integral) and type(value).__module__ != "numpy":
-            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use True or False")
+            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use True or False")
 
 
 def whole(**values: Any) -> None:
@@ -82,7 +95,7 @@ def whole(**values: Any) -> None:
     """
     for label, value in values.items():
         if not isinstance(value, (Integral, torch.SymInt)):
-            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a whole number")
+            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a whole number")
 
 
 def numbers(**values: Any) -> None:
@@ -93,7 +106,7 @@ def numbers(**values: Any) -> None:
     """
     for label, value in values.items():
         if not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a number")
+            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a number")
 
 
 def text(**values: Any) -> None:
@@ -104,7 +117,7 @@ def text(**values: Any) -> None:
     """
     for label, value in values.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; use a text or None")
+            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a text or None")
 
 
 def path(label: str, value: Any) -> None:
@@ -114,7 +127,7 @@ def path(label: str, value: Any) -> None:
         TypeError: the value is none.
     """
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; pass a path")
+        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; pass a path")
 
 
 def optimizer(label: str, value: Any) -> None:
@@ -125,7 +138,7 @@ def optimizer(label: str, value: Any) -> None:
     """
     if value is not None and not isinstance(value, torch.optim.Optimizer):
         raise TypeError(
-            f"{label} is {value!r}, of type {type(value).__name__}; pass a torch.optim.Optimizer or None"
+            f"{label} is {shown(value)}, of type {type(value).__name__}; pass a torch.optim.Optimizer or None"
         )
 
 
@@ -136,7 +149,7 @@ def module(label: str, value: Any) -> None:
         TypeError: the value is no module.
     """
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{label} is {value!r}, of type {type(value).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; pass a torch.nn.Module")
 
 
 def function(label: str, value: Any) -> None:
@@ -146,4 +159,4 @@ def function(label: str, value: Any) -> None:
         TypeError: the value is no function.
     """
     if not callable(value):
-        raise TypeError(f"{label} is {value!r}; use a function or None")
+        raise TypeError(f"{label} is {shown(value)}; use a function or None")

@@ -98,16 +98,39 @@ def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
     return function(*operands, **options)
 
 
-def once_differentiable(backward: Any) -> Any:
-    """Return PyTorch's decorator of this name for the backward of an autograd function, where gradients are recorded.
+class _OnceDifferentiable(torch.autograd.Function):
+    """Passes gradients on, and has none itself."""
 
-    Most backwards record no gradients. The decorator would do nothing there, and costs the host as much as a launch.
+    @staticmethod
+    def forward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            "narrowcast differentiates once, and this is a second derivative; use layers of torch.nn "
+            "here, or narrowcast.Linear inside autocast(enabled=False), which is exact"
+        )
+
+
+def once_differentiable(backward: Any) -> Any:
+    """Decorate the backward of an autograd function: differentiating its gradients raises, and says what to use.
+
+    Most backwards record no gradients, and then it only calls the backward.
     """
-    recorded = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
-        return (recorded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not any(isinstance(one, Tensor) and one.requires_grad for one in gradients):
+            return found
+        several = found if isinstance(found, tuple) else (found,)
+        recorded = [one if one is None else one.detach().requires_grad_() for one in several]
+        refusing = _OnceDifferentiable.apply(*recorded)
+        return refusing if isinstance(found, tuple) else refusing[0]
 
     return run
 

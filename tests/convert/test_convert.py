@@ -211,7 +211,7 @@ def test_weights_that_are_stored_keep_their_recipe() -> None:
     model = nc.convert(nn.Sequential(nn.Linear(32, 32)).requires_grad_(False), CURRENT, weights="stored")
     nc.convert(model, CURRENT)
     with pytest.raises(
-        ValueError, match=r"weight of '0' is stored .* Float8CurrentScaling.*revert\(model\) before"
+        ValueError, match=r"weight of '0' is stored .* current; call .*revert\(model\) before"
     ):
         nc.convert(model, nc.recipe.DelayedScaling())
     assert nc.receipt(model).gemms[0].stored
@@ -500,3 +500,11 @@ def test_a_factory_that_tells_grouped_layers_apart() -> None:
     ours = model[0](x, index, weights)
     nc.set_recipe(model[0], nc.recipe.MXFP8BlockScaling())
     assert torch.equal(ours, model[0](x, index, weights))
+
+
+def test_a_conversion_that_skips_everything_is_refused() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=r"convert would change nothing in this Model; .* and \d more: skip"):
+        nc.convert(model, CURRENT, skip="**")
+    nc.convert(nc.convert(model, CURRENT), CURRENT, skip="**")
+    assert nc.get_recipes(nc.convert(Model(), {"": CURRENT, "layers.0": None, "embed": None}))

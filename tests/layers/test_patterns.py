@@ -34,13 +34,20 @@ def test_any_number_of_parts_is_also_none() -> None:
         ("model.layer", "the nearest: 'model.layers'"),
         ("up_proj", r"for that name anywhere, write '\*\*\.up_proj'"),
         ("embed", r"it matches 'embed' \(Embedding\), which is none"),
-        ("xyz", "it has: 'model.layers.0.mlp.up_proj', .*'lm_head'$"),
+        ("xyz", "it has: 'model.layers.0.mlp.up_proj', .*'lm_head' and others, 37 in all$"),
     ],
 )
 def test_a_pattern_without_a_match_tells_the_nearest(pattern: str, told: str) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(2, 2)})
     with pytest.raises(ValueError, match=rf"matches no layer of this ModuleDict; {told}"):
         matching_names(pattern, NAMES, model, "layer")
+
+
+def test_few_names_are_all_listed_and_many_are_counted() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    for size, told in ((2, "it has: '0', '1'$"), (12, "it has: '0' and others, 12 in all$")):
+        with pytest.raises(ValueError, match=told):
+            matching_names("lm_head", [str(number) for number in range(size)], model[:size], "layer")
 
 
 def test_functions_choose_by_name_and_module() -> None:

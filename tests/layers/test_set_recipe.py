@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -317,3 +318,29 @@ def test_a_graph_of_a_recomputation_fits_the_next_one_in_another_thread() -> Non
             backwards.submit(y.square().sum().backward).result()
             counts.append(counter.frame_count)
     assert counts[1] == counts[-1] <= 3
+
+
+def test_none_on_a_plain_layer_is_what_that_is() -> None:
+    model = nn.Sequential(OrderedDict(body=nc.Linear(16, 16), norm=nn.LayerNorm(16), head=nn.Linear(16, 8)))
+    nc.set_recipe(model, {"": MXFP8, "head": None, "norm": None})
+    assert nc.get_recipes(model) == {"body": MXFP8}
+    with pytest.raises(ValueError, match=r"'hed' matches no low-precision layer .* the nearest: 'head'"):
+        nc.set_recipe(model, {"": MXFP8, "hed": None})
+    with pytest.raises(ValueError, match=r"it matches 'head' \(Linear\), which is none"):
+        nc.set_recipe(model, {"head": MXFP8})
+
+
+@pytest.mark.parametrize(
+    ("layer", "shown"),
+    [
+        (nc.Linear(16, 16, recipe="current"), "bias=True, recipe=current)"),
+        (nc.LayerNormLinear(16, 16, recipe=nc.recipe.DelayedScaling(margin=1)), "recipe=delayed(margin=1))"),
+        (nc.LayerNormMLP(16, 32, recipe="mxfp8"), "recipe=mxfp8"),
+        (nc.GroupedLinear(2, 16, 16, recipe="block"), "bias=True, recipe=block)"),
+        (nc.Linear(16, 16), "bias=True)"),
+        (nc.convert(nn.Linear(16, 16), "nvfp4"), "bias=True, recipe=nvfp4)"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_printed_layer_names_its_recipe(layer: nn.Module, shown: str) -> None:
+    assert shown in repr(layer)

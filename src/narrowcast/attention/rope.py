@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import functional
 from .._checks import flags, in_range, numbers, positive, tensor, tensors, whole
 from .._device import default_device
-from .._tracing import host_reads
+from .._tracing import host_reads, once_differentiable
 from ..upstream.modules import own_buffers, undo_casts
 from .formats import FORMATS
 from .masks import packed

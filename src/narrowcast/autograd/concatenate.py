@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import has_addresses
+from .._tracing import has_addresses, once_differentiable
 from ..upstream.tensors import in_transform
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import can_overwrite, release
+from .._tracing import can_overwrite, once_differentiable, release
 from ..functional import replay_of
 from ..quantizers import Operand, Quantizer
 from ..recipe import LinearPlan

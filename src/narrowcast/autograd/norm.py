@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import refuse_in_transform
+from .._tracing import once_differentiable, refuse_in_transform
 from ..functional import norm, norm_backward
 from ..upstream.tensors import in_transform
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import can_return_quantized, in_eager
+from .._tracing import can_return_quantized, in_eager, once_differentiable
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
 from ..tensors import QuantizedTensor, plain_gradient

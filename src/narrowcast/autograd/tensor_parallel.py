@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import has_addresses
+from .._tracing import has_addresses, once_differentiable
 from ..functional import amax_to_share, quantize, transpose_codes
 from ..functional.collectives import (
     arrived,

@@ -14,7 +14,7 @@ from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import Model, RecipeChoice, recipe_table
 from ..nn import Linear
-from ..recipe import Recipe
+from ..recipe import Recipe, recipe_name
 from ..upstream.fsdp import reshard
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
@@ -124,7 +124,8 @@ def convert(
     modules = {one.name: one.module for one in (*found, *found_norms)}
     recipes: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
-        recipes.update(dict.fromkeys(matching_names(pattern, modules, model, _KIND), value))
+        names = dict(model.named_modules()) if value is None else modules
+        recipes.update(dict.fromkeys(matching_names(pattern, names, model, _KIND), value))
     chosen = _chosen_names(only, modules, model)
     skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
     asked = {"routers": routers, "heads": heads, "small": small, "blocks": blocks}
@@ -140,9 +141,10 @@ def convert(
     receipt = receipt_of(model, decisions, chosen_norms, dry_run)
     if dry_run:
         return receipt
-    wanted = [one for one in decisions if one.found.name in chosen - skipped and recipes.get(one.found.name)]
+    given = [one for one in decisions if recipes.get(one.found.name)]
+    wanted = [one for one in given if one.found.name in chosen - skipped]
     if policy is None and not any(norm.layer for norm in chosen_norms):
-        _check_converts(model, wanted)
+        _check_converts(model, wanted or given)
     _apply(decisions, chosen_norms)
     renew_with(model)
     return model
@@ -214,14 +216,14 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
 def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
     """
     Raises:
-        ValueError: none of the selected modules is converted.
+        ValueError: none of the modules with a recipe is converted.
     """
     if not wanted or any(one.decision == "converted" for one in wanted):
         return
     reasons: dict[str, list[str]] = {}
     for one in wanted:
         reasons.setdefault(one.reason, []).append(one.found.name or "the model")
-    told = "; ".join(f"{_some(names)}: {reason}" for reason, names in reasons.items())
+    told = "; ".join(f"{_some(names)}: {reason}" for reason, names in list(reasons.items())[:2])
     raise ValueError(
         f"convert would change nothing in this {type(model).__name__}; {told}. narrowcast.receipt(model) lists all"
     )
@@ -296,8 +298,8 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
         return before
     if before.stored == "stored":  # a copy in four bits serves every recipe
         raise ValueError(
-            f"the weight of {before.found.name or 'the model'!r} is stored quantized for {before.recipe}; call "
-            "narrowcast.revert(model) before converting with another recipe"
+            f"the weight of {before.found.name or 'the model'!r} is stored quantized for {recipe_name(before.recipe)}; "
+            "call narrowcast.revert(model) before converting with another recipe"
         )
     return replace(before, recipe=recipe)
 

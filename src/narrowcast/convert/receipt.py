@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _checks
 from ..nn import LayerNormLinear, LayerNormMLP
 from ..recipe import Recipe, linear_plan
 from .decisions import Decision, decisions_so_far, norms_so_far
@@ -150,9 +151,13 @@ class Receipt:
     def assert_coverage(self, least: float) -> None:
         """Check that GEMMs with at least this share of the FLOPs per token run under a recipe.
 
+        Args:
+            least: share from 0 to 1.
         Raises:
             AssertionError: they do not; it names the largest that stay.
+            ValueError: ``least`` is no share.
         """
+        _checks.in_range("least", least, "use a share from 0 to 1, such as .9", below=math.nextafter(1, 2))
         if self.flops_covered >= least:
             return
         running = self._running()
@@ -160,7 +165,7 @@ class Receipt:
         named = "; ".join(
             f"{one.name or one.type} {one.flops_share:.1%} "
             f"({'did not run' if one.covered else one.reason or 'no recipe'})"
-            for one in kept[:8]
+            for one in kept[:3]
         )
         raise AssertionError(
             f"{self.flops_covered:.1%} of the FLOPs of {self.model} run under a recipe, {least:.1%} are asked for; "

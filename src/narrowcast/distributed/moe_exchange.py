@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import can_return_quantized
+from .._tracing import can_return_quantized, once_differentiable
 from ..formats import DType
 from ..functional import (
     dequantize,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from .._tracing import once_differentiable
 from ..functional import WeightsNote, are_unchanged, begin_main_grad_, note_weights
 from ..layers import LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states

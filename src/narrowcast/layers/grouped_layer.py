@@ -152,11 +152,9 @@ class GroupedLinearLayer(LinearLayer):
         return Split(dim, self._tp_group, self.tp_size, "tensor")
 
     def extra_repr(self) -> str:
-        """Return sizes, as printed by the module."""
-        return (
-            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}"
-        )
+        """Return sizes and recipe, as printed by the module."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return self._with_recipe(f"num_gemms={self.num_gemms}", sizes, f"bias={self.use_bias}")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

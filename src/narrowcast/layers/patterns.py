@@ -96,11 +96,14 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _shown(names: Iterable[str], most: int) -> str:
-    """Return the first names of those that differ in more than numbers."""
+    """Return names for a message: where there are more than ``most``, the first of those that differ in numbers."""
+    listed = list(names)
+    if len(listed) <= most:
+        return ", ".join(map(repr, listed))
     different: dict[str, str] = {}
-    for name in names:
+    for name in listed:
         different.setdefault(re.sub(r"\d+", "*", name), name)
-    return ", ".join(repr(name) for name in list(different.values())[:most])
+    return f"{', '.join(map(repr, list(different.values())[:most]))} and others, {len(listed)} in all"
 
 
 def _regular_expression(pattern: str) -> re.Pattern[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._tracing import traced_local, while_tracing
-from ..recipe import Recipe
+from ..recipe import Recipe, recipe_name
 from ..state import THREAD, autocast, checked_recipe, entered_in_backward
 from ..upstream.autograd import is_in_backward
 
@@ -42,6 +42,15 @@ class RecipeOwner(nn.Module):
     def recipe(self, recipe: Recipe | str | None) -> None:
         self._init_recipe_owner(recipe)
         self._prepare_for_recipe()
+
+    def extra_repr(self) -> str:
+        """Return the recipe, as printed by the module."""
+        return self._with_recipe()
+
+    def _with_recipe(self, *options: str) -> str:
+        """Return what is printed of the layer: these options, and its recipe."""
+        recipe = () if self._recipe is None else (f"recipe={recipe_name(self._recipe)}",)
+        return ", ".join((*options, *recipe))
 
     def _prepare_for_recipe(self) -> None:
         """Make the state that the layer's own recipe needs."""

@@ -38,7 +38,7 @@ def set_recipe(
             a table of module-name patterns, in which later patterns override earlier ones: ``{"": R, "layers.*.mlp":
             "block", "lm_head": None}``. A pattern selects the modules it matches and all modules inside them; ``*`` is
             one part of a name, ``**`` any number, "" the model itself. Or such a table as JSON
-            (:func:`narrowcast.recipe.recipes_to_json`).
+            (:func:`narrowcast.recipe.recipes_to_json`). None also matches plain modules, and changes nothing there.
         policy: "auto" keeps in high precision the layers that are faster so on this GPU at their sizes, as timed once;
             "auto-graphs" times CUDA graph replays (:mod:`narrowcast.policy`); None times nothing.
         rows: rows of a layer per call, batch x tokens; for a policy.
@@ -61,7 +61,10 @@ def set_recipe(
         )
     chosen: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
-        chosen.update(dict.fromkeys(matching_names(pattern, owners, model, "low-precision layer"), value))
+        # None on a plain layer is what that is already
+        names = dict(model.named_modules()) if value is None else owners
+        matching = matching_names(pattern, names, model, "low-precision layer")
+        chosen.update((name, value) for name in matching if name in owners)
     if policy is not None:
         policy_named(policy, rows)
         chosen = {name: choose(owners[name], value, policy, rows) for name, value in chosen.items()}  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._checks import flags, tensor
 from .._device import HIGH_PRECISION
+from .._tracing import once_differentiable
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
 from ..functional.collectives import gather_rows, group_name, group_size
 from .token_loss import Smoothing, check_target, mean_loss, token_gradient, token_loss

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._checks import positive, tensors
 from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
+from .._tracing import once_differentiable
 from ..functional import linear_cross_entropy_gradients, linear_cross_entropy_statistics
 from ..layers.parameters import casts
 from ..recipe import Recipe

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .._tracing import once_differentiable
 from ..functional import moe_collect, moe_collect_backward, moe_positions, moe_spread
 from ..tensors import plain_gradient
 from .quantized import is_quantized, move_rows

@@ -136,11 +136,10 @@ class LayerNormLinear(NormLinearLayer):
         self._prepare_for_recipe()
 
     def extra_repr(self) -> str:
-        """Return sizes, as printed by the module."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={bool(self._parts_of('bias'))}, normalization={self.norm.normalization}"
-        )
+        """Return sizes, norm and recipe, as printed by the module."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        norm = f"normalization={self.norm.normalization}"
+        return self._with_recipe(sizes, f"bias={bool(self._parts_of('bias'))}", norm)
 
     def forward(
         self,

@@ -166,8 +166,8 @@ class LayerNormMLP(NormLinearLayer):
         self._prepare_for_recipe()
 
     def extra_repr(self) -> str:
-        """Return sizes, as printed by the module."""
-        return (
+        """Return sizes, options and recipe, as printed by the module."""
+        return self._with_recipe(
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"bias={self.fc1_bias is not None}, normalization={self.norm.normalization}, "
             f"activation={self.activation.activation}, checkpoint={self.checkpoint}"

@@ -178,11 +178,9 @@ class Linear(LinearLayer, nn.Linear):
         return super().register_forward_pre_hook(*args, **options)
 
     def extra_repr(self) -> str:
-        """Return sizes, as printed by the module."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={bool(self._parts_of('bias'))}"
-        )
+        """Return sizes and recipe, as printed by the module."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return self._with_recipe(sizes, f"bias={bool(self._parts_of('bias'))}")
 
     def reset_parameters(self) -> None:
         """Initialize weight, bias and state in place; do nothing on the meta device."""

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .._tracing import release
+from .._tracing import once_differentiable, release
 from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, scales_of_backward
 from ..functional import Metadata, replay_of
 from ..quantizers import Operand

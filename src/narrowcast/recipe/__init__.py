@@ -22,7 +22,7 @@ from .current import Float8CurrentScaling
 from .custom import CustomRecipe, get_align_size_for_quantization
 from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
-from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name
+from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name, recipe_name
 from .plan import (
     GRAD_INPUT_SLOT,
     GRAD_OUTPUT_SLOT,
@@ -67,6 +67,7 @@ __all__ = [
     "linear_plan",
     "nearest_recipe",
     "recipe_from_name",
+    "recipe_name",
     "recipes_from_json",
     "recipes_to_json",
     "remember",

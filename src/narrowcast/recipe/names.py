@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +50,22 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
     if cls is None:
         raise ValueError(f"no recipe is named {name!r}{nearest_recipe(name)}; {_KNOWN}")
     return cls(**{**preset, **fields})
+
+
+def recipe_name(recipe: Recipe | None) -> str:
+    """Return the short form of a recipe: its name, and the fields that are not at their defaults; "None" of None."""
+    if recipe is None:
+        return "None"
+    cls = type(recipe)
+    name = next((name for name, known in NAMES.items() if known is cls), "")
+    if not name:
+        return cls.__name__
+    default = cls()
+    changed = [
+        each.name for each in fields(recipe) if getattr(recipe, each.name) != getattr(default, each.name)
+    ]
+    shown = ", ".join(f"{field}={getattr(recipe, field)!r}" for field in changed)
+    return f"{name}({shown})" if shown else name
 
 
 def nearest_recipe(name: str) -> str:

@@ -28,7 +28,7 @@ from ..formats import (
     cdiv,
     round_up,
 )
-from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe, recipe_name
 
 Buffers = Callable[["ReadFormat", str, dict[str, Tensor], tuple[int, int]], list[Tensor]]
 
@@ -113,7 +113,9 @@ class ReadFormat:
         quantizer = stored_quantizer(recipe, key.removesuffix(".weight"), self.weights)
         if self.weights == "stored" and (quantizer._format_layout() is FLOAT8_BLOCK_2D) != self.tiles:
             wanted = "Float8BlockScaling" if self.tiles else "Float8CurrentScaling or DelayedScaling"
-            raise ValueError(f"recipe is {recipe!r}, and the checkpoint's weights are those of {wanted}")
+            raise ValueError(
+                f"recipe is {recipe_name(recipe)}, and the checkpoint's weights are those of {wanted}"
+            )
         buffers = self.buffers(self, key, self._with_zeros(found), shape)
         return TensorProto(shape, dtype, quantizer).assemble(buffers)
 

@@ -27,7 +27,7 @@ from ..layers.described import describe_parameters
 from ..layers.extra_state import EXTRA_STATE
 from ..layers.tensor_parallel import Split
 from ..quantizers import Operand
-from ..recipe import Recipe, linear_plan
+from ..recipe import Recipe, linear_plan, recipe_name
 from ..upstream.c10d import group_named
 from ..upstream.fsdp import compute_dtypes
 from ..upstream.modules import own_parameters
@@ -243,8 +243,8 @@ class Served:
         )
         if operand is None or written_as is None:
             raise ValueError(
-                f"{found.name or 'the model'} has {recipe!r}; format={self.format!r} holds the weights of "
-                f"{self.kind.recipes}: choose another format, or give export recipe= to quantize with"
+                f"{found.name or 'the model'} has the recipe {recipe_name(recipe)}; format={self.format!r} "
+                f"holds the weights of {self.kind.recipes}: choose another format, or give export a recipe="
             )
         return operand, written_as
 
