@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")]
 LINKED = [*PAGES, *ROOT_PAGES, ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "results" / "LOG.md"]
 ELSEWHERE = ROOT / "docs" / "neighbours.md"  # its blocks run in tests/neighbours, with their packages
+ON_RANKS = ROOT / "docs" / "export-many-gpus.md"  # its blocks are one script of two ranks
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -39,7 +41,8 @@ def parameters(paths: list[Path]) -> list:
 
 
 @pytest.mark.parametrize(
-    "page", parameters([page for page in PAGES if page != ELSEWHERE and BLOCK.search(page.read_text())])
+    "page",
+    parameters([one for one in PAGES if one not in (ELSEWHERE, ON_RANKS) and BLOCK.search(one.read_text())]),
 )
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of one page run in order in one namespace, as a reader would type them."""
@@ -49,6 +52,21 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for block in BLOCK.finditer(text):
         lines_before = "\n" * text.count("\n", 0, block.start(1))  # tracebacks show the page's line numbers
         exec(compile(lines_before + block.group(1), str(page), "exec"), namespace)
+
+
+def test_the_blocks_for_many_ranks_run_on_two(tmp_path: Path) -> None:
+    script = tmp_path / "export_ranks.py"
+    script.write_text("\n".join(BLOCK.findall(ON_RANKS.read_text())))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
