@@ -157,3 +157,15 @@ def test_fused_adapters_train_as_those_of_peft() -> None:
     )
     with model.disable_adapter():
         assert not torch.equal(logits(model), plain)
+
+
+@pytest.mark.parametrize("weights", ["stored", "nvfp4"])
+def test_a_stored_layer_that_modules_to_save_trains_warns_of_lost_steps(weights: Any) -> None:
+    base = nc.convert(make().requires_grad_(False), CURRENT, skip="lm_head", weights=weights)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["down_proj"])
+    model = peft.get_peft_model(base, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
+    with pytest.warns(UserWarning, match="small steps change nothing; use .*master_weights=True"):
+        optimizer.step()
