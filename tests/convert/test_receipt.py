@@ -197,11 +197,11 @@ def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.Mon
     with open(tmp_path / "shown", "w") as file:
         console = rich.Console(width=200, record=True, file=file)
         console.print(receipt)
-    assert "layers.1.down" in console.export_text()
+    assert "layers.0-1.down" in console.export_text()
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert "layers.1.down" in str(receipt) and receipt.to_json()
+    assert "layers.0-1.down" in str(receipt) and receipt.to_json()
     receipt.to_html(tmp_path / "receipt.html")
 
 
@@ -219,3 +219,23 @@ def test_what_a_fast_path_leaves_out_is_said() -> None:
     with receipt.recording(), torch.no_grad():
         layer(torch.randn(2, 8, 32))
     assert receipt.ran().idle == ("linear1", "linear2")
+
+
+@pytest.mark.parametrize("width", [80, 100, 166])
+def test_equal_layers_are_one_row_of_the_terminal_s_width(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    blocks = [nn.ModuleDict({"q_proj": nn.Linear(64, 64), "router": nn.Linear(64, 4)}) for _ in range(12)]
+    experts = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64) for _ in range(2)) for _ in range(3))
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList(blocks), "experts": experts, "lm_head": nn.Linear(64, 100)}
+    )
+    receipt = nc.receipt(nc.convert(model, CURRENT, skip="layers.3.q_proj"))
+    lines = str(receipt).splitlines()
+    assert max(map(len, lines)) <= width
+    first = lines.index(next(line for line in lines if line.startswith("---")))
+    rows = [line for line in lines[first + 1 :] if " x " in line]
+    assert len(receipt.gemms) == 31 and len(rows) == 5 and len(lines) < 30
+    named = ("layers.0-2,4-11.", "layers.3.q_proj", "layers.0-11.router", "experts.*.* (6)", "lm_head")
+    assert all(any(row.startswith(name) for row in rows) for name in named)

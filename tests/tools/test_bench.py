@@ -61,6 +61,7 @@ def test_the_picture_has_no_empty_panel(
     [
         (["some"], "suite is 'some'; use one of layers, models, all, tiny"),
         (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
+        (["--device", "cpu", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
         (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),
         (["tiny", "--modes", "fast"], "mode is 'fast'; use one of eager, compiled, graphs"),
         (["tiny", "--optimizer", "Adam"], "optimizer is 'Adam'; use one of AdamW, FusedAdam"),
@@ -108,6 +109,26 @@ def test_resume_keeps_what_was_measured(
     assert [row["ms"] for row in second[:3]] == ["2.0", "3.0", "3.0"] and second[1]["share"] == "1.5"
     assert cli.main([*words[:-2], "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_names_the_files_that_it_wrote(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def interrupted(self: Worker, work: Any, contender: Contender, index: int) -> Result:
+        ran.append(contender.name)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        return Result(work.name, contender.name, contender.mode, 2.0, None, None)
+
+    monkeypatch.setattr(Worker, "run", interrupted)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "--device", "cpu", "--only", "Linear", "--out", "o"]) == 0
+    printed = capsys.readouterr().out
+    assert "bench tiny: " in printed.splitlines()[0] and "measurements, at most 300 s each" in printed
+    assert "interrupted" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
+    assert [path.name for path in Path("o").iterdir()] == ["bench.csv"]
 
 
 def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def _decide(
         return Decision(one, "kept", f"{ROLES[one.role]}; {one.role}=True converts it", None)
     advice = recipe.high_precision_blocks
     if advice and one.place and not asked["blocks"] and one.name not in named and advice.keeps(*one.place):
-        reason = f"in block {one.place.index + 1} of {one.place.blocks}, which the recipe's authors keep so"
+        reason = "among the first and last blocks, which the recipe's authors keep so"
         return Decision(one, "kept", f"{reason} ({advice.source}); blocks=True converts it", None)
     return Decision(one, "converted", one.note, recipe)
 

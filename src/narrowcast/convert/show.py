@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import itertools
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._table import aligned
@@ -12,40 +18,127 @@ if TYPE_CHECKING:
 
 _HEAD = ("name", "type", "shape", "decision", "recipe or reason", "parameters", "FLOPs", "padding")
 _RIGHT = frozenset((5, 6, 7))
+_WRAPPED = (0, 4)  # name, recipe or reason
+_DROPPED = (5, 7, 1)  # on a narrow terminal, in this order: parameters, padding, type
+_NARROWEST = 20  # of a wrapped column
+_FILE_WIDTH = 200  # where there is no terminal
 _COLOURS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
 
 
 def as_text(receipt: Receipt) -> str:
-    """Return the table and its totals, without a package."""
-    rows = [_HEAD, *(_row(one) for one in receipt.gemms)]
-    lines = aligned(rows, _RIGHT) if receipt.gemms else []
-    return "\n".join([*lines, *_totals(receipt)])
+    """Return the table and its totals, without a package, as wide as the terminal; equal layers are one row."""
+    width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+    lines = _fitted(_folded(receipt.gemms), width) if receipt.gemms else []
+    totals = (
+        textwrap.wrap(line, width, subsequent_indent="  ")
+        for text in _totals(receipt)
+        for line in text.split("\n")
+    )
+    return "\n".join([*lines, *itertools.chain.from_iterable(totals)])
 
 
 def as_rich(receipt: Receipt) -> Any:
-    """Return a renderable of ``rich``."""
+    """Return a renderable of ``rich``; equal layers are one row."""
     from rich.console import Group
     from rich.table import Table
 
     table = Table()
     for index, title in enumerate(_HEAD):
         table.add_column(title, justify="right" if index in _RIGHT else "left", overflow="fold")
-    for one in receipt.gemms:
-        table.add_row(*_row(one), style="dim" if one.decision == "kept" else "")
+    for row in _folded(receipt.gemms):
+        table.add_row(*row, style="dim" if row[3] == "kept" else "")
     return Group(table, *_totals(receipt))
 
 
-def _row(one: GemmRecord) -> tuple[str, ...]:
+def _folded(gemms: Sequence[GemmRecord]) -> list[tuple[str, ...]]:
+    """Return a row per weight, or per group of weights that differ in the numbers of their names alone."""
+    groups: dict[GemmRecord, list[GemmRecord]] = {}
+    for one in gemms:
+        alike = dataclasses.replace(one, name=re.sub(r"\d+", "*", one.name))
+        groups.setdefault(alike, []).append(one)
+    return [_row(group) for group in groups.values()]
+
+
+def _row(group: Sequence[GemmRecord]) -> tuple[str, ...]:
+    first = group[0]
     return (
-        one.name or "(the model)",
-        one.type,
-        " x ".join(map(str, one.shape)),
-        one.decision,
-        _recipe_or_reason(one),
-        f"{one.parameters:,}",
-        f"{one.flops_share:.1%}",
-        f"{one.padding:.1%}" if one.padding else "",
+        _common_name([one.name for one in group]) or "(the model)",
+        first.type,
+        " x ".join(map(str, first.shape)),
+        first.decision,
+        _recipe_or_reason(first),
+        f"{sum(one.parameters for one in group):,}",
+        f"{sum(one.flops_share for one in group):.1%}",
+        f"{first.padding:.1%}" if first.padding else "",
     )
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return one name for names that differ in numbers: with their ranges, or with their count if several differ."""
+    if len(names) == 1:
+        return names[0]
+    parts = [re.split(r"(\d+)", name) for name in names]
+    different = [place for place, values in enumerate(zip(*parts)) if len(set(values)) > 1]
+    common = list(parts[0])
+    for place in different:
+        common[place] = "*"
+    if len(different) > 1:
+        return f"{''.join(common)} ({len(names)})"
+    numbers = sorted(int(part[different[0]]) for part in parts)
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    common[different[0]] = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return "".join(common)
+
+
+def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
+    """Return the lines of a table that is no wider, if it can be: without columns, with names and reasons wrapped."""
+    columns = list(range(len(_HEAD)))
+    if not any(row[_HEAD.index("padding")] for row in rows):
+        columns.remove(_HEAD.index("padding"))
+    sizes = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+
+    def room() -> int:
+        """Return what is left for names and reasons."""
+        return (
+            width
+            - sum(sizes[column] for column in columns if column not in _WRAPPED)
+            - 2 * (len(columns) - 1)
+        )
+
+    for dropped in _DROPPED:
+        if room() < min(2 * _NARROWEST, sum(sizes[column] for column in _WRAPPED)) and dropped in columns:
+            columns.remove(dropped)
+    name, reason = _WRAPPED
+    most = {name: max(_NARROWEST, min(sizes[name], room() // 2))}
+    most[reason] = max(_NARROWEST, room() - min(most[name], sizes[name]))
+    lines, last = [[_HEAD[column] for column in columns]], ""
+    for row in rows:
+        cells_of = {
+            name: _wrapped_name(row[name], most[name]),
+            reason: textwrap.wrap(row[reason], most[reason]),
+        }
+        if row[reason] == last and len(cells_of[reason]) > 1:
+            cells_of[reason] = ["as above"]
+        last = row[reason]
+        cells = [cells_of.get(column, [row[column]]) for column in columns]
+        lines += map(list, itertools.zip_longest(*cells, fillvalue=""))
+    right = frozenset(place for place, column in enumerate(columns) if column in _RIGHT)
+    return aligned(lines, right)
+
+
+def _wrapped_name(name: str, width: int) -> list[str]:
+    """Return a module's name in lines that end at its dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return [piece for line in lines for piece in textwrap.wrap(line, width)]
 
 
 def _recipe_or_reason(one: GemmRecord) -> str:
@@ -106,7 +199,7 @@ def as_html(receipt: Receipt) -> str:
     for one in receipt.gemms:
         row = "".join(
             f"<td{' class=r' if column in _RIGHT else ''}>{html.escape(cell)}</td>"
-            for column, cell in enumerate(_row(one))
+            for column, cell in enumerate(_row([one]))
         )
         cells.append(f"<tr class={one.decision}>{row}</tr>")
     totals = "".join(f"<p>{html.escape(line)}</p>" for line in _totals(receipt))

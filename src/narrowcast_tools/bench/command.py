@@ -39,6 +39,7 @@ def bench(
 ) -> int:
     """Run `narrowcast bench`; return its exit code."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    suite = suite or ("tiny" if device == "cpu" else "all")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device is {device!r}; use cuda with a GPU that torch sees, or cpu")
     if seconds < 0 or minutes < 0:
@@ -62,6 +63,7 @@ def bench(
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
     results: list[Result] = []
     console, start = Console(), time.monotonic()
+    console.print(_announced(suite, len(chosen) * len(running), device, seconds), highlight=False)
     try:
         with Worker(words, device, seconds) as worker:
             for work in chosen:
@@ -89,9 +91,21 @@ def bench(
     except KeyboardInterrupt:
         console.print("interrupted; what was measured until then:")
     console.print(table(results, title))
-    if out is not None:
-        console.print(f"wrote {out / 'bench.csv'} and {out / 'bench.png'}", highlight=False)
+    written = [path for path in (out / "bench.csv", out / "bench.png") if path.exists()] if out else []
+    if written:
+        console.print(f"wrote {' and '.join(map(str, written))}", highlight=False)
     return 0
+
+
+def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
+    """Return how much there is to do, before it begins."""
+    limit = f", at most {seconds} s each" if seconds else ""
+    told = f"bench {suite}: {cases} measurements{limit}"
+    if device == "cuda":
+        return f"{told}, with compilation"
+    if suite == "tiny":
+        return f"{told}; a CPU spends most of that on compilation"
+    return f"{told}; a CPU emulates these sizes in minutes each: use bench tiny, or choose with --only"
 
 
 def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> int:

@@ -177,9 +177,10 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="layers, models, all, or tiny: a check in seconds; account: where a step's time goes, on a GPU."
+            help="layers, models, all, or tiny: a check in seconds; account: where a step's time goes, on a GPU.",
+            show_default="all, on a CPU tiny",
         ),
-    ] = "all",
+    ] = "",
     model: Annotated[
         str, typer.Option(help="Model of account: small, 8b-4 (four layers of the 8B shape), 1b.")
     ] = "1b",
