@@ -90,12 +90,20 @@ def every_rank_has_all(folder: Path) -> list[Any]:
     return [said, contents(folder / "whole") == contents(folder / "shared")]
 
 
+def local_experts(folder: Path) -> list[Any]:
+    experts = nc.GroupedLinear(2, 32, 32, device="cpu")
+    nc.set_recipe(experts, QUANTIZED["current"])
+    nc.distributed.MoEDispatch(4, dist.group.WORLD).local_experts(experts)
+    return [exported(nn.ModuleDict({"experts": experts}), folder / "experts"), (folder / "experts").exists()]
+
+
 def checks(folder: str) -> dict[str, Any]:
     root = Path(folder)
     return {
         "one folder": functools.partial(one_folder, root),
         "several files": functools.partial(several_files, root),
         **{f"fails on {rank}": functools.partial(fails_on, rank, at, root) for rank, at in FAILS.items()},
+        "local experts": functools.partial(local_experts, root),
         "every rank has all": functools.partial(every_rank_has_all, root),
     }
 
@@ -135,3 +143,11 @@ def test_of_ranks_that_each_have_all_one_writes_and_others_are_told(results: lis
     found = of_all(results, "every rank has all")
     said = sorted(one for one, _ in found)
     assert said[0] == "" and said[1].startswith("FileExistsError") and all(same for _, same in found)
+
+
+def test_experts_that_no_rank_has_all_of_are_refused(results: list[Any]) -> None:
+    for said, exists in of_all(results, "local experts"):
+        assert (
+            said.startswith("ValueError: 'experts' holds this rank's experts beside MoEDispatch")
+            and not exists
+        )

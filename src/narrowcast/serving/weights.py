@@ -82,6 +82,12 @@ def checked(
             f"{adapted!r} has adapters of PEFT, under whose names no server finds its weight; call "
             "narrowcast.merge_adapters(model) first, or write files with narrowcast.export(model, path, merge='kept')"
         )
+    local = next((name for name, module in model.named_modules() if vars(module).get("_local_experts")), None)
+    if local is not None:
+        raise ValueError(
+            f"{local!r} holds this rank's experts beside MoEDispatch, and no rank has the others; save with "
+            "narrowcast.distributed.save_checkpoint, load into a model of all experts, and export that"
+        )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
     for name, parameter in model.named_parameters():
