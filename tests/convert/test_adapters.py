@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from narrowcast.convert import adapters
 from narrowcast.convert.adapters import base_copy, merged_copy
 from narrowcast.convert.requantize import requantized
 from narrowcast.convert.stored import FOUR_BITS
+from narrowcast.quantizers import buffers_of
 
 STORED = {
     "current": nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False),
@@ -47,6 +49,38 @@ class Lora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 2.0
+
+
+class Merging(Lora):
+    """Merges and unmerges in place, as PEFT's layers do; ``magnitude`` is a DoRA's, which PEFT multiplies by."""
+
+    def __init__(self, base: nn.Linear, rank: int, magnitude: float = 1.0) -> None:
+        self.merged_adapters: list[str] = []
+        super().__init__(base, rank)
+        self.magnitude = magnitude
+
+    def get_base_layer(self) -> Any:
+        return self.base_layer
+
+    merged = property(lambda self: bool(self.merged_adapters), lambda self, _: None)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        weight = self.base_layer.weight
+        if self.magnitude == 1.0:
+            weight.data += self.get_delta_weight("default")
+        else:
+            weight.data = self.magnitude * (weight.data + self.get_delta_weight("default"))
+        self.merged_adapters.append("default")
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        weight = self.base_layer.weight
+        if self.magnitude == 1.0:
+            weight.data -= self.get_delta_weight("default")
+        else:
+            weight.data = weight.data / self.magnitude - self.get_delta_weight("default")
+        self.merged_adapters.pop()
 
 
 class Adapted(nn.Module):
@@ -201,6 +235,19 @@ def test_what_cannot_be_merged_says_so() -> None:
         nc.train_merged(model, scales="old")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="without adapters; pass what peft.get_peft_model returned"):
         nc.merge_adapters(model.model)
+    nc.train_merged(model)
+    lora.base_layer.weight.requires_grad_(True)
+    refused = pytest.raises(
+        RuntimeError, match=r"the weight \(48, 64\) .* requires_grad=True.*freeze the base"
+    )
+    with refused:
+        model(inputs(64))
+    with torch.no_grad():
+        model(inputs(64))
+    nc.train_merged(model, enabled=False)
+    with refused:
+        nc.train_merged(model)
+    lora.base_layer.weight.requires_grad_(False)
     lora.lora_dropout["default"] = nn.Dropout(0.1)
     with pytest.raises(ValueError, match="has dropout 0.1, which no merge has"):
         nc.train_merged(model)
@@ -399,3 +446,31 @@ def test_projections_of_one_input_share_its_products(monkeypatch: Any) -> None:
     for _ in range(2):  # another input ends the sharing
         model(x, x + 0)
     assert calls == [3, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1.3], ids=["lora", "dora"])
+@pytest.mark.parametrize("weights", ["stored", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("converted_last", [False, True])
+def test_unmerging_gives_back_the_codes(weights: Any, magnitude: float, converted_last: bool) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(96, 33).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    if not converted_last:
+        nc.convert(base, "current", weights=weights)
+    layer: Any = Merging(base, 4, magnitude)
+    if converted_last:
+        nc.convert(layer, "current", weights=weights, skip="lora_*")
+    before = [buffer.clone() for buffer in buffers_of(base.weight).rowwise]
+    layer = copy.deepcopy(layer)
+    weight = layer.base_layer.weight
+    for _ in range(30):
+        layer.merge()
+        layer = pickle.loads(pickle.dumps(layer))
+        assert not torch.equal(buffers_of(layer.base_layer.weight).rowwise[0], before[0])
+        layer.unmerge()
+    weight = layer.base_layer.weight
+    assert all(map(torch.equal, buffers_of(weight).rowwise, before))
+    layer.merge()
+    with torch.no_grad():
+        weight.copy_(torch.zeros_like(weight))  # by other code: what it wrote is not replaced
+    layer.unmerge()
+    assert not all(map(torch.equal, buffers_of(weight).rowwise, before))

@@ -65,9 +65,11 @@ def test_peft_finds_trains_merges_and_saves(modules: Any, dora: bool, weights: A
     assert torch.cosine_similarity(merged.flatten(), plain.flatten(), 0) > 0.98
     assert not torch.equal(merged, plain)
     model.unmerge_adapter()
-    # a stored weight is rounded again, by merging and by unmerging
-    least = 0.9999 if weights == "plain" else 0.99
-    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > least
+    assert torch.cosine_similarity(logits(model).flatten(), plain.flatten(), 0) > 0.9999
+    for _ in range(0 if weights == "plain" else 30):
+        model.merge_adapter(safe_merge=dora)
+        model.unmerge_adapter()
+        assert torch.equal(logits(model), plain)
     unloaded = model.merge_and_unload()
     if weights == "plain":
         assert torch.equal(logits(unloaded), merged)

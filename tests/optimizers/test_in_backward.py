@@ -159,3 +159,13 @@ def test_what_is_not_possible_raises() -> None:
     decoupled = FusedAdam(model.parameters(), use_decoupled_grad=True)
     with pytest.raises(ValueError, match="use_decoupled_grad=False"):
         step_in_backward(decoupled, model.blocks)
+    for module in (nc.Linear, nc.ops.BasicLinear):
+        option = "fuse_wgrad_accumulation" if module is nc.Linear else "accumulate_into_main_grad"
+        fused: Any = module(31, 7, device="cpu", **{option: True})
+        for assigned in (False, True):
+            if assigned:
+                fused.weight.main_grad = torch.zeros(7, 31)
+            with pytest.raises(
+                ValueError, match=r"\(7, 31\) is added to its main_grad.*fuse_wgrad_accumulation"
+            ):
+                step_in_backward(torch.optim.SGD(fused.parameters(), lr=0.1), [fused])

@@ -7,6 +7,7 @@ adapter's product is computed by PEFT's own methods.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import _checks
 from ..autograd import adapter_inputs, adapter_output, adapter_product
@@ -71,6 +73,7 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
     Raises:
         TypeError: ``model`` is no PEFT model.
         ValueError: ``scales`` is unknown, or an adapter is of another kind, is merged, or has dropout.
+        RuntimeError: a base weight trains, here or in a forward.
     """
     _check_scales(scales)
     for name, layer in list(_layers(model)):
@@ -86,6 +89,7 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
                 )
         vars(layer).pop("forward", None)
         if enabled:
+            _check_frozen(layer)
             layer.forward = MethodType(_FORWARDS[scales], layer)
     return model
 
@@ -118,6 +122,58 @@ def fuse_adapters(model: Any, enabled: bool = True) -> Any:
     if enabled:
         _shared_inputs(layers)
     return model
+
+
+def unmerge_exactly(adapter: Any, name: str, base: Any) -> None:
+    """Make an adapter's layer around a stored weight give back the weight's codes when it unmerges.
+
+    PEFT subtracts what it added, and each of the two sums is rounded to codes.
+
+    Args:
+        adapter: a layer of PEFT; its ``merge`` and ``unmerge`` are replaced.
+        name, base: a module of it; it counts only as the layer that the adapter is beside.
+    """
+    if torch.compiler.is_compiling():  # Dynamo registers modules that it cannot trace
+        return
+    if name == "base_layer" and isinstance(base, Linear) and hasattr(adapter, "merged_adapters"):
+        adapter.merge = functools.partial(_merge_keeping_codes, adapter)
+        adapter.unmerge = functools.partial(_unmerge_to_codes, adapter)
+
+
+register_module_module_registration_hook(unmerge_exactly)
+
+
+def _merge_keeping_codes(adapter: Any, *args: Any, **options: Any) -> None:
+    """Merge as PEFT does, and keep the codes of before."""
+    weight = adapter.get_base_layer().weight
+    kept = vars(adapter).get("_before_merge")
+    if kept is None and not adapter.merged and isinstance(weight, QuantizedTensor):
+        kept = weight.detach().clone(), []
+    type(adapter).merge(adapter, *args, **options)
+    if kept is not None and adapter.merged:
+        adapter._before_merge = kept[0], _fingerprint(adapter.get_base_layer().weight)
+
+
+@torch.no_grad()
+def _unmerge_to_codes(adapter: Any) -> None:
+    """Unmerge as PEFT does; if nothing else has written to the weight since it was merged, to the codes of before."""
+    before, merged = vars(adapter).pop("_before_merge", (None, []))
+    weight = adapter.get_base_layer().weight
+    restores = isinstance(weight, QuantizedTensor) and _fingerprint(weight) == merged
+    type(adapter).unmerge(adapter)
+    if restores:
+        weight.copy_(before.to(weight.device))
+
+
+def _fingerprint(weight: QuantizedTensor) -> list[int]:
+    """Return sums of the words and of the last bytes of each buffer."""
+    sums = []
+    for buffer in weight.get_data_tensors():
+        if buffer is not None:
+            data = buffer.detach().reshape(-1).view(torch.uint8)
+            whole = len(data) // 8 * 8
+            sums += [int(data[:whole].view(torch.int64).sum()), int(data[whole:].sum())]
+    return sums
 
 
 def merged_copy(model: Any, scales: Scales) -> nn.Module:
@@ -332,11 +388,27 @@ def _forward_new(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 _FORWARDS = {"kept": _forward_kept, "new": _forward_new}
 
 
+def _check_frozen(layer: Any) -> None:
+    """
+    Raises:
+        RuntimeError: the layer under the adapter trains. The merge passes no gradient on to it.
+    """
+    for name, parameter in own_parameters(layer.base_layer).items():
+        replaced = name == "weight" or any(getattr(layer, "lora_bias", {}).values())
+        if parameter is not None and parameter.requires_grad and replaced:
+            raise RuntimeError(
+                f"the {name} {tuple(parameter.shape)} under an adapter has requires_grad=True, and would get no "
+                "gradient through train_merged; freeze the base, or train beside it: train_merged(model, enabled=False)"
+            )
+
+
 def _forward_merged(scales: Scales, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run a LoRA layer that trains against its merge."""
     active = [] if layer.merged else _active(layer)
     if not active:
         return layer.base_layer(x, *args, **kwargs)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        _check_frozen(layer)
     with torch.no_grad():
         replaced = {"weight": _merged_weight(layer, scales), "bias": _merged_bias(layer)}
     names = {name: value for name, value in replaced.items() if value is not None}

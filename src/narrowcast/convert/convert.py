@@ -16,6 +16,7 @@ from ..layers.set_recipe import Model, RecipeChoice, recipe_table
 from ..nn import Linear
 from ..recipe import Recipe, recipe_name
 from ..upstream.fsdp import reshard
+from .adapters import unmerge_exactly
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
@@ -146,6 +147,8 @@ def convert(
     if policy is None and not any(norm.layer for norm in chosen_norms):
         _check_converts(model, wanted or given)
     _apply(decisions, chosen_norms)
+    for module in model.modules():
+        unmerge_exactly(module, "base_layer", getattr(module, "base_layer", None))
     renew_with(model)
     return model
 

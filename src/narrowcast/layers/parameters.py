@@ -170,6 +170,11 @@ def mark_after_accumulation(parameter: Tensor) -> None:
         parameter.register_post_accumulate_grad_hook(mark_added_to_main_grad)
 
 
+def accumulates_elsewhere(parameter: Tensor) -> bool:
+    """Return whether a layer adds the parameter's gradient to its ``main_grad``, now or once it is assigned."""
+    return hasattr(parameter, "main_grad") or mark_added_to_main_grad in accumulation_hooks(parameter)
+
+
 def largest_magnitude(weight: Any, grouped: bool = False) -> Tensor:
     """Return max|w| of a weight, fp32 (1,); with ``grouped`` of every group of (G, N, K), (G,).
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import module
+from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
 from .fused_adam import FusedAdam
 
@@ -100,7 +101,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
 
     Raises:
         TypeError: no optimizer, or a part that is no module.
-        ValueError: the optimizer is LBFGS, reads ``decoupled_grad``, or has ``weight_codes``.
+        ValueError: the optimizer is LBFGS, reads ``decoupled_grad``, or has ``weight_codes``; or layers add gradients
+            to ``main_grad`` (``fuse_wgrad_accumulation``), which such a step does not read.
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -114,6 +116,12 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
             "weight_codes are written by steps of all parameters; make the optimizer without them"
         )
     left = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    fused = next((p for p in left if accumulates_elsewhere(p)), None)
+    if fused is not None:
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(fused.shape)} is added to its main_grad, which a step in the "
+            "backward ignores; make the layers without fuse_wgrad_accumulation, " + _WITHOUT
+        )
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if any(is_distributed(p) for p in left) or (distributed and torch.distributed.get_world_size() > 1):
         raise NotImplementedError(
