@@ -29,7 +29,7 @@ def test_is_what_pytorch_computes(name: str) -> None:
 def test_no_second_derivative_and_no_transform() -> None:
     x, settings = torch.randn(4, 8, requires_grad=True), ActivationSettings("gelu", ())
     (grad,) = torch.autograd.grad(activate(x, settings).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="a second derivative"):
         grad.sum().backward()
     with pytest.raises(NotImplementedError, match="gelu is inside a transform"):
         torch.func.vmap(lambda row: activate(row, settings))(x)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from recipes import DEVICE, QUANTIZED
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 import narrowcast as nc
 
+QUANTIZER = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
 TRANSFORMED = {
     "grad": lambda layer, x: grad(lambda x: layer(x).square().sum())(x),
     "vmap": lambda layer, x: vmap(layer)(x.view(2, 4, 32)),
@@ -122,3 +124,51 @@ def test_compiled_transforms_are_right_or_refused(make: Any) -> None:
             run(x.detach())
     else:
         assert torch.equal(run(x.detach()), expected)
+
+
+def tangent_of(function: Any, x: torch.Tensor) -> torch.Tensor | None:
+    with forward_ad.dual_level():
+        out = function(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(out).tangent
+
+
+MADE = {
+    "quantizer": lambda: QUANTIZER,
+    "decoded": lambda: lambda x: QUANTIZER(x).dequantize(),
+    "ops.GELU": nc.ops.GELU,
+    "ops.SwiGLU": nc.ops.SwiGLU,
+    "ops.Linear": lambda: nc.ops.Linear(32, 48, device=DEVICE),
+    "GroupedLinear": lambda: Grouped(32, 48),
+    "LayerNorm": lambda: nc.LayerNorm(32, device=DEVICE),
+    "Linear": lambda: nc.Linear(32, 48, device=DEVICE),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+@pytest.mark.parametrize("recipe", [QUANTIZED["delayed"], None], ids=["delayed", "none"])
+@pytest.mark.parametrize("name", MADE)
+def test_no_tangent_is_dropped(name: str, recipe: Any, trains: bool) -> None:
+    """In forward mode, too, a derivative is right or refused, with gradients and without."""
+    made, x = MADE[name](), torch.randn(6, 32, device=DEVICE)
+    if isinstance(made, torch.nn.Module):
+        made.requires_grad_(trains)
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        for grad_mode in (torch.enable_grad, torch.no_grad):
+            with grad_mode():
+                if name == "Linear" and recipe is None:
+                    assert torch.equal(tangent_of(made, x), made(torch.ones_like(x)) - made(0 * x))
+                    continue
+                with pytest.raises(NotImplementedError, match="jvp"):
+                    tangent_of(made, x)
+                with forward_ad.dual_level():
+                    made(x)  # without a tangent it runs
+
+
+class Grouped(nc.GroupedLinear):
+    """Two groups of any number of rows."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(2, *sizes, device=DEVICE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, [1, len(x) - 1])  # type: ignore[return-value]

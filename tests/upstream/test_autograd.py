@@ -39,6 +39,18 @@ def test_version_counters_that_count_nothing() -> None:
         z.add_(1)
 
 
+def test_the_level_of_forward_mode() -> None:
+    assert autograd.forward_level() == -1
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert autograd.forward_level() == 0
+        assert autograd.has_tangent([torch.ones(2), x]) and not autograd.has_tangent([torch.ones(2)])
+    assert autograd.forward_level() == -1
+    seen: list[int] = []
+    torch.func.jvp(lambda x: seen.append(autograd.forward_level()) or x, (torch.ones(2),), (torch.ones(2),))
+    assert seen == [0]
+
+
 def without(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The file as it is on a release that lacks a name."""
     monkeypatch.setattr(private, "HIDDEN", {name})

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
+from ..upstream.autograd import forward_level, has_tangent
 from ..upstream.compiler import NotInGraph, is_tracer_running, start_kernels_statically
 from ..upstream.functionalization import FunctionalMode, FunctionalTensor, end_library, state_key
 from ..upstream.tensors import autocast_off, is_exporting, schema_of
@@ -166,6 +167,8 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
                 f"narrowcast::{name} got tensors on {' and '.join(sorted(kinds))}; make those on the meta device real, "
                 "with to_empty and reset_parameters or load_state_dict(assign=True), or put all of them there"
             )
+        if forward_level() >= 0:
+            _refuse_tangents(args)
         if is_tracer_running():
             _check_values(args)
         return fake(*args, **kwargs)
@@ -337,10 +340,14 @@ def _without_autocast(
 
     Args:
         amaxes_at: positions of amaxes, whose version counters do not count what is written: a maximum.
+    Raises:
+        NotImplementedError: a tensor has a tangent, which PyTorch would drop.
     """
 
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if forward_level() >= 0:
+            _refuse_tangents(args)
         for at in amaxes_at:
             if at < len(args) and args[at] is not None:
                 amax = args[at]
@@ -350,3 +357,12 @@ def _without_autocast(
             return implementation(*args, **kwargs)
 
     return run
+
+
+def _refuse_tangents(args: tuple[Any, ...]) -> None:
+    """Refuse what PyTorch computes without tangents, in silence, as autograd does not know it."""
+    if has_tangent(tensors_among(args)):
+        raise NotImplementedError(
+            "an operator of narrowcast got a tensor with a tangent (torch.func.jvp, a dual tensor), and has no "
+            "derivative in forward mode; use reverse mode, as torch.autograd.grad, or a layer of torch.nn here"
+        )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .._environment import read_flag
+from ..upstream.autograd import forward_level
 from ..upstream.functionalization import FunctionalTensor, is_export
 from ..upstream.tensors import count_modes, is_autocast, is_exporting, is_profiled
 
@@ -95,7 +96,7 @@ def eager_watcher(of_state: bool = False) -> Watcher:
     """Return :func:`watcher` where Dynamo traces nothing."""
     if count_modes() or is_profiled():
         return EXPORT if is_exporting() else MODES  # torch.export may trace without Dynamo
-    if torch.is_grad_enabled() and not of_state:
+    if (torch.is_grad_enabled() and not of_state) or forward_level() >= 0:
         return AUTOGRAD
     return AUTOCAST if is_autocast() else NOBODY
 

@@ -19,7 +19,7 @@ from ..layers import read_together
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
-from ..upstream.autograd import graph_task_id
+from ..upstream.autograd import forward_level, graph_task_id
 from ..upstream.modules import own_children, own_parameters, own_tables
 from ..upstream.tensors import in_transform
 from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradient, run_forward
@@ -152,7 +152,8 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=at >= first)
         call = self._call(first, input_, params, basic_op_kwargs, compiling)
         operands += extra_inputs
-        has_backward = first < len(self.basic_ops)
+        # the boundary is what refuses tangents: the way without it would drop them
+        has_backward = first < len(self.basic_ops) or (not compiling and forward_level() >= 0)
         if has_backward and compiling:
             operands = _each_once(operands)
         run: Any = _OperationsFunction.apply

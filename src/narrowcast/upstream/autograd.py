@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.autograd.forward_ad
 from torch import Tensor
 
 from .private import private
@@ -39,6 +42,23 @@ set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = private(
     without="use a tested release: a backward would refuse what was written since its forward",
 )
 """Give tensors the numbers that their version counters had: a write in between is not counted."""
+
+_LEVEL = private(
+    "torch.autograd.forward_ad._current_level",
+    without="every operator looks for tangents, which takes the host longer",
+    fallback=None,
+)
+forward_level: Callable[[], int] = (
+    (lambda: 0)
+    if _LEVEL is None
+    else functools.partial(vars(torch.autograd.forward_ad).__getitem__, "_current_level")
+)
+"""Return the level of forward-mode AD that is entered, -1 for none; it takes no frame of Python."""
+
+
+def has_tangent(tensors: Iterable[Tensor]) -> bool:
+    """Return whether one of these has a tangent at the level of forward-mode AD that is entered."""
+    return any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_in_backward() -> bool:
