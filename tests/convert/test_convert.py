@@ -298,7 +298,7 @@ def replaced() -> nn.Linear:
         (nn.Linear(32, 32, dtype=torch.float64), "torch.float64"),
         (nn.LazyLinear(32), "not known before its first forward"),
         (nn.Conv2d(3, 4, 2), "convolution"),
-        (nn.MultiheadAttention(32, 4), "nn.MultiheadAttention reads its weight itself"),
+        (nn.MultiheadAttention(32, 4), "MultiheadAttention reads its weight itself"),
         (nn.LSTM(32, 32), "a parameter of LSTM, whose forward is not known"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -308,6 +308,61 @@ def test_what_stays_is_named_with_the_reason(module: nn.Module, reason: str) -> 
     receipt = nc.receipt(nc.convert(nn.Sequential(module, nn.Linear(32, 32)), CURRENT))
     assert any(reason in one.reason for one in receipt.gemms if one.decision == "kept")
     assert {id(m): type(m) for m in module.modules()} == before
+
+
+class Readers(nn.Module):
+    """Reads weights of what it holds: as values, as attributes, under conditions, in a method, of a child's child."""
+
+    slices, exact = 1, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init_weights()
+        for name in ("multiplied", "asked", "sliced", "trained", "helped", "made", "written"):
+            setattr(self, name, nn.Linear(32, 32))
+        self.inner = nn.Sequential()
+        self.inner.deep = nn.Linear(32, 32)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        if hasattr(self, "made"):
+            nn.init.normal_(self.made.weight)
+
+    def merge_adapter(self) -> None:
+        self.made.weight.data += self.helped.bias
+
+    def helper(self, x: Tensor) -> Tensor:
+        return self.helped.weight @ x @ self.inner.deep.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.asked.weight, Tensor) and self.asked.weight.dtype != x.dtype:
+            x = x.to(self.asked.weight.dtype)
+        if self.slices > 1 and self.exact:
+            x = x @ self.sliced.weight
+        elif self.training and self.exact is not None:
+            x = torch.nn.functional.linear(x, self.trained.weight)
+        self.written.weight = self.written.weight if self.exact else self.made.weight.requires_grad
+        return x @ self.multiplied.weight.t()
+
+
+class DerivedReaders(Readers):
+    slices, exact = 2, True
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("cls", "read"),
+    [
+        (Readers, {"multiplied", "trained", "helped", "inner.deep"}),
+        (DerivedReaders, {"multiplied", "sliced", "written"}),
+    ],
+)
+def test_a_layer_whose_weight_another_module_reads_stays(cls: type[Readers], read: set[str]) -> None:
+    receipt = nc.receipt(nc.convert(cls(), CURRENT))
+    kept = {one.name: one.reason for one in receipt.gemms if one.decision == "kept"}
+    assert kept == dict.fromkeys(read, f"{cls.__name__} reads its weight itself")
 
 
 def test_a_subclass_without_a_forward_of_its_own_is_converted_and_stays_a_subclass() -> None:

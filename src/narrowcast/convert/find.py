@@ -16,6 +16,7 @@ from ..upstream.modules import own_parameters
 from .blocks import Place, places_in_stacks
 from .conv1d import Conv1DLayer
 from .experts import EXPERTS, StackedExpertsLayer, runs_as
+from .weight_reads import weight_readers
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -69,7 +70,11 @@ def gemm_modules(model: nn.Module) -> Iterator[Found]:
     """Yield the modules of a model that hold GEMM weights, in order; one with two names has the first."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
     modules, routers, heads = dict(model.named_modules()), router_modules(model), head_modules(model)
-    looked = [_look(name, module, parents.get(id(module))) for name, module in modules.items()]
+    readers = weight_readers(model)
+    looked = [
+        _look(name, module, parents.get(id(module)), readers.get(id(module), ""))
+        for name, module in modules.items()
+    ]
     weighted = [found for found in looked if found is not None and found.weights]
     places = places_in_stacks(model, {id(found.module) for found in weighted})
     for found in weighted:
@@ -211,7 +216,8 @@ def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
     return _why_not_any(module, ("weight",))
 
 
-def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | None:
+def _look(name: str, module: nn.Module, parent: nn.Module | None, reader: str) -> Found | None:
+    """Return a module with its weights; ``reader``: the class of a module that reads its weight itself, or ""."""
     if isinstance(module, RecipeOwner):
         return Found(
             name,
@@ -221,7 +227,7 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None) -> Found | Non
             "a layer of narrowcast already; set_recipe gives it a recipe",
         )
     if isinstance(module, nn.Linear):
-        reason, weight = _why_not_linear(module, parent), module.weight
+        reason, weight = _why_not_linear(module, reader), module.weight
         lazy = isinstance(weight, nn.parameter.UninitializedParameter)
         sizes = (0, 0) if lazy else (weight.shape[0], weight.shape[-1])
         weights = [Weight("weight", weight, 1, *sizes, 1.0)]
@@ -339,7 +345,7 @@ def _is_torchaos(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torchao"
 
 
-def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
+def _why_not_linear(module: nn.Module, reader: str) -> str:
     cls = type(module)
     if _is_torchaos(cls):
         return f"torchao made it a {cls.__name__}; convert the model instead, or leave it to torchao"
@@ -347,15 +353,8 @@ def _why_not_linear(module: nn.Module, parent: nn.Module | None) -> str:
         return "its weight is parametrized"
     if cls.forward is not nn.Linear.forward:
         return f"{cls.__name__} has a forward of its own"
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight itself and never calls it"
-    # Mamba, FalconMamba and Jamba of Transformers, and mamba_ssm's own, multiply the weight of the step's projection
-    if (
-        parent is not None
-        and "A_log" in own_parameters(parent)
-        and getattr(parent, "dt_proj", None) is module
-    ):
-        return f"{type(parent).__name__} reads its weight itself and never calls it"
+    if reader:
+        return f"{reader} reads its weight itself"
     return _why_not_any(module, ("weight",))
 
 
