@@ -135,12 +135,29 @@ def _define_text_overload(
 
     run, full_name = with_values(implementation), f"narrowcast::{name}.text"
     unseen = _without_autocast(run, _amaxes_at(getattr(torch.ops.narrowcast, name).text))
-    # a program's graph does without the autograd functions, in which no gradients are recorded
-    _LIBRARY.impl(f"{name}.text", torch.no_grad()(unseen), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}.text", _without_gradients(unseen), "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
         full_name, FunctionalMode, _inline(run, None, shared=False), lib=_LIBRARY
     )
+
+
+def _without_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs an operator of an exported program, whose graph has lost the autograd functions around it."""
+
+    def refuse_gradients(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            trained = next((x for x in tensors_among(args) if x.requires_grad), None)
+            if trained is not None:
+                raise RuntimeError(
+                    f"an exported program has no gradients, and a tensor of shape {tuple(trained.shape)} requires one; "
+                    "run the program under torch.no_grad(), or call model.requires_grad_(False) before torch.export; "
+                    "train the model itself"
+                )
+        with torch.no_grad():
+            return run(*args)
+
+    return refuse_gradients
 
 
 def _readers(overload: Any) -> dict[int, Callable[[str], Any]]:
