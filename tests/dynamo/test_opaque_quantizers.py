@@ -188,3 +188,28 @@ def test_everything_runs_eagerly_without_the_api_and_without_a_gpu(crippled: str
     command = [sys.executable, "-c", source]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.stdout.strip() == "fine", result.stderr[-2000:]
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not opaque.AVAILABLE, reason="this PyTorch has no quantizers in graphs")
+def test_the_compiler_s_cache_tells_versions_and_switches_apart(monkeypatch: Any, tmp_path: Path) -> None:
+    """AOTAutograd's key reads a graph's text, and does not know which rules its operators were traced by."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    quantizer, x = nc.MXFP8Quantizer(E4M3, columnwise=False), torch.randn(32, 64)
+
+    def hits() -> int:
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=True):
+            torch.compile(lambda x: nc.functional.quantize(x, quantizer)[1] + 1, fullgraph=True)(x)
+        found = counters["aot_autograd"]
+        assert found["autograd_cache_hit"] + found["autograd_cache_miss"] == 1
+        return found["autograd_cache_hit"]
+
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setenv("NARROWCAST_INLINE", "0")
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr("narrowcast.functional.quantizer_value.__version__", "9.9")
+    assert [hits(), hits()] == [0, 1]

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .._environment import read_flag
+from .._version import __version__
 from ..upstream import opaque
 
 BufferTable = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -237,10 +239,12 @@ CLASSES: dict[str, type[QuantizerValue]] = {}
 """Quantizer classes by identifier; a class that is defined again gets another, and the older one keeps its own."""
 
 
-@functools.lru_cache(maxsize=1024)
-def quantizer_of_text(text: str) -> QuantizerValue:
+def quantizer_of_text(text: str, rules: str = "") -> QuantizerValue:
     """Return the quantizer that a text means, as ``_value_text`` wrote it.
 
+    Args:
+        rules: :func:`rules_of_graphs` of the process that wrote a graph. It is there to be in the compiler's cache
+            keys, which read a graph's text and do not know by which rules an operator becomes kernels.
     Raises:
         RuntimeError: no class of that name was defined in this process.
         TypeError: no text, for a quantizer without.
@@ -250,6 +254,16 @@ def quantizer_of_text(text: str) -> QuantizerValue:
             "a program is exported with quantizers as values, and this one has none; register its class with "
             "narrowcast.dynamo.register_value_opaque_quantizer"
         )
+    return _made_of_text(text)
+
+
+def rules_of_graphs() -> str:
+    """Return what decides, beside operators and their arguments, what a compiled graph runs: version and switches."""
+    return f"narrowcast {__version__}, inline {read_flag('INLINE', True)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_of_text(text: str) -> QuantizerValue:
     identifier, items = ast.literal_eval(text)
     if identifier not in CLASSES:
         raise RuntimeError(

@@ -27,7 +27,7 @@ from ..functional import (
     quantize,
 )
 from ..functional.quantize import overwrite
-from ..functional.quantizer_value import CLASSES, quantizer_of_text
+from ..functional.quantizer_value import CLASSES, quantizer_of_text, rules_of_graphs
 from ..tensors import QuantizedTensor, QuantizedTensorStorage
 from ..tensors.storage import STORAGE_CLASSES, flatten_context, resolve_storage_class, storage_identifier
 from ..upstream.compiler import NotInGraph
@@ -202,7 +202,8 @@ class Quantizer(Sealable, QuantizerValue):
         if self._value_fields() is None:
             return super().__fx_repr__()
         # by identifier: the module that a graph is written to cannot import a class of a script or of a function
-        return f"quantizer_of_text({self._value_text()!r})", {"quantizer_of_text": quantizer_of_text}
+        text = f"quantizer_of_text({self._value_text()!r}, {rules_of_graphs()!r})"
+        return text, {"quantizer_of_text": quantizer_of_text}
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))
