@@ -222,3 +222,59 @@ def test_reloading_one_module_of_operators() -> None:
         "layer(torch.ones(4, 32)).sum().backward()\n"
         "assert layer.weight.grad is not None\n",
     )
+
+
+# torch's makers whose dtype the default decides, whatever they are given; arange does so for floats.
+MAKERS = {
+    *(
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+        "ones",
+        "rand",
+        "randn",
+    ),
+    *(
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+        "hann_window",
+        "hamming_window",
+        "kaiser_window",
+        "blackman_window",
+    ),
+}
+
+
+def makes_default_dtype(node: ast.AST) -> bool:
+    """Whether a tensor is made whose dtype follows ``torch.set_default_dtype``; keywords passed on may have one."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+        return False
+    if {"dtype", None} & {keyword.arg for keyword in node.keywords}:
+        return False
+    floats = any(
+        (isinstance(part, ast.Constant) and isinstance(part.value, float)) or isinstance(part, ast.Div)
+        for argument in node.args
+        for part in ast.walk(argument)
+    )
+    return node.func.attr in MAKERS or (node.func.attr == "arange" and floats)
+
+
+def test_no_tensor_is_made_in_the_default_dtype() -> None:
+    """Under ``torch.set_default_dtype(torch.bfloat16)`` a step count made so would end at 256."""
+    made = [
+        f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
+        for path in PACKAGE.parent.glob("narrowcast*/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if makes_default_dtype(node)
+    ]
+    assert not made, f"give a dtype: {', '.join(sorted(made))}"
+    assert makes_default_dtype(ast.parse("torch.zeros(3)").body[0].value)  # type: ignore[attr-defined]
+    assert not makes_default_dtype(ast.parse("torch.arange(3)").body[0].value)  # type: ignore[attr-defined]

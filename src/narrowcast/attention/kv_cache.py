@@ -70,7 +70,7 @@ class KVCacheManager:
         """Zero pages that get another owner: a masked NaN of the last one would still spoil sums."""
         if not pages or not self.caches:
             return
-        index = torch.tensor(pages, device=self.device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
         for cache in self.caches.values():
             for part in cache:
                 part[:-1].unflatten(0, (-1, self.page_size)).index_fill_(0, index, 0)
@@ -114,8 +114,8 @@ class KVCacheManager:
         rows = [old.get(sequence, -1) for sequence in lengths]
         moved = [row for row, source in enumerate(rows) if source not in (-1, row)]
         if moved:
-            targets = torch.tensor(moved, device=self.device)
-            sources = torch.tensor([rows[row] for row in moved], device=self.device)
+            targets = torch.tensor(moved, dtype=torch.int64, device=self.device)
+            sources = torch.tensor([rows[row] for row in moved], dtype=torch.int64, device=self.device)
             for cache in self.caches.values():
                 for part in cache:
                     by_row = part[:-1].unflatten(0, (-1, self.page_size))

@@ -203,8 +203,8 @@ def standard_slopes(heads: int, device: torch.device) -> Tensor:
     """
     below = 2 ** math.floor(math.log2(heads))
     # computed where they are read: a list would be copied to the GPU at every call, which also no CUDA graph may
-    first = torch.arange(1, below + 1, device=device) * (-8.0 / below)
-    others = (2 * torch.arange(heads - below, device=device) + 1) * (-4.0 / below)
+    first = torch.arange(1, below + 1, dtype=torch.float32, device=device) * (-8.0 / below)
+    others = (2 * torch.arange(heads - below, dtype=torch.float32, device=device) + 1) * (-4.0 / below)
     return torch.exp2(torch.cat((first, others)))
 
 

@@ -258,7 +258,7 @@ class EqualExpertsLayer(StackedExpertsLayer):
         if self._exchange is not None:
             return self._forward_over_ranks(hidden_states)
         rows = hidden_states.shape[0] // self._groups
-        splits = torch.full((self._groups,), rows, device=hidden_states.device)
+        splits = torch.full((self._groups,), rows, dtype=torch.int64, device=hidden_states.device)
         return self._run(hidden_states, splits)
 
     def _run(self, x: Tensor, splits: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class ParallelExpertsLayer(StackedExpertsLayer):
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
         """Apply the experts to ``inputs`` (T, K), of which each has ``expert_size`` rows, one after the other."""
-        splits = torch.as_tensor(expert_size, device=inputs.device)
+        splits = torch.as_tensor(expert_size, dtype=torch.int64, device=inputs.device)
         return self._grouped(self._stages[0], inputs, splits)
 
 

@@ -226,7 +226,7 @@ def _largest(part: _Part) -> list[Tensor]:
     for _, (high, wide) in _groups(part.weight._quantizer):
         size = (1, 1) if not high else (-(-rows // high), -(-columns // wide))
         if part.values is None:
-            found.append(torch.zeros(size, device=part.weight.device))
+            found.append(torch.zeros(size, dtype=torch.float32, device=part.weight.device))
         elif not high:
             found.append(part.values[0].abs().amax().float().view(1, 1))
         else:

@@ -150,5 +150,5 @@ def _gradients(
                 f"the model returned a {type(out).__name__} without a loss; pass loss=, a function of it"
             )
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
-    used = [torch.zeros(1) if grad is None else grad for grad in grads]
+    used = [torch.zeros(1, dtype=torch.float32) if grad is None else grad for grad in grads]
     return [grad.to(parameters[0].device) for grad in used], value.item()

@@ -250,7 +250,9 @@ class Watch:
             device = next(layer.parameters()).device
             for name in (_INPUT, _GRADIENT):
                 layer.register_buffer(
-                    name, torch.full((len(OBSERVED),), math.nan, device=device), persistent=False
+                    name,
+                    torch.full((len(OBSERVED),), math.nan, dtype=torch.float32, device=device),
+                    persistent=False,
                 )
             if hasattr(layer, "_watcher"):  # what its GEMMs read is not what it is called with
                 layer._watcher = self._hooks
@@ -259,7 +261,7 @@ class Watch:
             self._handles.append(layer.register_forward_hook(self._hooks.after, with_kwargs=True))
         for router in self._routers.values():
             device = next(router.parameters()).device
-            unseen = torch.full((len(HEALTH),), math.nan, device=device)
+            unseen = torch.full((len(HEALTH),), math.nan, dtype=torch.float32, device=device)
             router.register_buffer(_HEALTH, unseen, persistent=False)
             router._watcher = self._hooks
         self._hooks.sampling = True
@@ -321,7 +323,7 @@ class Watch:
                 local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
                 weight = torch.cat([w.detach().reshape(-1, w.shape[-1]) for w in local])
                 if layer._module_type == "grouped_linear":
-                    splits = torch.full((layer._groups,), weight.shape[0] // layer._groups)
+                    splits = torch.full((layer._groups,), weight.shape[0] // layer._groups, dtype=torch.int64)
                 _observe(weight, splits, quantizer, scale, into, into)
                 rows.append((name, stage.weight, into))
         return rows

@@ -169,7 +169,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if self._decodes:
             parts = [plain(part) for part in parts]
         elif isinstance(parts[0], (GroupedTensor, QuantizedTensor)):
-            return torch.zeros(self._groups, device=parts[0].device)
+            return torch.zeros(self._groups, dtype=torch.float32, device=parts[0].device)
         largest = [largest_magnitude(part, part.dim() == 3) for part in parts]
         return torch.cat(largest) if self._groups > 1 else torch.stack(largest).amax(0)
 

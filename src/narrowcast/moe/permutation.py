@@ -248,7 +248,11 @@ def _extent(
     if not isinstance(tokens, Tensor):
         total = sum(round_up(count, align_size) for count in tokens)
         padded = given is not None or total != sum(tokens)
-        return (total if given is None else given), padded, torch.tensor(tokens, device=device)
+        return (
+            (total if given is None else given),
+            padded,
+            torch.tensor(tokens, dtype=torch.int64, device=device),
+        )
     if given is not None:
         return given, True, tokens.to(device, torch.int64, non_blocking=True)
     missing = -tokens.long() % align_size

@@ -387,7 +387,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def _apply(self, fn: Any, recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)
         if "_delayed_device" in self.__dict__:
-            self._delayed_device = fn(torch.empty(0, device=self._delayed_device)).device
+            self._delayed_device = fn(torch.empty(0, dtype=torch.float32, device=self._delayed_device)).device
         return self
 
     def reset_recipe_state(self, *, recipe: Recipe | str | None) -> None:

@@ -202,7 +202,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
         if self._coded:
             shape = len(self._coded), log_codes.groups_of(own.numel()), 2
-            self._ranges[param] = torch.zeros(shape, device=param.device)
+            self._ranges[param] = torch.zeros(shape, dtype=torch.float32, device=param.device)
         for name in MOMENTS:
             if name in self._coded:
                 self.state[param][name] = torch.zeros_like(param, dtype=torch.uint8)
@@ -357,7 +357,7 @@ class FusedAdam(torch.optim.Optimizer):
                 device = p.device if self.capturable else torch.device("cpu")
                 fresh = next((count for count in made if count.device == device), None)
                 if fresh is None:
-                    fresh = torch.zeros((), device=device)
+                    fresh = torch.zeros((), dtype=torch.float32, device=device)
                     made.append(fresh)
                 state[STEP] = fresh
             if not any(count is state[STEP] for count in counts):
@@ -515,7 +515,7 @@ class FusedAdam(torch.optim.Optimizer):
             )  # a group counts its own steps
             if key not in counts:
                 if known is None or any(count is known for count in counts.values()):
-                    known = torch.zeros((), device=device)
+                    known = torch.zeros((), dtype=torch.float32, device=device)
                 counts[key] = known.fill_(steps)  # in place: a CUDA graph reads what is there
             self.state[p][STEP] = counts[key]
         for group, rate in zip(self.param_groups, rates):

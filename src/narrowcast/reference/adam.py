@@ -171,7 +171,7 @@ def factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors that all parameters of a step share, fp32 without dims: lr r / c(d1), eps r and lr decay."""
     rate = torch.as_tensor(lr, dtype=torch.float32, device=device).reshape(())
-    shrink, floor = rate * weight_decay, torch.full((), eps, device=device)
+    shrink, floor = rate * weight_decay, torch.full((), eps, dtype=torch.float32, device=device)
     if bias_correction:
         root = _sqrt(correction(1 - betas[1], int(count))).to(device)
         rate, floor = rate * root / correction(1 - betas[0], int(count)).to(device), floor * root
@@ -184,7 +184,7 @@ def correction(missing: float, count: int) -> Tensor:
     Numerics:
         Of two exponents, 1 - (1 - a) (1 - b) is a + b (1 - a); of twice one it is a (2 - a).
     """
-    total, power = torch.zeros(()), torch.tensor(missing, dtype=torch.float32)
+    total, power = torch.zeros((), dtype=torch.float32), torch.tensor(missing, dtype=torch.float32)
     while count > 0:
         if count & 1:
             total = total + power * (1 - total)

@@ -211,7 +211,9 @@ class _SharedAmax:
         total, device = sum(piece.rows for piece in pieces), values[0].device
         self.tiles = self.largest = None  # amax of every tile, and of the matrix
         if any(end % rows for piece in pieces for end in piece.ends if end != total):
-            self.tiles = torch.zeros(cdiv(total, rows), cdiv(values[0].shape[1], columns), device=device)
+            self.tiles = torch.zeros(
+                cdiv(total, rows), cdiv(values[0].shape[1], columns), dtype=torch.float32, device=device
+            )
             for piece, value in zip(pieces, values):
                 if len(value):
                     top, tiles = self._spread(piece, value)
@@ -220,7 +222,9 @@ class _SharedAmax:
                     torch.maximum(own, blocks.amax((1, 3)), out=own)
         if of_matrix:
             each = [_magnitude(value).amax().reshape(1) for value in values if value.numel()]
-            self.largest = torch.cat([*each, torch.zeros(1, device=device)]).amax().reshape(1)
+            self.largest = (
+                torch.cat([*each, torch.zeros(1, dtype=torch.float32, device=device)]).amax().reshape(1)
+            )
 
     def reduce(self) -> None:
         """Take the largest of all ranks."""

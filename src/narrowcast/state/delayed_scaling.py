@@ -258,7 +258,7 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     )
     collected = torch.cat(
         [
-            torch.full((size,), absent, device=device) if one is None else one.to(device)
+            torch.full((size,), absent, dtype=torch.float32, device=device) if one is None else one.to(device)
             for tensors, absent in brought
             for size, one in zip(sizes, tensors)
         ]

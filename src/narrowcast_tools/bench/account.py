@@ -138,16 +138,16 @@ def take_account(work: Work, contender: Contender, ceilings: Ceilings, *, in_par
 
 def measure_ceilings() -> Ceilings:
     """Time a copy of 2 GiB and products of 8192 x 8192 matrices in bf16 and FP8 on random data."""
-    source = torch.randn(2**29, device="cuda")
+    source = torch.randn(2**29, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / (1e-3 * _median_ms(lambda: target.copy_(source)))
-    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(8192, 8192, dtype=torch.float32, device="cuda").to(torch.bfloat16) for _ in range(2))
     operations = 2 * 8192**3
     bf16 = operations / (1e-3 * _median_ms(lambda: a @ b.t()))
     codes_a, codes_b, one = (
         a.to(torch.float8_e4m3fn),
         b.to(torch.float8_e4m3fn),
-        torch.ones((), device="cuda"),
+        torch.ones((), dtype=torch.float32, device="cuda"),
     )
     scaling = torch.nn.functional.ScalingType.TensorWise
 

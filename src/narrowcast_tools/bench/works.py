@@ -167,9 +167,13 @@ def step_of(
         return train
     generator = torch.Generator(device).manual_seed(1)
     rows, width, features, *groups = work.sizes
-    x = torch.randn(rows, width, device=device, generator=generator).to(BF16).requires_grad_()
+    x = (
+        torch.randn(rows, width, dtype=torch.float32, device=device, generator=generator)
+        .to(BF16)
+        .requires_grad_()
+    )
     out = width if work.kind == "feed-forward" else features
-    grad = torch.randn(rows, out, device=device, generator=generator).to(BF16)
+    grad = torch.randn(rows, out, dtype=torch.float32, device=device, generator=generator).to(BF16)
     splits = [[rows // groups[0]] * groups[0]] if groups else []
 
     def forward_and_backward() -> None:
@@ -199,7 +203,9 @@ class _FeedForward(nn.Module):
 class _Experts(nn.Module):
     def __init__(self, groups: int, width: int, features: int, device: str) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(groups, features, width, device=device).mul_(0.02).to(BF16))
+        self.weight = nn.Parameter(
+            torch.randn(groups, features, width, dtype=torch.float32, device=device).mul_(0.02).to(BF16)
+        )
 
     def forward(self, x: Tensor, splits: list[int]) -> Tensor:
         if not x.is_cuda:

@@ -103,7 +103,7 @@ def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
 
 def _one_step(recipe: nc.recipe.Recipe | None, device: str) -> None:
     layer = nc.Linear(64, 64, bias=False, device=device)
-    x = torch.linspace(-1, 1, 32 * 64, device=device).view(32, 64).requires_grad_()
+    x = torch.linspace(-1, 1, 32 * 64, dtype=torch.float32, device=device).view(32, 64).requires_grad_()
     with torch.autocast(device, dtype=torch.bfloat16), nc.autocast(enabled=recipe is not None, recipe=recipe):
         loss = layer(x).float().square().mean()
     loss.backward()
