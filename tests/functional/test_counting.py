@@ -72,3 +72,34 @@ def test_the_order_of_imports_does_not_matter() -> None:
     )
     source = str(Path(nc.__file__).resolve().parents[1])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source, timeout=120)
+
+
+@pytest.mark.parametrize(("included", "repeated"), [(False, [0, 6, 6]), (True, [0, 0, 3])])
+def test_a_memory_budget_of_the_compiler_counts_our_gemms(included: bool, repeated: list[int]) -> None:
+    """As docs/memory.md says: without the option PyTorch takes every operator of a library for a cheap one."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    gemms: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        gemms.append(sum("gemm" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    layers = [
+        one for _ in range(6) for one in (nn.Linear(256, 256, dtype=torch.bfloat16, device="cpu"), nn.GELU())
+    ]
+    model = nc.convert(nn.Sequential(*layers), "current")
+    found = []
+    for budget in (1.0, 0.99, 0.5):
+        torch._dynamo.reset()
+        config = {"activation_memory_budget": budget, "is_non_builtin_to_include": included}
+        with torch._functorch.config.patch(config):
+            x = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+            torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+        forward, backward = gemms[-2:]
+        found.append(backward - 2 * forward)
+    assert found == repeated
