@@ -118,11 +118,10 @@ def test_delayed_scaling_factory_trains_like_the_recipe() -> None:
     for seed in range(4):
         x = make_input(seed)
         assert_equal(results(layer, custom, x), results(twin, plain, x))
-    with nc.autocast(recipe=custom):
-        pass
+        nc.renew_delayed_scaling(layer), nc.renew_delayed_scaling(twin)
     for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
         assert torch.equal(getattr(layer, name), getattr(twin, name))
-    assert (layer.scale_fwd[:2] != 1).all()
+    assert layer.scale_fwd[0] != 1
     assert layer.scale_bwd[0] != 1
 
 
@@ -226,8 +225,7 @@ def test_different_state_per_direction() -> None:
     with nc.autocast(recipe=recipe):
         y = layer(x)
     y.backward(torch.full_like(y, 7.0))
-    with nc.autocast(recipe=recipe):
-        pass
+    nc.renew_delayed_scaling(layer)
     assert layer.scale_fwd[0] == torch.tensor(448.0) / x.detach().abs().max()
     assert layer.scale_bwd[0] == 57344 / 4 / 7
     assert layer.amax_history_bwd[:3, 0].tolist() == [0, 0, 7]
@@ -245,7 +243,7 @@ def test_only_the_gradient_is_delayed() -> None:
     recipe, layer, x = CustomRecipe(qfactory=factory), make_layer(), make_input()
     first = results(layer, recipe, x)
     assert_equal(first[:1], results(layer, Float8CurrentScaling(), x)[:1])
-    assert layer.amax_history_bwd[-1, 0] > 0
+    assert layer.amax_bwd[0] > 0
     assert layer.scale_fwd is layer.amax_history_fwd is layer.amax_fwd is None
 
 

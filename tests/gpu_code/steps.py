@@ -115,11 +115,15 @@ class Eager:
     def value(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
+    def renew(self) -> None:
+        nc.renew_delayed_scaling(self.model)
+
 
 class Compiled(Eager):
     """Its copy, compiled for the GPU; parameters and buffers have those of ``real`` for twins."""
 
     def __init__(self, real: nn.Module, make: Callable[[str], nn.Module], recipe: Any, by: str) -> None:
+        self.real = real
         with FAKE:
             super().__init__(given(make("cuda"), recipe, by))
             for ours, theirs in (
@@ -128,7 +132,6 @@ class Compiled(Eager):
             ):
                 for name, tensor in ours:
                     twins.give_twin(tensor, theirs[name])
-            # with a function around: alone, the model would renew its scales in eager code, on fakes without memory
             self.run = torch.compile(lambda x: self.model(x), fullgraph=True)
 
     def _fake(self, x: Tensor) -> Tensor:
@@ -150,6 +153,9 @@ class Compiled(Eager):
     def value(self, tensor: Tensor) -> Tensor:
         return twins.twin_of(tensor).clone()
 
+    def renew(self) -> None:
+        nc.renew_delayed_scaling(self.real)
+
 
 def given(model: nn.Module, recipe: nc.recipe.Recipe, by: str) -> nn.Module:
     """The model with a recipe: the root's, or each layer's own."""
@@ -166,6 +172,7 @@ def plain(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         y = side.forward(x)
         yield "output", side.value(y)
         yield from backward(side, y, xs[0])
+        side.renew()
 
 
 def backward(side: Eager, y: Tensor, grad: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -174,7 +181,7 @@ def backward(side: Eager, y: Tensor, grad: Tensor) -> Iterator[tuple[str, Tensor
 
 
 def with_evaluations(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """In training mode; what they collect does not count."""
+    """In training mode: what they collect counts, from the next step on."""
     for x, larger in zip(xs, xs[1:]):
         yield "evaluated", side.evaluate(larger)
         yield from plain(side, [x])
@@ -186,11 +193,13 @@ def with_two_forwards(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tens
     for y in ys:
         yield "output", side.value(y)
         yield from backward(side, y, xs[0])
+    side.renew()
 
 
 def with_smaller_forwards(side: Eager, xs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Before their backwards: what a backward repeats of the first would raise the amaxes of the last."""
+    """Two steps of several forwards each, whose amaxes fall, then rise."""
     yield from with_two_forwards(side, xs[::-1])
+    yield from with_two_forwards(side, xs)
 
 
 SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {

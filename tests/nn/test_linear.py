@@ -274,9 +274,7 @@ def test_meta_device(name: str) -> None:
     module.reset_parameters()
     assert abs(module.weight.std().item() - 0.023) < 0.003 and not module.bias.any()
     if name == "delayed":
-        expected = torch.tensor([0, torch.div(448, module.weight.detach().abs().max()), 0])
-        assert torch.equal(module.scale_fwd, expected)
-        assert not module.scale_bwd.any() and not module.amax_fwd.any()
+        assert not module.scale_fwd.any() and not module.scale_bwd.any() and not module.amax_fwd.any()
     assert torch.isfinite(run(module, torch.randn(4, 48), recipe)[0]).all()
 
 

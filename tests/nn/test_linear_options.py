@@ -357,6 +357,7 @@ def test_the_output_alone_may_be_scaled_with_delay() -> None:
         torch.testing.assert_close(out.dequantize(), expected, rtol=1e-6, atol=0)
         assert module.amax_fwd[2] == largest
         out.dequantize().sum().backward()
+        nc.renew_delayed_scaling(module)
     assert module.amax_bwd is None
 
 

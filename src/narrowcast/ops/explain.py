@@ -124,14 +124,14 @@ def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> Chos
 @contextlib.contextmanager
 def _asked_under(recipe: Recipe | None, fuser: OperationFuser) -> Iterator[None]:
     """A recipe in force for operations to be asked under, without a step beginning or being noted."""
-    before, last = get_autocast_state(), [(op._last_recipe, op._trained_under) for op in fuser.basic_ops]
-    set_autocast_state((recipe, None, None, "", 1, False))
+    before, noted = get_autocast_state(), [dict(vars(op)) for op in fuser.basic_ops]
+    set_autocast_state((recipe, None, None, 1))
     try:
         yield
     finally:
         set_autocast_state(before)
-        for op, recipes in zip(fuser.basic_ops, last):
-            op._last_recipe, op._trained_under = recipes
+        for op, attributes in zip(fuser.basic_ops, noted):
+            vars(op).update(attributes)
 
 
 def _handed_over(fused: Fused, begin: int) -> list[HandedOver]:

@@ -376,7 +376,7 @@ def test_calibration() -> None:
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         y = op(x, splits_of())
     assert torch.equal(y, make_op()(x, splits_of()))
-    assert (op.amax_fwd[: 2 * GROUPS] > 0).sum() == 2 * GROUPS - 1
+    assert (op.amax_fwd > 0).sum() == GROUPS - 1  # the inputs' but the empty group's
 
 
 @pytest.mark.parametrize("name", ["current", "mxfp8"])

@@ -75,7 +75,11 @@ class Quantize(BasicOperation):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan()
         # a layer that gets the quantized tensor reads its columns for the weight gradient
-        return {"plan": plan, "columnwise": _columns_are_read(), **self._state_arguments(plan)}
+        return {"plan": plan, "columnwise": self._columns_are_read(), **self._state_arguments(plan)}
+
+    def _columns_are_read(self) -> bool:
+        """Return whether a backward may follow; the first run of a reentrant checkpoint records no gradients."""
+        return torch.is_grad_enabled() or (self.training and is_eager())
 
     def op_forward_compute(
         self,
@@ -133,8 +137,3 @@ def _rounded(x: Tensor, wanted: ScaledOperand | None, own: ScaledOperand) -> Ten
     if wanted is not None:
         return wanted.quantize(x)
     return own.quantize(x).dequantize()
-
-
-def _columns_are_read() -> bool:
-    """Return whether this forward may have a backward; the first run of a reentrant checkpoint records no gradients."""
-    return torch.is_grad_enabled() or is_eager()
