@@ -18,6 +18,30 @@ from narrowcast.functional import replay
 
 SOURCE = Path(nc.__file__).parent
 DTYPES = {"float32", "bfloat16", "float16"}
+# What is only, or mainly, for delayed scaling: whole files, or classes, functions and methods of a file.
+DELAYED: dict[str, tuple[str, ...]] = {
+    "autograd/arguments.py": ("DelayedScales", "scales_of_backward"),
+    "compat/checkpoint.py": ("transformer_engine_state_dict", "_with_weights"),
+    "compat/global_state.py": ("_Direction", "FP8GlobalStateManager.reduce_and_update_fp8_tensors"),
+    "functional/delayed_scaling.py": (),
+    "kernels/delayed.py": (),
+    "layers/calibrate.py": (),
+    "layers/delayed.py": (),
+    "layers/extra_state.py": (),
+    "layers/renewal.py": (),
+    "recipe/custom.py": ("_requested",),
+    "recipe/delayed.py": (),
+    "reference/delayed.py": (),
+    "state/delayed_scaling.py": (),
+    "state/recipe_state.py": (
+        "RecipeState.delayed_slots",
+        "RecipeState.follows",
+        "RecipeState.inherit_state_from",
+        "RecipeState._with_state",
+        "RecipeState._keep_new",
+        "DelayedScalingRecipeState",
+    ),
+}
 
 
 def files() -> Iterator[tuple[Path, str]]:
@@ -27,6 +51,22 @@ def files() -> Iterator[tuple[Path, str]]:
 
 def lines() -> int:
     return sum(text.count("\n") for _, text in files())
+
+
+def delayed_lines() -> int:
+    """Lines of what ``DELAYED`` names; a name that is not there is an error."""
+    total = 0
+    for file, names in DELAYED.items():
+        text = (SOURCE / file).read_text()
+        if not names:
+            total += text.count("\n")
+        for name in names:
+            body: list[ast.stmt] = ast.parse(text).body
+            for part in name.split("."):
+                node = next(one for one in body if getattr(one, "name", None) == part)
+                body = getattr(node, "body", [])
+            total += (node.end_lineno or 0) - node.lineno + 1
+    return total
 
 
 def statements() -> int:
@@ -172,6 +212,7 @@ def rows() -> Iterator[tuple[str, object]]:
     yield "tuples of the three float dtypes", dtype_sets()
     yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
     yield "lines", lines()
+    yield "lines for delayed scaling", delayed_lines()
     yield "statements of these", statements()
     yield "longest files", longest_files()
 
