@@ -485,7 +485,9 @@ class World:
             # inside of one autocast, the first forward in training renews a copy, but not its original
             waits = self.program.get("around") and item.get("still") is not None
             if item.get("between") and not waits:
-                self.between(item["between"], seed + 3)
+                # what a forward saved may not be loaded anew before its backward, scales no more than weights
+                between = "copy" if item["between"] == "reload state" else item["between"]
+                self.between(between, seed + 3)
                 self.train(item)
         if joined and losses:
             losses = [sum(losses[1:], losses[0])]

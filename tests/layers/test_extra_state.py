@@ -95,7 +95,7 @@ def as_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_transformer_engine_pickles_is_read(name: str, as_transformer_engine: None) -> None:
-    """Its recipe is not made, its tensors are; and what goes back to it is the same."""
+    """Its recipe is not made, its tensors are; what goes back is the same but for weights' scales."""
     make, slots = LAYERS[name]
     state = theirs(slots)
     pickled = pickle.dumps({"recipe": Recipe(), **state})
@@ -107,12 +107,14 @@ def test_what_transformer_engine_pickles_is_read(name: str, as_transformer_engin
     given = nc.compat.transformer_engine_state_dict(layer)
     assert set(given) == {*make().state_dict(), "_extra_state"}
     back = pickle.loads(given["_extra_state"].numpy().tobytes())
+    of_weights = back["scale_fwd"] > 1000
+    assert int(of_weights.sum()) == slots
     for key in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"):
-        assert torch.equal(back[key], state[key])
+        ignored = of_weights if key == "scale_fwd" else torch.tensor(False)
+        assert torch.equal(torch.where(ignored, state[key], back[key]), state[key])
     again = make(recipe=RECIPE)
     again.load_state_dict(given)
-    for own, other in zip(layer.buffers(), again.buffers(), strict=True):
-        assert torch.equal(own, other)
+    assert torch.equal(run(layer, torch.ones(8, 16)), run(again, torch.ones(8, 16)))
 
 
 def test_other_modules_have_no_extra_state() -> None:
