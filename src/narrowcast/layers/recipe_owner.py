@@ -11,7 +11,7 @@ from torch import nn
 from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe, recipe_name
 from ..state import THREAD, autocast, checked_recipe, entered_in_backward
-from ..upstream.autograd import is_in_backward
+from ..upstream.autograd import graph_task_id, is_in_backward
 
 
 class RecipeOwner(nn.Module):
@@ -68,7 +68,7 @@ class RecipeOwner(nn.Module):
             trains = bool(self.training)  # noqa: F841  # read here, to be guarded
             while_tracing(_check_while_tracing)
             return recipe
-        if is_in_backward():
+        if graph_task_id() != -1:  # a recomputation
             return recipe if entered_in_backward() else self._recipe_of_forward()
         if recipe is not self._last_recipe:
             if recipe is not None:

@@ -201,8 +201,10 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
-        if self._last_recipe is not None or self._trained_under is not None or self._trained < self.training:
+        if self._last_recipe is not None or self._trained_under is not None:
             return None  # it is noted first that there is no recipe any more
+        if self.training:
+            self.__dict__["_trained"] = True
         try:
             return F.linear(inp, weight, self.bias)
         except RuntimeError:
