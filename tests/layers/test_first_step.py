@@ -108,9 +108,9 @@ def test_a_scale_of_its_own_has_the_margin_and_the_format(fmt: Format, margin: i
 @pytest.mark.parametrize("name", MODELS)
 def test_an_evaluation_before_the_first_step_is_right_and_changes_nothing(name: str) -> None:
     (delayed, given), (current, _) = made(name, DelayedScaling()), made(name, Float8CurrentScaling())
-    before = {key: value.clone() for key, value in delayed.state_dict().items()}
     for gradients in (False, True):
         for training in (False, True):
+            before = {key: value.clone() for key, value in delayed.state_dict().items()}
             with torch.set_grad_enabled(gradients):
                 outputs = [model.train(training)(batch(), **given) for model in (delayed, current)]
             assert torch.equal(*outputs)
