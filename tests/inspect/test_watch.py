@@ -246,6 +246,7 @@ def test_saturation_is_seen_where_a_scale_is_too_large() -> None:
     nc.set_recipe(model, nc.recipe.DelayedScaling())
     x = torch.ones(16, 32)
     model(x).sum().backward()
+    nc.renew_delayed_scaling(model)
     watch = nc.watch(model)
     x[:, :4] = 1000.0  # the scale is still that of the step before: 1 is the most
     model(x).sum().backward()

@@ -158,6 +158,9 @@ def train(case: Case, layer: Any, ops: Callable[[int], tuple[Tensor, Tensor]]) -
             y = forward(x)
         parameters = dict(layer.named_parameters())
         dx, *grads = torch.autograd.grad(y, (x, *parameters.values()), dy)
+        if layer._parallel is not None:
+            nc.reduce_delayed_scaling(layer, layer._parallel.group)
+        nc.renew_delayed_scaling(layer)
     return {"y": y.detach(), "dx": dx, **dict(zip(parameters, grads, strict=True))}
 
 

@@ -42,7 +42,7 @@ def trained(recipe: Any, *sizes: int) -> nn.Sequential:
     nc.convert(model, recipe)
     x = torch.randn(32, sizes[0], generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     model(x).float().square().sum().backward()
-    return model.eval()
+    return nc.renew_delayed_scaling(model).eval()
 
 
 def multiplied(layer: Any, recipe: Any) -> Tensor:

@@ -58,6 +58,7 @@ def made(layer: str, recipe: str, weights: str) -> nn.Module:
         nc.set_recipe(model, chosen)
     if recipe == "delayed":  # so that there are scales
         model(*inputs(model))
+        nc.renew_delayed_scaling(model)
     return model.eval().requires_grad_(False)
 
 

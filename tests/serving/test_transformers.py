@@ -113,6 +113,7 @@ def test_odd_sizes_and_tied_weights_load_as_training_read_them(
         engine, kind = ("transformers", format) if name == "transformers" else ("compressed-tensors", name)
         nc.serving.forward_like(model, engine, format=kind)
     model(input_ids=WORDS, labels=WORDS).loss.backward()
+    nc.renew_delayed_scaling(model)
     path = nc.export(model.eval(), tmp_path / "out", format=format).path
     files = safetensors.torch.load_file(path / "model.safetensors")
     method: dict[str, Any] = {}

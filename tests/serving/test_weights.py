@@ -50,6 +50,7 @@ def mixture(recipe: Any, inner: int) -> nn.ModuleDict:
             x
         )
         y.sum().backward()
+        nc.renew_delayed_scaling(model)
     return model
 
 

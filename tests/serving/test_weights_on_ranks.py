@@ -50,6 +50,7 @@ def make(name: str, even: bool = False) -> Layers:
         x, index = torch.randn(6, 96).bfloat16(), torch.arange(6)[:, None] % 3
         (model(x).square().sum() + model.layers[2](x, index, torch.ones_like(x[:, :1])).sum()).backward()
         model.zero_grad()
+        nc.renew_delayed_scaling(model)
         for parameter in model.parameters():  # as a step does: an evaluation scales weights as they are
             parameter.data *= 1.5
     return model.eval()
@@ -172,9 +173,10 @@ def experts_on_ranks(name: str) -> list[str]:
     mine = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
     for model, rows in ((whole, slice(6)), (shared, mine)):
         nc.set_recipe(model, QUANTIZED[name])
-        for _ in range(2):  # delayed scaling knows an input from the second step on
+        for _ in range(2):
             y = model["experts"](x[rows], index[rows], torch.ones(6, 1).bfloat16()[rows])
             (y.sum() + model["proj"](x).sum()).backward()
+            nc.renew_delayed_scaling(model)
         model.eval()
     format = "fp8-static" if name == "delayed" else FORMATS.get(name, "compressed-tensors")
     expected = dict(nc.serving.weights(whole, format))
