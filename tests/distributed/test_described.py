@@ -227,9 +227,7 @@ def test_the_parts_of_the_ranks_make_up_the_whole(case: str, ranks: list[dict[st
         times = held.unique().tolist()
         assert len(times) == 1 and times[0] >= 1, (name, times)
         replicated = all(records[name][3] for _, records in found if name in records)
-        listed = name.split(".")[-1] != "weight" or "listed" in case
-        one_rank = case == "experts" or (case == "experts listed" and listed)
-        assert times[0] == 1 if one_rank else (times[0] == WORLD) == replicated, name
+        assert (times[0] == WORLD) == replicated, name
 
 
 def test_a_split_layer_has_shares_of_blocks(ranks: list[dict[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _keywords
 from ..layers.described import ParameterRecord, describe_parameter, describe_parameters
-from .checkpoint import load_checkpoint, save_checkpoint
+from .clip import clip_grad_norm_
 from .master_weights import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
@@ -18,6 +18,7 @@ from .shard_receipt import ShardedParameter, ShardReceipt
 from .wire_receipt import WireCost, WireReceipt
 
 if TYPE_CHECKING:
+    from .checkpoint import load_checkpoint, save_checkpoint
     from .expert_sharding import expert_parallel
     from .micro_pipeline import async_tensor_parallel
     from .parallel_styles import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -26,6 +27,7 @@ _STYLES = ("ColwiseParallel", "RowwiseParallel", "SequenceParallel")
 _LATER = {
     "async_tensor_parallel": "micro_pipeline",
     "expert_parallel": "expert_sharding",
+    **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "checkpoint"),
     **dict.fromkeys(_STYLES, "parallel_styles"),
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "WireReceipt",
     "async_tensor_parallel",
     "cast_master_weights_to_fp8",
+    "clip_grad_norm_",
     "describe_parameter",
     "describe_parameters",
     "expert_parallel",

@@ -1,21 +1,37 @@
-"""Checkpoints of sharded models, in the format of PyTorch: a save leaves the old one whole until the new one is."""
+"""Checkpoints of models on many ranks, in the format of PyTorch: a save leaves the old one whole until the new one is.
+
+Every value is written under its name in the whole model, each rank's parts of it at their places, as the records of
+:mod:`..layers.described` say. Ranks must agree on what several of them hold.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from .. import _checks
-from ..layers import DelayedLayer
-from ..tensors import QuantizedTensor
+from ..layers import DelayedLayer, GroupedLinearLayer
+from ..layers.described import ParameterRecord, describe_parameters, places
+from ..tensors import DequantizingTensor
 from ..upstream.modules import own_buffers
+from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
+from .checkpoint_reader import SafeReader, load, plain_value
 
 
 def save_checkpoint(
@@ -29,9 +45,10 @@ def save_checkpoint(
 ) -> Future[None]:
     """Save model, optimizer and delayed scaling with ``torch.distributed.checkpoint``; every rank calls it.
 
-    Weights are ordinary high-precision tensors, sharded like the parameters. Any number of ranks can load them, also
-    one process without process groups. Files are written beside ``path`` and replace it once all ranks are done; a rank
-    that dies leaves the old checkpoint.
+    Weights are ordinary high-precision tensors. Each rank writes its parts of DTensors, of layers with a ``tp_group``
+    and of local experts. Any number of ranks can load them, also one process without process groups. Values that
+    several ranks hold are compared by a checksum. Files are written beside ``path`` and replace it once all ranks are
+    done; a rank that dies, or refuses, leaves the old checkpoint.
 
     Args:
         path: a folder on a file system that all ranks see.
@@ -42,12 +59,11 @@ def save_checkpoint(
     Returns:
         An object whose ``result()`` waits until ``path`` holds the new checkpoint.
     Raises:
-        ValueError: ``asynchronous`` lacks ``group`` with several ranks, or only unpickling could read a value of
-            ``extra``.
-        CheckpointException: PyTorch's error, on the other ranks; with ``asynchronous`` from ``result()``.
+        ValueError: ``asynchronous`` lacks ``group`` with several ranks, only unpickling could read a value of
+            ``extra``, it is not known how ranks share a parameter, or ranks hold different copies of a value; before a
+            byte is written, on every rank.
+        CheckpointException: PyTorch's error; with ``asynchronous`` from ``result()``, like that of different copies.
     """
-    import torch.distributed.checkpoint as dcp
-
     _checks.path("path", path)
     _checks.module("model", model)
     _checks.optimizer("optimizer", optimizer)
@@ -60,33 +76,36 @@ def save_checkpoint(
             "asynchronous=True needs group=torch.distributed.new_group(backend='gloo'), made once: its collectives "
             "would meet those of the training"
         )
-    target, state = Path(path), _state(model, optimizer, extra or {})
+    target = Path(path)
     writing = target.with_name(target.name + ".writing")
-    if _is_first(group):
-        shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted save
-    if several:
-        torch.distributed.barrier(group)
-    options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group}
+    with _on_all_ranks(group):
+        if _is_first(group):
+            shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted save
+        plain = _plain(extra or {}, "extra")
+        state, records = _state(model, optimizer, plain)
+    if optimizer is not None:
+        state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], group)
+    planner = SavePlanner(records, _ranks(group), _broadcast(model, records), {"extra": digest(plain)})
+    options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group, "planner": planner}
     done: Future[None] = Future()
 
-    def finish(saved: Any = None) -> None:
+    def finish(save: Callable[[], Any]) -> None:
         try:
-            if saved is not None:
-                saved.result()
-            if _is_first(group):
-                _replace(target, writing)
-            if several:
-                torch.distributed.barrier(group)
+            with _on_all_ranks(group, lambda: shutil.rmtree(writing, ignore_errors=True)):
+                save()
+                if several:
+                    torch.distributed.barrier(group)
+                if _is_first(group):
+                    _replace(target, writing)
         except BaseException as error:  # CheckpointException is no Exception
             done.set_exception(error)
         else:
             done.set_result(None)
 
     if asynchronous and torch.distributed.is_initialized():
-        dcp.async_save(state, **options).add_done_callback(finish)  # type: ignore[union-attr]
+        dcp.async_save(state, **options).add_done_callback(lambda saved: finish(saved.result))  # type: ignore[union-attr]
     else:
-        dcp.save(state, **options, no_dist=not torch.distributed.is_initialized())
-        finish()
+        finish(lambda: dcp.save(state, **options, no_dist=not torch.distributed.is_initialized()))
         done.result()
     return done
 
@@ -110,47 +129,108 @@ def load_checkpoint(
         ValueError: a file is damaged, or of another kind.
         CheckpointException: PyTorch's error, for example for a model of other shapes.
     """
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-
-    from .checkpoint_reader import SafeReader, load
-
     _checks.path("path", path)
     _checks.module("model", model)
     _checks.optimizer("optimizer", optimizer)
     target = Path(path)
-    if not (target / ".metadata").exists():  # killed between two renames
-        target = target.with_name(target.name + ".old")
-    if not (target / ".metadata").exists():
-        raise FileNotFoundError(f"{path} holds no checkpoint; save one with save_checkpoint")
-    reader = SafeReader(target)
-    there = reader.read_metadata().state_dict_metadata
-    _make_room(model, there)
-    state = _state(model, optimizer, None)
-    names = _delayed_names(model)
+    with _on_all_ranks(group):
+        if not (target / ".metadata").exists():  # killed between two renames
+            target = target.with_name(target.name + ".old")
+        if not (target / ".metadata").exists():
+            raise FileNotFoundError(f"{path} holds no checkpoint; save one with save_checkpoint")
+        reader = SafeReader(target)
+        there = reader.read_metadata().state_dict_metadata
+        delayed = _make_room(model, there)
+        state, records = _state(model, optimizer, None)
     state["model"] = {
-        name: value for name, value in state["model"].items() if name not in names or f"model.{name}" in there
+        name: value
+        for name, value in state["model"].items()
+        if name not in delayed or f"model.{name}" in there
     }
     # earlier versions wrote an entry for each value of extra
     entries = {key[6:]: _empty(there[key]) for key in there if key.startswith("extra.")}
     packed = "extra" in there
     state["extra"] = b"" if packed else entries
-    load(state, reader, group)
+    parts = ("model.",) if optimizer is None else ("model.", "optimizer.state.")
+    with _on_all_ranks(group):
+        load(state, reader, group, LoadPlanner(records, parts))
     extra = _unpacked(state["extra"]) if packed else entries
+    _rename(state, {one.name: one.local_name for one in records.values()})
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return extra
 
 
-def _state(model: nn.Module, optimizer: Any, extra: dict[str, Any] | None) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-
+def _state(
+    model: nn.Module, optimizer: Any, extra: dict[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, ParameterRecord]]:
+    """Return this rank's state under its names in the whole model, and the records of parameters and buffers."""
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if extra is not None:
         state["extra"] = _packed(extra)
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    return state
+    records = describe_parameters(model, buffers=True).values()
+    _rename(state, {one.local_name: one.name for one in records})
+    return state, {one.name: one for one in records}
+
+
+def _rename(state: dict[str, Any], names: dict[str, str]) -> None:
+    """Give the values of a state other names; groups of an optimizer keep the parameters that have one."""
+    state["model"] = {names.get(name, name): value for name, value in state["model"].items()}
+    if "optimizer" in state:
+        held = state["optimizer"]["state"]
+        state["optimizer"]["state"] = {names.get(name, name): value for name, value in held.items()}
+        for one in state["optimizer"]["param_groups"]:
+            one["params"] = [names[name] for name in one["params"] if name in names]
+
+
+def _joined(groups: list[dict[str, Any]], group: Any) -> list[dict[str, Any]]:
+    """Return an optimizer's groups with the parameters of all ranks, which may hold different ones.
+
+    Raises:
+        ValueError: ranks have different options of a group.
+    """
+    if _ranks(group) == 1:
+        return groups
+    own = [{name: value for name, value in one.items() if _is_plain(value)} for one in groups]
+    joined: list[dict[str, Any]] = []
+    for rank, others in enumerate(_from_all(own, group)):
+        for number, one in enumerate(others):
+            if number == len(joined):
+                joined.append({**one, "params": []})
+            for name in {**one, **joined[number]}.keys() - {"params"}:
+                first, value = joined[number].get(name), one.get(name)
+                if digest(first) != digest(value):
+                    raise ValueError(
+                        f"group {number} of the optimizer has {name}={value} on rank {rank} and {first} before; give "
+                        "the groups of all ranks the same options, in the same order"
+                    )
+            joined[number]["params"] += one["params"]
+    for one in joined:
+        one["params"] = [*dict.fromkeys(one["params"])]
+    for mine, one in zip(groups, joined):
+        mine["params"] = one["params"]
+    return groups + joined[len(groups) :]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ranks can send each other a value and compare it; tensors are compared as values of the state."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _broadcast(model: nn.Module, records: dict[str, ParameterRecord]) -> dict[str, bool]:
+    """Return whether this rank's copy counts, of buffers that ``DistributedDataParallel`` broadcasts."""
+    found = {}
+    for replica in model.modules():
+        if isinstance(replica, nn.parallel.DistributedDataParallel) and replica.broadcast_buffers:
+            first, ignored = _is_first(replica.process_group), set(replica.parameters_to_ignore)
+            sent = {id(value) for name, value in replica.module.named_buffers() if name not in ignored}
+            found.update({name: first for name, one in records.items() if id(one.parameter) in sent})
+    return {name: first for name, first in found.items() if not is_delayed(name)}
 
 
 def _packed(extra: dict[str, Any]) -> bytes:
@@ -161,8 +241,6 @@ def _packed(extra: dict[str, Any]) -> bytes:
 
 
 def _unpacked(value: Any) -> dict[str, Any]:
-    from .checkpoint_reader import plain_value
-
     read = plain_value(io.BytesIO(value), "extra") if type(value) is bytes else None
     if not isinstance(read, dict):
         raise ValueError("extra of the checkpoint is not what save_checkpoint writes")
@@ -179,7 +257,7 @@ def _plain(value: Any, where: str) -> Any:
         return plain if isinstance(value, dict) else type(value)(plain.values())
     if isinstance(value, torch.Tensor):
         value = getattr(value, "full_tensor", lambda: value)().detach()
-        if not isinstance(value, QuantizedTensor):
+        if not isinstance(value, DequantizingTensor):
             return value.as_subclass(torch.Tensor).to("cpu", copy=True).contiguous()
         return value.cpu()
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
@@ -196,35 +274,24 @@ def _empty(described: Any) -> Any:
     return 0 if size is None else torch.empty(size, dtype=described.properties.dtype)
 
 
-def _layers(model: nn.Module) -> dict[str, DelayedLayer]:
-    """Return layers with delayed state by their names in a checkpoint, in which wrappers leave no traces."""
-    found = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, DelayedLayer):
-            for wrapper in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
-                name = name.replace(f"{wrapper}.", "").removesuffix(wrapper).rstrip(".")
-            found[name] = layer
-    return found
-
-
-def _delayed_names(model: nn.Module) -> set[str]:
-    return {
-        f"{name}.{own}" if name else own
-        for name, layer in _layers(model).items()
-        for own in layer._state_names()
-    }
-
-
 @torch.no_grad()
-def _make_room(model: nn.Module, there: dict[str, Any]) -> None:
-    """Delayed state that is in a checkpoint, for layers that do not know of it yet."""
-    for name, layer in _layers(model).items():
-        for own in layer._state_names():
-            described = there.get(f"model.{name}.{own}" if name else f"model.{own}")
-            buffer = own_buffers(layer)[own]
-            if described is not None and (buffer is None or buffer.shape != described.size):
+def _make_room(model: nn.Module, there: dict[str, Any]) -> set[str]:
+    """Make delayed state that a checkpoint has, for layers that do not know of it yet; return all names of state."""
+    names = set()
+    for _, place, layer in places(model):
+        for own in layer._state_names() if isinstance(layer, DelayedLayer) else ():
+            name = f"{place.name}.{own}".lstrip(".")
+            described, buffer = there.get(f"model.{name}"), own_buffers(layer)[own]
+            names.add(name)
+            if described is None:
+                continue
+            size = list(described.size)
+            if place.experts is not None and isinstance(layer, GroupedLinearLayer):
+                size[-1] //= place.experts.ranks
+            if buffer is None or list(buffer.shape) != size:
                 device = next(layer.parameters()).device
-                own_buffers(layer)[own] = torch.zeros(described.size, dtype=torch.float32, device=device)
+                own_buffers(layer)[own] = torch.zeros(size, dtype=torch.float32, device=device)
+    return names
 
 
 def _replace(target: Path, written: Path) -> None:
@@ -235,6 +302,44 @@ def _replace(target: Path, written: Path) -> None:
         target.rename(old)
     written.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _on_all_ranks(group: Any, undo: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """Raise on every rank what one of them raises.
+
+    Args:
+        undo: called on the first rank, if one has raised.
+    """
+    failed: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failed = _plainly(error)
+    told = _from_all(failed if failed is None else f"{type(failed).__name__}: {failed}", group)
+    if any(told) and _is_first(group):
+        undo()
+    if failed is not None:
+        raise failed
+    for rank, reason in enumerate(told):
+        if reason is not None:
+            raise RuntimeError(f"rank {rank} failed, and with it the checkpoint: {reason}")
+
+
+def _plainly(error: BaseException) -> BaseException:
+    """Return the refusal inside of PyTorch's error, which lists the tracebacks of all ranks."""
+    inside = [one for one, _ in getattr(error, "failures", {}).values()]
+    refusal = next((one for one in inside if isinstance(one, Refused)), None)
+    return error if refusal is None else ValueError(str(refusal))
+
+
+def _from_all(value: Any, group: Any) -> list[Any]:
+    """Return every rank's value."""
+    if _ranks(group) == 1:
+        return [value]
+    found: list[Any] = [None] * _ranks(group)
+    torch.distributed.all_gather_object(found, value, group)
+    return found
 
 
 def _ranks(group: Any) -> int:

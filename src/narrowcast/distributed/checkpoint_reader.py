@@ -140,10 +140,16 @@ class SafeReader(StorageReader):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-def load(state: dict[str, Any], reader: SafeReader, group: Any = None) -> None:
+def load(
+    state: dict[str, Any], reader: SafeReader, group: Any = None, planner: LoadPlanner | None = None
+) -> None:
     """Load a checkpoint into a state dict, in place, as ``torch.distributed.checkpoint.load`` does."""
     dcp.load(
-        state, storage_reader=reader, process_group=group, no_dist=not torch.distributed.is_initialized()
+        state,
+        storage_reader=reader,
+        planner=planner,
+        process_group=group,
+        no_dist=not torch.distributed.is_initialized(),
     )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import tensor as tensor_given
+from ..layers.described import parts_of
 from ..quantizers import Float8Quantizer, Quantizer
 from ..reference.layout import group_max
 from ..tensors import QuantizedTensor, local
@@ -140,8 +141,7 @@ def _write_shard(weight: Any, master: Tensor | None, start: int | None, into: An
     """Write this rank's rows of a weight that FSDP2 shards."""
     own: Any = local(weight)
     _check_tensor(own, "quantize_master_weights")
-    spread = [dim for dim, placement in enumerate(weight.placements) if placement.is_shard()]
-    first = sum(weight.device_mesh.get_local_rank(dim) * own.numel() for dim in spread)
+    first = parts_of(weight)[0].offset[0] * own.shape[1]
     size = None if master is None else master.numel()
     if master is None or (size, start) != (own.numel(), first) or into is not None:
         raise ValueError(

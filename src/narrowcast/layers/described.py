@@ -6,6 +6,7 @@ holds is whole, a shard, a local expert, stored as codes, or gathered.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from .._checks import module as checked_module
 from ..functional.collectives import gather_rows, group_size
 from ..tensors import DequantizingTensor, local, spread_like
 from ..upstream.fsdp import is_distributed, sharded_parameters
-from ..upstream.modules import own_parameters
+from ..upstream.modules import own_buffers, own_parameters
 from .grouped_layer import GroupedLinearLayer
 from .tensor_parallel import NO_GROUP, Split
 
@@ -49,10 +50,11 @@ class ParameterRecord:
 
     Attributes:
         name: in the whole model: without wrappers, and experts under their number among all experts.
+        local_name: the same with experts under their number on this rank, as PyTorch's state dicts have it.
         layer: the module that has it, under ``attribute``.
         shape: of the whole.
         parts: the boxes of the whole that this rank holds; usually one, none if it holds nothing.
-        splits: how ranks share it, outermost first; none if every rank has all of it, and all must be equal.
+        splits: how ranks share it, outermost first.
         mesh: the DeviceMesh of a DTensor; None for other tensors.
         stored: "plain"; "codes", which count as their values; or "master", high precision that is gathered as codes.
         partial_gradient: its gradient is that of this rank's share of the rows (``sequence_parallel``): sum it over the
@@ -62,6 +64,7 @@ class ParameterRecord:
     """
 
     name: str
+    local_name: str
     layer: nn.Module
     attribute: str
     shape: tuple[int, ...]
@@ -79,9 +82,19 @@ class ParameterRecord:
         return local(self.parameter)
 
     @property
+    def spread_over(self) -> int:
+        """How many ranks hold one copy of it, or one of them for all; 1 if every rank has all of it."""
+        return math.prod(split.ranks for split in self.splits)
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank has all of it, so that all ranks must agree."""
-        return not self.splits
+        return self.spread_over == 1
+
+    @property
+    def declared(self) -> tuple[Split, ...]:
+        """The splits of a dim that its layer declares; the tensor itself does not show them."""
+        return tuple(split for split in self.splits if split.by != "mesh" and split.dim is not None)
 
     def values(self) -> Tensor:
         """Return what this rank holds in high precision; of plain and master weights the memory itself."""
@@ -96,13 +109,15 @@ class ParameterRecord:
         Raises:
             ValueError: it has another shape, so that nothing says which part of it a rank holds.
         """
-        if local(tensor).shape != self.held.shape or is_distributed(tensor) != is_distributed(self.parameter):
+        if local(tensor).shape != self.held.shape:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} belongs to {self.name}, of which this rank holds "
                 f"{tuple(self.held.shape)} of {self.shape}; how ranks share it is not known"
             )
-        declared = tuple(split for split in self.splits if split.by != "mesh")
-        return replace(self, **_spread(tensor, declared), stored=_stored(local(tensor)), parameter=tensor)
+        tensor = tensor if is_distributed(tensor) else spread_like(tensor, self.parameter)
+        others = tuple(split for split in self.splits if split.dim is None)
+        spread = _spread(tensor, self.declared, others)
+        return replace(self, **spread, stored=_stored(local(tensor)), parameter=tensor)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
@@ -110,12 +125,11 @@ class ParameterRecord:
         values: Any = self.spread(self.values())
         if self.mesh is not None:
             values = values.full_tensor()
-        for split in self.splits:
-            if split.by != "mesh":
-                blocks = split.blocks or (values.shape[split.dim],)
-                rows = gather_rows(values.movedim(split.dim, 0), split.group)
-                parts = [part.split(blocks) for part in rows.chunk(split.ranks)]
-                values = torch.cat([block for same in zip(*parts) for block in same]).movedim(0, split.dim)
+        for split in self.declared:
+            blocks = split.blocks or (values.shape[split.dim],)
+            rows = gather_rows(values.movedim(split.dim, 0), split.group)
+            parts = [part.split(blocks) for part in rows.chunk(split.ranks)]
+            values = torch.cat([block for same in zip(*parts) for block in same]).movedim(0, split.dim)
         return values
 
     def spread(self, own: Tensor) -> Tensor:
@@ -138,9 +152,11 @@ def describe_parameter(model: nn.Module, name: str) -> ParameterRecord:
     return found
 
 
-def describe_parameters(model: nn.Module) -> dict[str, ParameterRecord]:
+def describe_parameters(model: nn.Module, buffers: bool = False) -> dict[str, ParameterRecord]:
     """Return the record of every parameter by its name in this rank's model, tied ones under each of their names.
 
+    Args:
+        buffers: describe buffers, too.
     Raises:
         ValueError: the split of one is not known: its layer lacks the group of its ranks, FSDP1 has flattened it, other
             code marked it as split, or its DTensor is a sum that is still to be made.
@@ -148,18 +164,20 @@ def describe_parameters(model: nn.Module) -> dict[str, ParameterRecord]:
     checked_module("model", model)
     sharded = sharded_parameters(model)
     return {
-        f"{path}.{attribute}" if path else attribute: _described(place, module, attribute, parameter, sharded)
-        for path, place, module in _modules(model)
-        for attribute, parameter in own_parameters(module).items()
-        if parameter is not None
+        f"{path}.{attribute}" if path else attribute: _described(place, module, attribute, tensor, sharded)
+        for path, place, module in places(model)
+        for attribute, tensor in {
+            **own_parameters(module),
+            **(own_buffers(module) if buffers else {}),
+        }.items()
+        if tensor is not None
     }
 
 
-class _Place(NamedTuple):
-    """The name of a module in the whole model, and the experts of all ranks that it has a part of."""
-
-    name: str
-    experts: Experts | None
+def parts_of(tensor: Any) -> tuple[Part, ...]:
+    """Return the boxes of a tensor that this rank holds: of a DTensor its shard, of another tensor all of it."""
+    found: tuple[Part, ...] = _spread(tensor, (), ())["parts"]
+    return found
 
 
 class Experts(NamedTuple):
@@ -169,66 +187,97 @@ class Experts(NamedTuple):
     group: str | None
 
     @property
-    def local(self) -> int:
-        """How many this rank holds."""
-        return self.number // group_size(self.group)
+    def ranks(self) -> int:
+        """How many ranks hold the experts."""
+        return group_size(self.group)
 
     @property
     def first(self) -> int:
         """The number of the first of them."""
-        return Split(0, self.group, group_size(self.group), "experts").rank * self.local
+        return self.split(0).rank * (self.number // self.ranks)
+
+    def split(self, dim: int | None, blocks: tuple[int, ...] = ()) -> Split:
+        """Return how the ranks share a dim that counts experts."""
+        return Split(dim, self.group, self.ranks, "experts", blocks)
 
 
-def _modules(model: nn.Module) -> Iterator[tuple[str, _Place, nn.Module]]:
+class Place(NamedTuple):
+    """A module in the whole model: its name there and on this rank, and the experts that it is or is inside of.
+
+    ``renamed``: the experts under whose number its name has.
+    """
+
+    name: str
+    local_name: str
+    experts: Experts | None
+    renamed: Experts | None = None
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, Place, nn.Module]]:
     """Yield path, place in the whole model and module of all modules, shared ones at each of their paths."""
-    places: dict[str, _Place] = {}
+    places: dict[str, Place] = {}
     parents: dict[str, nn.Module] = {}
+    flattens = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for path, module in model.named_modules(remove_duplicate=False):
-        experts: Experts | None = vars(module).get("_local_experts")
-        if not path:
-            place = _Place("", experts)
-        else:
-            above, _, name = path.rpartition(".")
-            parent = places[above]
-            if isinstance(parents[above], nn.ModuleList) and parent.experts is not None:
-                name, parent = str(int(name) + parent.experts.first), parent._replace(experts=None)
-            wraps = name in _WRAPPERS or isinstance(parents[above], nn.parallel.DistributedDataParallel)
-            place = _Place(
-                parent.name if wraps else f"{parent.name}.{name}".lstrip("."), experts or parent.experts
+        if isinstance(module, flattens):
+            raise ValueError(
+                f"FSDP1 has flattened {path or 'the model'}; shard the model with torch.distributed.fsdp.fully_shard"
             )
+        above, _, name = path.rpartition(".")
+        place = Place("", "", None) if not path else _inside(places[above], parents[above], name)
+        place = place._replace(experts=vars(module).get("_local_experts") or place.experts)
         places[path], parents[path] = place, module
         yield path, place, module
 
 
+def _inside(place: Place, parent: nn.Module, name: str) -> Place:
+    """Return the place of a module's child."""
+    if name in _WRAPPERS or isinstance(parent, nn.parallel.DistributedDataParallel):
+        return place
+    own = name
+    if place.experts is not None and isinstance(parent, nn.ModuleList):
+        own, place = str(int(name) + place.experts.first), place._replace(experts=None, renamed=place.experts)
+    return place._replace(
+        name=f"{place.name}.{own}".lstrip("."), local_name=f"{place.local_name}.{name}".lstrip(".")
+    )
+
+
 def _described(
-    place: _Place, module: nn.Module, attribute: str, parameter: Any, sharded: dict[Any, Any]
+    place: Place, module: nn.Module, attribute: str, tensor: Any, sharded: dict[Any, Any]
 ) -> ParameterRecord:
-    name, own = attribute, sharded.get((module, attribute), parameter)
+    name, own = attribute, sharded.get((module, attribute), tensor)
     label = f"{place.name}.{attribute}".lstrip(".")
     _check_known(label, module, own)
-    splits = []
-    if place.experts is not None and isinstance(module, GroupedLinearLayer):
+    experts, splits = place.experts, [] if place.renamed is None else [place.renamed.split(None)]
+    if experts is not None and isinstance(module, GroupedLinearLayer):
         kind = attribute.rstrip("0123456789")
-        if kind == attribute:  # one parameter of all groups
-            splits.append(Split(0, place.experts.group, group_size(place.experts.group), "experts"))
+        if attribute in module._state_names():  # slots of all groups for each kind of tensor
+            groups = module.num_gemms
+            splits.append(experts.split(own.dim() - 1, (groups,) * (own.shape[-1] // groups)))
+        elif kind == attribute:  # one parameter of all groups
+            splits.append(experts.split(0))
         else:
-            name = f"{kind}{int(attribute.removeprefix(kind)) + place.experts.first}"
+            name = f"{kind}{int(attribute.removeprefix(kind)) + experts.first}"
+            splits.append(experts.split(None))
     splits_of = getattr(module, "_split_of", None)
     splits.append(None if splits_of is None else splits_of(attribute))
-    declared = tuple(split for split in splits if split is not None and split.ranks > 1)
-    if any(split.group == NO_GROUP for split in declared):
+    own_splits = [split for split in splits if split is not None and split.ranks > 1]
+    if any(split.group == NO_GROUP for split in own_splits):
         raise ValueError(
-            f"{label} is split over {declared[-1].ranks} ranks whose group is not known; give its layer tp_group=, or "
-            "call set_tensor_parallel_group(group)"
+            f"{label} is split over {own_splits[-1].ranks} ranks whose group is not known; give its layer "
+            "tp_group=, or call set_tensor_parallel_group(group)"
         )
+    declared = tuple(split for split in own_splits if split.dim is not None)
+    others = tuple(split for split in own_splits if split.dim is None)
     return ParameterRecord(
         f"{place.name}.{name}".lstrip("."),
+        f"{place.local_name}.{attribute}".lstrip("."),
         module,
         attribute,
-        **_spread(own, declared),
+        **_spread(own, declared, others),
         stored=_stored(local(own)),
-        partial_gradient=_covers_rows(module, attribute, parameter),
-        gathered=own is not parameter,
+        partial_gradient=_covers_rows(module, attribute, tensor),
+        gathered=own is not tensor,
         parameter=own,
     )
 
@@ -262,11 +311,11 @@ def _stored(held: Any) -> str:
     return "master" if hasattr(held, "_shard") else "plain"
 
 
-def _spread(tensor: Any, declared: tuple[Split, ...]) -> dict[str, Any]:
-    """Return shape, parts, splits and mesh of a tensor, given the splits that its layer declared."""
+def _spread(tensor: Any, declared: tuple[Any, ...], others: tuple[Split, ...]) -> dict[str, Any]:
+    """Return shape, parts, splits and mesh of a tensor, given the splits of its dims and others that were declared."""
     held, shape = local(tensor), list(tensor.shape)
     mesh = tensor.device_mesh if is_distributed(tensor) else None
-    parts, splits = [Part((0,) * held.dim(), (0,) * held.dim(), tuple(held.shape))], declared
+    parts, splits = [Part((0,) * held.dim(), (0,) * held.dim(), tuple(held.shape))], others + declared
     if mesh is not None:
         chunks = tensor.__create_chunk_list__() if mesh.get_coordinate() is not None else []
         parts = [Part((0,) * held.dim(), tuple(one.offsets), tuple(one.sizes)) for one in chunks]

@@ -53,7 +53,7 @@ class Split(NamedTuple):
     """How ranks share one dim of a parameter, each holding an equal part.
 
     Attributes:
-        dim: the dim.
+        dim: the dim; None for ranks that hold other parameters, such as experts that are one parameter each.
         group: name of the ranks' group; None for the default one.
         ranks: how many they are.
         by: what splits: "tensor", "experts" or "mesh" (of a DTensor).
@@ -61,7 +61,7 @@ class Split(NamedTuple):
             for one block.
     """
 
-    dim: int
+    dim: int | None
     group: str | None
     ranks: int
     by: str

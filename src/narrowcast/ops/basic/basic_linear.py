@@ -120,7 +120,9 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
     def _split_of(self, name: str) -> Split | None:
         """Return how ranks share the weight."""
         mode, group = self._shared_as.mode, self._shared_as.group
-        return None if mode is None else Split(1 if mode == "row" else 0, group, group_size(group), "tensor")
+        if mode is None or name != "weight":
+            return None
+        return Split(1 if mode == "row" else 0, group, group_size(group), "tensor")
 
     @property
     def tensor_parallel_mode(self) -> str | None:

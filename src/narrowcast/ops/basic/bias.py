@@ -67,7 +67,11 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
 
     def _split_of(self, name: str) -> Split | None:
         """Return how ranks share the bias."""
-        return Split(0, group_name(self.tensor_parallel_group), self._shares, "tensor")
+        return (
+            None
+            if name != "bias"
+            else Split(0, group_name(self.tensor_parallel_group), self._shares, "tensor")
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

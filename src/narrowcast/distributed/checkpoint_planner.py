@@ -1,0 +1,275 @@
+"""Planners of ``torch.distributed.checkpoint`` that write and read the parts of the parameters' records.
+
+A rank writes its boxes of every value, at their offsets in the whole. What several ranks hold must be equal: each adds
+a checksum to its plan, and the rank that joins the plans compares them before anything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..layers.described import ParameterRecord, Part
+from ..tensors import DequantizingTensor, local
+
+_WORDS = 64  # a checksum weighs rows of so many words, and each word of small tensors
+_NAMES_TOLD = 3
+
+
+class Refused(ValueError):
+    """A checkpoint that would lose or mix what ranks hold."""
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes parts of values, and refuses values of which ranks hold different copies.
+
+    Args:
+        records: of parameters and buffers, by name in the whole model.
+        ranks: that save.
+        broadcast: whether this rank writes a buffer that one rank gives the others before each forward, by name.
+        digests: of values that are no tensors, by name, instead of a digest of what is written.
+    """
+
+    def __init__(
+        self,
+        records: dict[str, ParameterRecord],
+        ranks: int,
+        broadcast: dict[str, bool],
+        digests: dict[str, str],
+    ) -> None:
+        super().__init__()
+        self._records, self._ranks, self._broadcast, self._digests = records, ranks, broadcast, digests
+        self._parts: dict[MetadataIndex, Tensor] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        checksums: list[tuple[int, Tensor]] = []  # of tensors, by the number of the item
+        digests: dict[int, str] = {}  # of other values
+        for item in plan.items:
+            value, path = self.state_dict[item.index.fqn], self.mappings[item.index.fqn]
+            record = record_of(path, value, self._records)
+            writes = self._broadcast.get(path[1]) if path[0] == "model" else None
+            if writes is False:
+                continue
+            alone = self._ranks == 1 or bool(writes)
+            alone = alone or (record is not None and self._ranks // record.spread_over <= 1)
+            for own, held in _items(item, value, record):
+                if held is not None:
+                    self._parts[dataclasses.replace(own.index, index=None)] = held
+                if not alone and isinstance(value, Tensor):
+                    checksums.append((len(items), checksum(local(value) if held is None else held)))
+                elif not alone:
+                    digests[len(items)] = self._digests.get(item.index.fqn) or digest(value)
+                items.append(own)
+        told = dict(zip(dict(checksums), _read([one for _, one in checksums])))
+        self.plan = dataclasses.replace(
+            plan, items=items, planner_data=(plan.planner_data, {**told, **digests})
+        )
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        _check_equal([(plan.items, plan.planner_data[1]) for plan in all_plans])
+        return super().create_global_plan(
+            [dataclasses.replace(plan, planner_data=plan.planner_data[0]) for plan in all_plans]
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        held = self._parts.get(dataclasses.replace(index, index=None))
+        return super().lookup_object(index) if held is None else held
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads parts of values, and refuses a checkpoint of which no rank reads a value.
+
+    Args:
+        records: as of :class:`SavePlanner`.
+        whole: what the names of values begin with that must all be read; delayed scaling may restart.
+    """
+
+    def __init__(self, records: dict[str, ParameterRecord], whole: tuple[str, ...]) -> None:
+        super().__init__()
+        self._records, self._whole = records, whole
+        self._targets: dict[MetadataIndex, Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        there, whole, items = self.metadata.state_dict_metadata, {}, []
+        for name, value in self.state_dict.items():
+            path = self.mappings[name]
+            record, described = record_of(path, value, self._records), there.get(name)
+            if record is None or not record.declared or not isinstance(described, TensorStorageMetadata):
+                whole[name] = value
+                continue
+            if tuple(described.size) != record.shape:
+                raise Refused(
+                    f"{name} of the checkpoint is {tuple(described.size)}; the model's is {record.shape} over all ranks"
+                )
+            chunks = [_chunk(part) for part in record.parts]
+            for part, chunk in zip(record.parts, chunks):
+                self._targets[MetadataIndex(name, chunk.offsets)] = part.of(local(value))
+            items += create_read_items_for_chunk_list(name, described, chunks)
+        plan = create_default_local_load_plan(whole, self.metadata)
+        read = {MetadataIndex(name) for name in self.state_dict}
+        return dataclasses.replace(plan, items=[*plan.items, *items], planner_data=read)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        assert self.metadata is not None
+        read = {index.fqn for plan in global_plan for index in plan.planner_data}
+        expected = [name for name in self.metadata.state_dict_metadata if name.startswith(self._whole)]
+        left = [name for name in expected if name not in read and not is_delayed(name)]
+        if left:
+            raise Refused(
+                f"no rank's model has {_told(left)} of the checkpoint; load into the model that was saved, stages of a "
+                "pipeline under the names of the whole model, or read a part with torch.distributed.checkpoint.load"
+            )
+        return super().create_global_plan(global_plan)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        target = self._targets.get(dataclasses.replace(index, index=None))
+        return super().lookup_tensor(index) if target is None else target
+
+
+def record_of(
+    path: tuple[Any, ...], value: Any, records: dict[str, ParameterRecord]
+) -> ParameterRecord | None:
+    """Return the record of a value of the state, whose parts are those of its parameter; None if it has none.
+
+    Args:
+        path: keys in the nested state, such as ("optimizer", "state", "weight", "exp_avg").
+    """
+    if not isinstance(value, Tensor):
+        return None
+    name = path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None
+    record = records.get(name)
+    if record is None or local(value).shape != record.held.shape:
+        return None  # such as a number of steps: whole, and equal on all ranks
+    return record.of(value)
+
+
+def _items(
+    item: WriteItem, value: Any, record: ParameterRecord | None
+) -> Iterator[tuple[WriteItem, Tensor | None]]:
+    """Yield an item of a plan for each part of a value, with what is written; None for the value as it is."""
+    if record is None or not record.declared:
+        yield item, None
+        return
+    held = local(value).detach()
+    for part in record.parts:
+        chunk, own = _chunk(part), part.of(held)
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), torch.Size(record.shape))
+        yield (
+            WriteItem(MetadataIndex(item.index.fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data),
+            own,
+        )
+
+
+def _chunk(part: Part) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape))
+
+
+def _check_equal(plans: list[tuple[list[WriteItem], dict[int, Any]]]) -> None:
+    """
+    Raises:
+        Refused: ranks hold different copies of a value.
+    """
+    seen: dict[tuple[Any, ...], Any] = {}
+    differ: dict[str, None] = {}
+    for items, checksums in plans:
+        for number, found in checksums.items():
+            index, data = items[number].index, items[number].tensor_data
+            about = (found, None if data is None else (data.size, data.properties.dtype))
+            if seen.setdefault((index.fqn, index.offset), about) != about:
+                differ[index.fqn] = None
+    if differ:
+        told, remedy = _told([*differ]), _remedy(next(iter(differ)))
+        raise Refused(f"ranks hold different copies of {told}, and a checkpoint keeps one: {remedy}")
+
+
+def _remedy(name: str) -> str:
+    if name == "extra":
+        return "give every rank the same extra, such as a list of each rank's values"
+    if is_delayed(name):
+        return "call nc.reduce_delayed_scaling(model) after the backward, or set_recipe(amax_group=...)"
+    return (
+        "declare experts with MoEDispatch.local_experts, give pipeline stages names of their own with nn.ModuleDict, "
+        "or make the replicas equal"
+    )
+
+
+def is_delayed(name: str) -> bool:
+    """Return whether a value's name is that of delayed scaling's state."""
+    return name.endswith(("_fwd", "_bwd"))
+
+
+def _told(names: list[str]) -> str:
+    more = len(names) - _NAMES_TOLD
+    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a sum over a tensor's words as int64, on its device, in which the place of a word counts."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:  # words must be aligned
+        flat = flat.clone()
+    row = _WORDS if flat.numel() > 8 * _WORDS**2 else 1
+    end = flat.numel() // (8 * row) * 8 * row
+    rows, rest = flat[:end].view(torch.int64).view(-1, row).sum(1), flat[end:].to(torch.int64)
+    return (rows * _weights(rows)).sum() + (rest * _weights(rest)).sum() * _WORDS + flat.numel()
+
+
+def _weights(words: Tensor) -> Tensor:
+    """Return an odd number for each word, all different."""
+    return torch.arange(len(words), device=words.device, dtype=torch.int64) * 2654435762 + 1
+
+
+def _read(checksums: list[Tensor]) -> list[int]:
+    """Return values of tensors, read from each device at once."""
+    by_device: dict[torch.device, list[int]] = {}
+    for number, one in enumerate(checksums):
+        by_device.setdefault(one.device, []).append(number)
+    found: dict[int, int] = {}
+    for numbers in by_device.values():
+        found.update(zip(numbers, torch.stack([checksums[number] for number in numbers]).tolist()))
+    return [found[number] for number in range(len(checksums))]
+
+
+def digest(value: Any) -> str:
+    """Return a digest of a value that is no tensor; equal for equal values, however they are held."""
+    made = hashlib.sha256()
+    for part in _told_apart(value):
+        made.update(repr(part).encode() + b"\0")
+    return made.hexdigest()
+
+
+def _told_apart(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield "dict", len(value)
+        for key, one in value.items():
+            yield key
+            yield from _told_apart(one)
+    elif isinstance(value, (list, tuple)):
+        yield type(value).__name__, len(value)
+        for one in value:
+            yield from _told_apart(one)
+    elif isinstance(value, Tensor):
+        values = value.dequantize() if isinstance(value, DequantizingTensor) else value
+        yield value.dtype, tuple(value.shape), int(checksum(values))
+    else:
+        yield type(value).__name__, value
