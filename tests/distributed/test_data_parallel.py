@@ -200,6 +200,18 @@ def renewed(wrap: Any, compiles: bool) -> dict[str, Any]:
     return {"losses": losses, "state": dict(model.named_buffers())}
 
 
+def bypassed() -> list[str]:
+    """What replicas say of layers whose weight gradients they would not reduce."""
+    told = []
+    for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+        with pytest.raises(ValueError) as error:
+            nn.parallel.DistributedDataParallel(
+                nn.Sequential(nc.Linear(16, 16, device="cpu", **{option: True}))
+            )
+        told.append(str(error.value))
+    return told
+
+
 def checks_of_two(folder: str) -> dict[str, Any]:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
@@ -244,6 +256,7 @@ def checks_of_two(folder: str) -> dict[str, Any]:
     for way, wrap in ROOTS.items():
         for compiles in (False, True):
             checks[f"renewed-{way}-{compiles}"] = lambda w=wrap, c=compiles: renewed(lambda m: w(m, mesh), c)
+    checks["bypassed"] = bypassed
     checks["unequal"] = lambda: unequal(mesh)
     checks["50 steps"] = lambda: many_steps(mesh)
     return checks
@@ -292,6 +305,14 @@ def test_steps_reduce_before_they_renew(way: str, two: list[dict[str, Any]]) -> 
             assert torch.equal(value, other["state"][name])
             assert torch.equal(value, compiled[0]["state"][name])
         assert one["state"]["first.scale_fwd"][0] > 0
+
+
+def test_replicas_refuse_weight_gradients_that_go_past_them(two: list[dict[str, Any]]) -> None:
+    for fused, delayed in of_all(two, "bypassed"):
+        assert fused.startswith(
+            "0 has fuse_wgrad_accumulation=True, which goes past DistributedDataParallel's"
+        )
+        assert delayed.startswith("0 has delay_wgrad_compute=True, which goes past")
 
 
 def test_ranks_that_do_different_work_never_wait(two: list[dict[str, Any]]) -> None:

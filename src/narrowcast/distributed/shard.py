@@ -15,6 +15,7 @@ from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import GroupedLinearLayer, LinearLayer, Stage, renew_with
 from ..layers.parameters import weight_quantizer
+from ..layers.replicas import check_gradients_are_reduced
 from ..layers.set_recipe import Model
 from ..ops import FusibleOperation
 from ..quantizers import (
@@ -97,7 +98,7 @@ def shard(
 
     recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
     _check_compiled([*blocks, model])
-    _check_layers(model)
+    check_gradients_are_reduced(model, "FSDP2")
     _check_options(mesh, quantized_gather, options)
     policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
     if mesh is None:
@@ -167,17 +168,6 @@ def _check_options(mesh: Any, quantized_gather: bool, options: dict[str, Any]) -
             f"reshard_after_forward={reshard}: FSDP2 cannot reshard weights gathered quantized to fewer ranks; use "
             "True, False or quantized_gather=False"
         )
-
-
-def _check_layers(model: nn.Module) -> None:
-    for name, layer in model.named_modules():
-        if isinstance(layer, LinearLayer):
-            for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
-                if getattr(layer, option):
-                    raise ValueError(
-                        f"{name or type(layer).__name__} has {option}=True, which goes past FSDP2's reduction of "
-                        f"gradients; make it without"
-                    )
 
 
 def _check_stored(model: nn.Module, ranks: int, ignored: Iterable[Any]) -> None:

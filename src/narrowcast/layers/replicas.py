@@ -32,12 +32,28 @@ def _note_replica(parent: nn.Module, name: str, module: nn.Module | None) -> Non
     if torch.compiler.is_compiling():  # Dynamo registers modules that it cannot trace, and builds no replica
         return
     if name == "module" and isinstance(parent, DistributedDataParallel):
+        if module is not None and parent.process_group.size() > 1:
+            check_gradients_are_reduced(module, "DistributedDataParallel")
         PENDING.append(weakref.ref(parent))
         if module is not None and _has_stored_weights(module):
             check_synchronization()
 
 
 register_module_module_registration_hook(_note_replica)
+
+
+def check_gradients_are_reduced(model: nn.Module, by: str) -> None:
+    """
+    Raises:
+        ValueError: a layer's weight gradients bypass what reduces gradients over ranks.
+    """
+    for name, layer in model.named_modules():
+        for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
+            if getattr(layer, option, False):
+                raise ValueError(
+                    f"{name or type(layer).__name__} has {option}=True, which goes past {by}'s reduction of gradients; "
+                    "make it without"
+                )
 
 
 def leave_state_to_ranks() -> None:
