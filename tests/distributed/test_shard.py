@@ -804,6 +804,17 @@ def test_a_recipe_that_comes_with_an_autocast(one: Any) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("reads", [{"lora_variant": {"default": object()}}, {"trains_merged": True}, {}])
+def test_a_weight_that_its_adapter_reads_is_gathered_in_high_precision(reads: Any, one: Any) -> None:
+    """DoRA's magnitudes and the merge of ``train_merged`` are those of the weight, not of its codes."""
+    adapter = torch.nn.Module()
+    adapter.base_layer = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"])
+    vars(adapter).update(reads)
+    receipt: Any = nc.receipt(shard(torch.nn.Sequential(adapter), one)).sharding
+    told = {parameter.name: parameter.reason for parameter in receipt.parameters}
+    assert told["0.base_layer.weight"] == ("its adapter reads the weight in every forward" if reads else "")
+
+
 def test_what_cannot_be(one: Any) -> None:
     fused = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"], fuse_wgrad_accumulation=True)
     with pytest.raises(ValueError, match="Linear has fuse_wgrad_accumulation=True"):

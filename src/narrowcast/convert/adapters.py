@@ -72,11 +72,18 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
 
     Raises:
         TypeError: ``model`` is no PEFT model.
-        ValueError: ``scales`` is unknown, or an adapter is of another kind, is merged, or has dropout.
+        ValueError: ``scales`` is unknown, an adapter is of another kind, is merged, or has dropout, or the model was
+            sharded before.
         RuntimeError: a base weight trains, here or in a forward.
     """
     _check_scales(scales)
+    masters = {one.layer for one in describe_parameters(model).values() if one.stored == "master"}
     for name, layer in list(_layers(model)):
+        if enabled and layer.base_layer in masters:
+            raise ValueError(
+                f"the weight of {name!r} is gathered as codes, which are not what is merged; call train_merged before "
+                "nc.distributed.shard"
+            )
         for adapter in _active(layer):
             if adapter in getattr(layer, "lora_variant", ()):
                 raise ValueError(
@@ -88,6 +95,7 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
                     "has; use lora_dropout=0"
                 )
         vars(layer).pop("forward", None)
+        layer.trains_merged = enabled
         if enabled:
             _check_frozen(layer)
             layer.forward = MethodType(_FORWARDS[scales], layer)

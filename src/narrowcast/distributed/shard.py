@@ -200,6 +200,7 @@ class _Chosen:
         self.uses = Counter(
             id(p) for m in model.modules() for p in own_parameters(m).values() if p is not None
         )
+        self.read = _read_by_adapters(model)
         # modules whose weights are gathered for forward and backward apart
         self.given_back: set[nn.Module] = set()
         self.recompute = True
@@ -249,6 +250,8 @@ class _Chosen:
             return "tied to another parameter"
         if id(parameter) in self.ignored:
             return "in ignored_params"
+        if layer in self.read:
+            return "its adapter reads the weight in every forward"
         if layer._parallel is not None or getattr(getattr(layer, "parallel", None), "mode", None) is not None:
             return "its layer is split over tensor-parallel ranks"
         plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
@@ -335,6 +338,15 @@ class _Chosen:
         layer.register_state_dict_post_hook(_SavePlain(name))
         layer.register_load_state_dict_pre_hook(_Rewrap(name, gather))
         return gather
+
+
+def _read_by_adapters(model: nn.Module) -> set[Any]:
+    """Return the layers whose adapters compute with the weight itself: DoRA of PEFT, and ``nc.train_merged``."""
+    return {
+        vars(adapter).get("_modules", {}).get("base_layer")
+        for adapter in model.modules()
+        if getattr(adapter, "lora_variant", None) or getattr(adapter, "trains_merged", False)
+    }
 
 
 def _tile(quantizer: Any) -> int | None:
