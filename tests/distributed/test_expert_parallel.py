@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from narrowcast.testing import assert_close
 
 WORLD, SECONDS = 2, 240
 WIDTH, TOKENS = 32, 11
+EVEN = 20  # tokens that four ranks have equal shares of
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 Results = dict[str, Tensor]
 
@@ -187,6 +189,42 @@ def test_checkpoints_are_those_of_the_model(ranks: list[Any]) -> None:
     assert (2 * size, count) == (sum(one.numel() for one in sharded), len(sharded))
 
 
+# -- experts over one dim of a mesh, replicas of them over the other ---------------------------------------------------
+
+
+def replicated(rank: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    x = batch(slice(EVEN)).chunk(4)[rank]
+    wires: dict[str, Any] = {"quantizer": None, "align_size": 16}
+    both, sharded, told = model_of("mxfp8"), model_of("mxfp8"), model_of("mxfp8")
+    nc.distributed.expert_parallel(both, mesh, **wires)
+    nc.distributed.expert_parallel(sharded, mesh["ep"], **wires)
+    for block in sharded.blocks:
+        fully_shard(block.experts, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh._flatten(f"all {id(block)}"))
+    nc.distributed.expert_parallel(told, mesh["ep"], **wires)
+    with pytest.raises(
+        RuntimeError, match="nothing sums the gradients: give expert_parallel the mesh of both"
+    ):
+        told(x)
+    with torch.no_grad():
+        told(x)
+    return {"both": step(both, x), "sharded": step(sharded, x)}
+
+
+def test_replicas_of_experts_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    """With a mesh of both dims, or FSDP2 over the other one; without either a forward raises."""
+    expected = step(model_of("mxfp8"), batch(slice(EVEN)))
+    for found in run_ranks(replicated, tmp_path, 4, SECONDS):
+        for way in ("both", "sharded"):
+            for name, grad in expected.items():
+                if ".experts." in name:
+                    assert_close(found[way][name], grad, "fp8_flips")
+
+
 def test_bad_arguments() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -196,8 +234,8 @@ def test_bad_arguments() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with pytest.raises(ValueError, match="call nc.convert first"):
             nc.distributed.expert_parallel(Model(), init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="mesh has 2 dimensions"):
-            nc.distributed.expert_parallel(model_of("current"), init_device_mesh("cpu", (1, 1)))
+        with pytest.raises(ValueError, match="mesh has 3 dimensions"):
+            nc.distributed.expert_parallel(model_of("current"), init_device_mesh("cpu", (1, 1, 1)))
         model = model_of("current")
         x = batch(slice(None))
         expected = step(copy.deepcopy(model), x)

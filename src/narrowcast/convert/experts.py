@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .._tracing import can_check
 from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
+from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import plan_for_rows
 from ..upstream.modules import own_parameters
@@ -39,16 +41,17 @@ class Exchange(Protocol):
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """A tensor whose gradient is scaled on its way back."""
+    """A tensor whose gradient is scaled on its way back, and summed over ranks that hold the same tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, x: Tensor, factor: float, replicas: str) -> Tensor:
+        ctx.factor, ctx.replicas = factor, replicas
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        scaled = grad * ctx.factor
+        return sum_over(scaled, ctx.replicas) if ctx.replicas else scaled, None, None
 
 
 class StackedExpertsLayer(LinearLayer):
@@ -64,6 +67,8 @@ class StackedExpertsLayer(LinearLayer):
     _exchange: Exchange | None = None
     """What brings the tokens of other ranks, as ``distributed.expert_parallel`` sets it."""
     _gradient_factor: float = 1.0
+    _replicas: str = ""
+    """Group of the ranks that hold the same experts, over which gradients are summed; "" without."""
 
     @staticmethod
     def is_kind_of(module: Any) -> bool:
@@ -91,15 +96,16 @@ class StackedExpertsLayer(LinearLayer):
         self._groups = int(self.num_experts)  # type: ignore[arg-type]
         LinearLayer.__init__(self, name, stages, getattr(self, weights[0]).device)
 
-    def exchange_tokens(self, exchange: Exchange, gradient_factor: float) -> None:
+    def exchange_tokens(self, exchange: Exchange, gradient_factor: float, replicas: str = "") -> None:
         """Compute with this rank's experts, whose parameters are sharded over dim 0, on the tokens of all ranks.
 
         Args:
             exchange: sends tokens to the ranks of their experts.
             gradient_factor: what gradients of the parameters are multiplied by.
+            replicas: group of the ranks that hold the same experts; their gradients are summed.
         """
         # no submodule: it has no parameters, and the names of the model stay
-        vars(self).update(_exchange=exchange, _gradient_factor=gradient_factor)
+        vars(self).update(_exchange=exchange, _gradient_factor=gradient_factor, _replicas=replicas)
         self._groups, states = exchange.num_local_experts, self._delayed
         self._delayed = {}
         for name in self._state_names():  # of this rank's experts; a checkpoint would hold those of one rank
@@ -125,7 +131,13 @@ class StackedExpertsLayer(LinearLayer):
         stored = getattr(self, name)
         if self._exchange is None:
             return stored
-        return _ScaledGradient.apply(stored.to_local(), self._gradient_factor)
+        if can_check() and torch.is_grad_enabled() and getattr(stored, "has_replicas", False):
+            raise RuntimeError(
+                f"other ranks may hold the same experts as {type(self).__name__}, and nothing sums the gradients: give "
+                "expert_parallel the mesh of both dims, or fully_shard the experts over the other dim before their "
+                "block; has_replicas=False if no rank does"
+            )
+        return _ScaledGradient.apply(stored.to_local(), self._gradient_factor, self._replicas)
 
     def _matrices(self, stage: Stage) -> list[Tensor]:
         stored = self._stored(stage.weight)

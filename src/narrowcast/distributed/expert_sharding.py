@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .. import _checks
 from .moe_dispatch import MoEDispatch
 
 
 def expert_parallel(
-    model: nn.Module, mesh: DeviceMesh, *, average_gradients: bool = True, **wires: Any
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    average_gradients: bool = True,
+    has_replicas: bool | None = None,
+    **wires: Any,
 ) -> set[nn.Parameter]:
     """Give each rank a part of the experts of every converted mixture, in place; tokens travel to them.
 
@@ -24,8 +30,12 @@ def expert_parallel(
 
     Args:
         model: converted; its experts are 3-D parameters, as Transformers 5 keeps them.
-        mesh: of one dimension, the ranks that share the experts. Each has tokens of its own.
+        mesh: of the ranks that share the experts, or of two dims, whose first counts replicas of the experts. Each rank
+            has tokens of its own.
         average_gradients: divide the experts' gradients by the ranks, as data parallelism does; False sums them.
+        has_replicas: whether ranks outside a mesh of one dim hold the same experts. Their gradients are summed only if
+            you call ``fully_shard`` on the experts over the other dim, before their block; a forward raises if you did
+            not. None: if there are ranks outside. Give False for stages of a pipeline.
         wires: options of :class:`MoEDispatch`, without ``num_experts`` and ``group``.
 
     Returns:
@@ -33,30 +43,37 @@ def expert_parallel(
 
     Raises:
         TypeError: no module, or no mesh.
-        ValueError: the mesh has several dimensions, no experts were converted, or they do not divide among the ranks.
+        ValueError: the mesh has more than two dims, no experts were converted, or they do not divide among the ranks.
     """
     _checks.module("model", model)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as init_device_mesh(...)")
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh has {mesh.ndim} dimensions; pass one of them, such as mesh['ep']")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions; pass that of the experts, mesh['ep'], or that of replicas before it, "
+            "mesh['dp', 'ep']"
+        )
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "exchange_tokens")]
     if not layers:
         raise ValueError(
             "the model has no converted experts; call nc.convert first, on a model whose experts are 3-D parameters"
         )
+    own, replicated = mesh.get_group(mesh.ndim - 1), mesh.ndim == 2 and mesh.size(0) > 1
+    replicas = mesh.get_group(0).group_name if replicated else ""
+    outside = dist.get_world_size() > mesh.size() if has_replicas is None else has_replicas
     factor = 1 / mesh.size() if average_gradients else 1.0
     sharded: set[nn.Parameter] = set()
     for layer in layers:
-        exchange = MoEDispatch(int(layer.num_experts), mesh.get_group(), **wires)
+        exchange = MoEDispatch(int(layer.num_experts), own, **wires)
         stack = layer.stack_of(layer)
         names = [*stack.weights, *(f"{name}_bias" for name in stack.weights if stack.biased)]
         for name in names:
             plain = getattr(layer, name)
-            placed = distribute_tensor(plain.detach(), mesh, [Shard(0)])
-            parameter = nn.Parameter(placed, requires_grad=plain.requires_grad)
+            placed = distribute_tensor(plain.detach(), mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)])
+            parameter: Any = nn.Parameter(placed, requires_grad=plain.requires_grad)
+            parameter.has_replicas = mesh.ndim == 1 and outside  # FSDP2 puts another parameter in its place
             layer.register_parameter(name, parameter)
             sharded.add(parameter)
         with torch.no_grad():
-            layer.exchange_tokens(exchange, factor)
+            layer.exchange_tokens(exchange, factor, replicas)
     return sharded
