@@ -37,7 +37,7 @@ from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
 from ..recipe import INPUT_SLOT, LinearPlan, Recipe, linear_plan
 from ..state import THREAD
-from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain, storage_of
+from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain, spread_like, storage_of
 from ..tensors.storage import resolve_storage_class
 from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
@@ -572,9 +572,17 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         self._prepare_parameters()
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._drop_workspaces()
-        super()._load_from_state_dict(*args)
+        if local_metadata.get("assign_to_params_buffers", False):
+            state_dict = dict(state_dict)
+            for name, parameter in own_parameters(self).items():
+                value, held = state_dict.get(prefix + name), local(parameter)
+                if is_distributed(value) and isinstance(held, QuantizedTensor):  # stays stored as codes
+                    codes = torch.empty_like(held, device=value.device)
+                    codes.copy_(local(value))
+                    state_dict[prefix + name] = spread_like(codes, value)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Plain tensors only: a quantized parameter is saved as its high-precision value, but with ``keep_vars``."""
