@@ -42,7 +42,9 @@ OBSERVERS = (
     "optimizer", "flops", "hook",
 )  # fmt: skip
 PLACES = ("before", "after forward", "after backward", "after step")
-OPTIMIZERS = ("SGD", "AdamW", "FusedAdam", "FusedAdam codes", "FusedAdam masters", "AdamW in backward")
+OPTIMIZERS = (
+    "SGD", "AdamW", "FusedAdam", "FusedAdam codes", "FusedAdam masters", "FusedAdam codes masters", "AdamW in backward",
+)  # fmt: skip
 ROUGH = 0.35
 """How far options may move a gradient: codes of activations and recomputed sums, through a few layers of 4 bits."""
 
@@ -71,7 +73,7 @@ def draw(rng: random.Random) -> Program:
         "delay": rng.random() < 0.25,
         "flags": rng.random() < 0.4,
         "invariant": rng.random() < 0.15,
-        "compiled": rng.random() < 0.15,
+        "compiled": rng.random() < 0.06,
         "optimizer": (optimizer := rng.choice(OPTIMIZERS)),
         "history": [],
     }
@@ -407,7 +409,8 @@ class World:
     def _see_explain(self, x: Tensor | None) -> None:
         for module in self.model.modules():
             if isinstance(module, nc.ops.Sequential):
-                str(module.explain(self.recipe))
+                with contextlib.redirect_stdout(io.StringIO()):
+                    str(module.explain(self.recipe))
 
     def _see_state_dict(self, x: Tensor | None) -> None:
         torch.save(self.model.state_dict(), io.BytesIO())

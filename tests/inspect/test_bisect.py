@@ -118,6 +118,21 @@ def test_weight_gradients_that_go_elsewhere_are_compared_and_left_as_they_were(o
             ours.wgrad_stores["weight"].assert_empty()
 
 
+def test_a_forward_before_has_its_backward_after() -> None:
+    model, x = stack(QUANTIZED["delayed"]), torch.randn(9, 64).to(DEVICE)
+    model[-1].p = 0.0
+    loss(model(x)).backward()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        one.zero_grad()
+        value = loss(one(x))
+        if one is model:
+            nc.bisect(one, x, loss=loss)
+        value.backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_a_model_before_its_first_step_is_still_before_it() -> None:
     model = nn.Sequential(nc.Linear(48, 48, device="cpu"), nc.LayerNormMLP(48, 96, device="cpu"))
     nc.set_recipe(model, QUANTIZED["delayed"])

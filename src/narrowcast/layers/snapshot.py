@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..upstream.autograd import set_versions
 from ..upstream.modules import own_buffers, own_parameters
+from ..upstream.tensors import version_of
 from .delayed import DelayedLayer
 from .recipe_owner import RecipeOwner
 
@@ -48,6 +50,7 @@ class Snapshot:
         tensors += [getattr(parameter, "main_grad", None) for parameter in parameters]
         kept = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self._values = [(one, one.detach().clone()) for one in kept.values()]
+        self._versions = [-1 if one.is_inference() else version_of(one) for one in kept.values()]
         layers = [module for module in self._modules if isinstance(module, DelayedLayer) and scales]
         self._without_state = [layer for layer in layers if not layer.delayed_slots()]
 
@@ -75,6 +78,11 @@ class Snapshot:
     def _restore_values(self) -> None:
         for tensor, value in self._values:
             tensor.detach().copy_(value)
+        # a backward may have saved them, whose forward came before
+        written = [
+            (tensor, version) for (tensor, _), version in zip(self._values, self._versions) if version >= 0
+        ]
+        set_versions([tensor for tensor, _ in written], [version for _, version in written])
         for parameter, mark in self._marks:
             setattr(parameter, _MARK, mark)
         for store, waiting in self._queues:
