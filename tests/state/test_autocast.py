@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from typing import Any
@@ -288,3 +289,24 @@ def test_state_can_be_taken_and_put_back() -> None:
     finally:
         nc.state.set_autocast_state(outside)
     assert not nc.state.is_fp8_enabled()
+
+
+def test_an_autocast_around_a_plain_model_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x = torch.nn.Linear(24, 16), torch.randn(7, 24)
+
+    def told() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with nc.autocast(recipe="current"):
+                plain(x)
+        return [str(one.message) for one in caught]
+
+    monkeypatch.setattr(nc.autocast, "reaches", False)
+    (message,) = told()
+    assert message.endswith("call narrowcast.convert(model, recipe) first")
+    assert told() == []
+    makers = (lambda: nc.Linear(16, 16), lambda: nc.ops.GELU(), lambda: copy.deepcopy(nc.Linear(16, 16)))
+    for make in makers:
+        monkeypatch.setattr(nc.autocast, "reaches", False)
+        make()
+        assert told() == []

@@ -32,6 +32,8 @@ class RecipeOwner(nn.Module):
         self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
         self._trained = self._mixes = False
         self._traced_under = ()
+        if not torch.compiler.is_compiling():
+            autocast.reaches = True
 
     @property
     def recipe(self) -> Recipe | None:
@@ -102,6 +104,10 @@ class RecipeOwner(nn.Module):
         """Forget under which recipes the layer ran before an optimizer's step."""
         if self._trained:
             self.__dict__.update(_trained=False, _mixes=False)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        autocast.reaches = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and deep copies: without the last forward's recipe, which may be that of an

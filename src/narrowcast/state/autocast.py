@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 
 from .._checks import flags
 from .._device import get_device_compute_capability, is_mxfp8_available
-from .._tracing import can_check, can_remember, warn_of_old_name, while_tracing
+from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -200,6 +200,8 @@ class autocast:
 
     used = False
     """One was entered in this process."""
+    reaches = False
+    """A layer or operation that an autocast reaches was made in this process."""
 
     def __enter__(self) -> None:
         if self.previous is not None:
@@ -220,6 +222,8 @@ class autocast:
             THREAD.state.set(previous)  # type: ignore[arg-type]
             while_tracing(_end_writes)
             return
+        if not autocast.reaches and self.recipe is not None and not any(exception):
+            _warn_of_plain_model()
         # not this thread's, where another one collects or closes the generator that entered
         state = self.entered_in or THREAD.state
         self.entered_in = None
@@ -255,6 +259,14 @@ def _warn_of_group() -> None:
         "autocast reduces no amax over its amax_reduction_group; call narrowcast.set_recipe(model, recipe, "
         "amax_group=group) once, or narrowcast.reduce_delayed_scaling(model, group) before every optimizer.step()",
         stacklevel=3,
+    )
+
+
+def _warn_of_plain_model() -> None:
+    autocast.reaches = True  # it is said once
+    warn(
+        "nothing inside this autocast can run in low precision: it reaches layers of narrowcast alone, and none was "
+        "made; call narrowcast.convert(model, recipe) first"
     )
 
 
