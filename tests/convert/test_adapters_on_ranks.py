@@ -41,7 +41,8 @@ def sharded(weights: Any, wrapper: bool = False) -> Any:
 
 def merges() -> list[Any]:
     """Return whether a sharded model gives what one process does, again and again, and has its weights."""
-    merged, alone = nc.merge_adapters(sharded("plain")), nc.merge_adapters(made("plain"))
+    merged: Any = nc.merge_adapters(sharded("plain"))
+    alone: Any = nc.merge_adapters(made("plain"))
     x = inputs(96).detach()
     same = [torch.equal(merged(x), alone(x)) for _ in range(2)]
     merged.reshard()  # type: ignore[operator]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 
+from . import rank_programs
 from .measure import collect_amax, fits_scales
 from .models import draw_recipe, recipe_of
 from .programs import Difference, Invalid, Program, attempt, normal, refusal, said
@@ -36,6 +37,8 @@ SECONDS = 90
 
 
 def draw(rng: random.Random) -> Program:
+    if rng.random() < 0.7:
+        return rank_programs.draw(rng)
     return {
         "do": rng.choice(("quantize", "train", "train")),
         "seed": rng.randrange(10**6),
@@ -183,6 +186,9 @@ def _rank(rank: int, program: Program, folder: str) -> None:
 
 
 def run(program: Program) -> dict[str, float]:
+    """Run a program in processes of its own, or in those of :mod:`.rank_programs`."""
+    if program["do"] == "mesh":
+        return rank_programs.run(program)
     layers = [kind for kind in program["layers"] if kind != "relu"]
     if not layers or not program["quantizer"]:
         raise Invalid("no layers")

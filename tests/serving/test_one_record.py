@@ -17,6 +17,8 @@ EXCEPTIONS = {
     "convert/recording.py:codes_of": "an operand of a GEMM that ran",
     "convert/find.py:_why_not_any": "refuses what is sharded before it is converted",
     "convert/adapters.py:_merged_weight": "of a forward, too; a merge on ranks has asked the record before",
+    "convert/adapters.py:_merge_keeping_codes": "PEFT's own merge, in one process",
+    "convert/adapters.py:_unmerge_to_codes": "PEFT's own merge, in one process",
     "convert/stored.py:store": "a weight that convert found, which is no DTensor",
     "serving/matrices.py:_stored": "this rank's part, which the record has unwrapped",
     "serving/decompose.py:decompose": "constants of an exported program",

@@ -252,7 +252,7 @@ class Served:
         """Return for each matrix the weights that its rows are; None if the checkpoint arranges them otherwise."""
         if isinstance(layer, StackedExpertsLayer):
             stack = layer.stack_of(layer)
-            experts = self.names.of_experts(keys[0], int(layer.num_experts), one_by_one=stack.every)
+            experts = self.names.of_experts(keys[0], int(layer.num_experts), one_by_one=stack.every)  # type: ignore[arg-type]
             elsewhere = stack.transposed and not stack.every  # GPT-OSS, whose parts alternate row by row
             if experts is None or elsewhere or any(rows % len(one) for one in experts):
                 return None
