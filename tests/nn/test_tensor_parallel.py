@@ -146,7 +146,7 @@ def split_operands(case: Case, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return x, dy
 
 
-def train(case: Case, layer: Any, ops: Callable[[int], tuple[Tensor, Tensor]]) -> Results:
+def train(case: Case, layer: Any, ops: Callable[[int], tuple[Tensor, Tensor]], group: Any = None) -> Results:
     """What the second step gives, when delayed scaling has scales."""
     torch._dynamo.reset()
     forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if case.compiled else layer
@@ -158,8 +158,8 @@ def train(case: Case, layer: Any, ops: Callable[[int], tuple[Tensor, Tensor]]) -
             y = forward(x)
         parameters = dict(layer.named_parameters())
         dx, *grads = torch.autograd.grad(y, (x, *parameters.values()), dy)
-        if layer._parallel is not None:
-            nc.reduce_delayed_scaling(layer, layer._parallel.group)
+        if group is not None:
+            nc.reduce_delayed_scaling(layer, group)
         nc.renew_delayed_scaling(layer)
     return {"y": y.detach(), "dx": dx, **dict(zip(parameters, grads, strict=True))}
 
@@ -168,7 +168,7 @@ def run_split(case: Case, groups: dict[int, Any]) -> Results:
     rank = dist.get_rank() % case.size
     layer = build(case, groups[case.size])
     fill(case, layer, rank)
-    return train(case, layer, lambda step: split_operands(case, rank, step))
+    return train(case, layer, lambda step: split_operands(case, rank, step), groups[case.size])
 
 
 # -- what else the processes try ---------------------------------------------------------------------------------------
