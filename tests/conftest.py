@@ -118,11 +118,11 @@ def clean_compiler() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_state_set_aside() -> Iterator[None]:
-    """Put back what graphs without a backward leave set aside: forwards of later tests would look through it."""
+def no_autocast_left() -> Iterator[None]:
+    """End the step: graphs of the next test did not run under the autocasts of this one."""
     yield
-    if "narrowcast.functional.recomputation" in sys.modules:
-        sys.modules["narrowcast.functional.recomputation"]._put_all_back()
+    if "narrowcast.layers.recipe_owner" in sys.modules:
+        sys.modules["narrowcast.layers.recipe_owner"].forget_autocasts()
 
 
 @pytest.fixture(autouse=True)

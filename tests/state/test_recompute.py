@@ -231,10 +231,12 @@ def test_an_autocast_inside_of_the_recomputed_function_is_entered_again(reentran
 
     x = torch.randn(6, 24, requires_grad=True)
     for _ in range(2):
-        found = [
-            gradients_of(y, layers) for y in (block(x), torch_checkpoint(block, x, use_reentrant=reentrant))
-        ]
+        repeated = nc.checkpoint(block, x, use_reentrant=reentrant)
+        found = [gradients_of(y, layers) for y in (block(x), repeated)]
         assert all(map(torch.equal, *found))
+    # the layers share graphs, which PyTorch's checkpoint does not tell under what they ran
+    with pytest.raises(Exception, match="use narrowcast.checkpoint"):
+        gradients_of(torch_checkpoint(block, x, use_reentrant=reentrant), layers)
 
 
 LAYERS: dict[str, Callable[[], Any]] = {
@@ -297,11 +299,14 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "arounds", [(contextlib.nullcontext, nc.autocast) * 2, (contextlib.nullcontext,) * 4]
+)
 @pytest.mark.parametrize("several", SEVERAL)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("way", CHECKPOINTS)
 def test_forwards_under_several_autocasts_are_repeated_each_under_its_own_or_say_so(
-    way: str, name: str, several: str, device: str
+    way: str, name: str, several: str, arounds: Any, device: str
 ) -> None:
     """Before their backwards a layer remembers the last one alone; PyTorch's check and ours notice another."""
     torch.manual_seed(0)
@@ -324,7 +329,7 @@ def test_forwards_under_several_autocasts_are_repeated_each_under_its_own_or_say
             for x, context in zip(xs, contexts):
                 with context():
                     losses.append(checkpoint(functools.partial(function, layer), x).square().sum())
-            for i, around in zip((1, 3, 0, 2), (contextlib.nullcontext, nc.autocast) * 2):
+            for i, around in zip((1, 3, 0, 2), arounds):
                 with around():
                     losses[i].backward()
                 found += [xs[i].grad, *(p.grad for p in layer.parameters())]

@@ -100,6 +100,7 @@ class _Bare:
     "name, use",
     [
         ("InstructionTranslator.one_graph", dynamo.is_one_graph),
+        ("InstructionTranslator.output.root_tx.f_code", dynamo.compiled_code),
         ("InstructionTranslator.output.current_tracer.parent", dynamo.is_in_subgraph),
         ("InstructionTranslator.output.current_tracer.parent", dynamo.begin_side_effects),
     ],
@@ -107,6 +108,24 @@ class _Bare:
 def test_a_translator_without_the_name(name: str, use: Any) -> None:
     with pytest.raises(UpstreamError, match=name):
         use(_Bare())
+
+
+def test_the_code_that_is_compiled() -> None:
+    """``InstructionTranslator.output.root_tx.f_code`` is that of the function that was called, not of what it calls."""
+    found: list[Any] = []
+
+    def note(context: Any) -> None:
+        found.append(dynamo.compiled_code(context))
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        while_tracing(note)
+        return x * 2
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return part(x)
+
+    _compiled(run)(torch.ones(2))
+    assert found[-1] is run.__code__
 
 
 def test_a_checkpoint_is_a_subgraph() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,12 +27,10 @@ class RecipeOwner(nn.Module):
     _trained_under: Recipe | None  # of the last forward in training mode
     _trained: bool  # such a forward has run since the last step
     _mixes: bool  # under several recipes, of which a recomputation could not tell its own
-    _traced_under: tuple[Recipe | None, ...]  # of forwards; none: it runs in the graphs of others
 
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
         self._trained = self._mixes = False
-        self._traced_under = ()
         if not torch.compiler.is_compiling():
             autocast.reaches = True
 
@@ -114,7 +113,7 @@ class RecipeOwner(nn.Module):
         autocast.
         """
         last = dict.fromkeys(("_last_recipe", "_trained_under"), self._recipe)
-        return {**self.__dict__, **last, "_trained": False, "_mixes": False, "_traced_under": ()}
+        return {**self.__dict__, **last, "_trained": False, "_mixes": False}
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
@@ -133,6 +132,9 @@ _OWN: Any = object()
 _AUTOCASTS: dict[bool, list[Any]] = {True: [], False: []}
 """The recipes of autocasts under which graphs ran that do not enter them, since the last optimizer step: in training,
 and in evaluation, which a step may have beside."""
+
+_TRACED_UNDER: WeakKeyDictionary[Any, list[Recipe | None]] = WeakKeyDictionary()
+"""By the code that was compiled, the recipes of layers in graphs that do not enter their autocast."""
 
 _SEEN: list[Any] = []
 """That of the autocast around a backward and those in its recomputations, by number."""
@@ -179,26 +181,27 @@ def _check_while_tracing(context: Any) -> None:
     A graph that enters the autocast itself does so again. Any other is guarded on whether it is a recomputation, which
     PyTorch's checkpoints run outside of an autocast around the forward, and perhaps under another one.
     """
-    from ..upstream.dynamo import guard_on_result  # loaded already: this runs in a trace
+    from ..upstream.dynamo import compiled_code, guard_on_result  # loaded already: this runs in a trace
 
     layer, recipe, depth, trains = (
         traced_local(context, name) for name in ("self", "recipe", "depth", "trains")
     )
     if depth <= THREAD.state.depth:
+        under = _TRACED_UNDER.setdefault(compiled_code(context), [])
         outside = in_training if trains else in_evaluation
         guard_on_result(outside)
         if outside():
             ran = [layer._recipe if known is _OWN else known for known in _AUTOCASTS[trains] or [_OWN]]
-            under = layer._traced_under or ran
+            # graphs of this code are shared, so which of those recipes was this layer's is not known
             if any(known != recipe and known in under for known in ran):
                 raise RuntimeError(
                     f"this compiled {type(layer).__name__} ran under an autocast and is recomputed outside of it, or "
-                    "under another one; run the backward outside of autocasts, and give the layer its own recipe "
-                    "(narrowcast.set_recipe), compile the checkpoint, too, or enter autocast inside it"
+                    "under another one; run the backward outside of autocasts, and use narrowcast.checkpoint, give the "
+                    "layer its own recipe (narrowcast.set_recipe), or compile the checkpoint, too"
                 )
             return
-    if all(known is not recipe for known in layer._traced_under):
-        layer.__dict__["_traced_under"] = (*layer._traced_under, recipe)
+        if recipe not in under:
+            under.append(recipe)
     layer.__dict__["_last_recipe"] = recipe
     if trains:
         layer.__dict__["_trained_under"] = recipe

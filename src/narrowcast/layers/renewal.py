@@ -107,6 +107,8 @@ def _renew(owners: Iterable[DelayedState]) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Renew what follows an optimizer's step, the post-hook of all optimizers."""
+    if torch.compiler.is_compiling():
+        return  # before PyTorch 2.13 the hook is part of a compiled step, which cannot read what layers keep
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     outside, others = not is_in_backward(), set(OWNERS)
     # inside of a backward others are still to come: what has a gradient was stepped

@@ -201,8 +201,8 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
-        if self._last_recipe is not None or self._trained_under is not None:
-            return None  # it is noted first that there is no recipe any more
+        if self._last_recipe is not None or self._trained_under is not None or self._mixes:
+            return None  # it is noted first that there is no recipe any more, or refused to recompute without one
         if self.training:
             self.__dict__["_trained"] = True
         try:

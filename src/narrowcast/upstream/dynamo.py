@@ -90,6 +90,11 @@ _ONE_GRAPH = entry(
     follows="torch/_dynamo/symbolic_convert.py",
     without=_NOT_COMPILED,
 )
+_ROOT = entry(
+    "InstructionTranslator.output.root_tx.f_code",
+    follows="torch/_dynamo/output_graph.py",
+    without=_AUTOCAST_WAY_OUT,
+)
 _TRACER = entry(
     "InstructionTranslator.output.current_tracer.parent",
     follows="torch/_dynamo/output_graph.py",
@@ -169,6 +174,14 @@ def _tracer(context: Any) -> Any:
     if not hasattr(tracer, "parent"):
         raise _TRACER.error()
     return tracer
+
+
+def compiled_code(context: Any) -> Any:
+    """Return the code of the function that is compiled: calls of it on several modules may share a graph."""
+    root = getattr(getattr(_translator(context), "output", None), "root_tx", None)
+    if not hasattr(root, "f_code"):
+        raise _ROOT.error()
+    return root.f_code
 
 
 def is_in_subgraph(context: Any) -> bool:
