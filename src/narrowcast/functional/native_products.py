@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
+from .._device import HIGH_PRECISION
+
 Numbers = tuple[int, ...]
 
 
@@ -51,23 +53,33 @@ def _numbers(*names: ScalingType | SwizzleType) -> Numbers:
     return tuple(one.value for one in names)
 
 
-_ANY = (torch.bfloat16, torch.float16, torch.float32)
 _ROW, _TILE = _numbers(ScalingType.BlockWise1x128), _numbers(ScalingType.BlockWise128x128)
 _MICRO = _numbers(ScalingType.BlockWise1x16, ScalingType.TensorWise)
 
 _HOPPER = ((9, 0),)
 _PER_TENSOR = NativeProduct(
-    "FP8", torch.float32, _ANY, 1, 16, 16, bias=_ANY[:2], e5m2=True, fast=True, ran=_HOPPER
+    "FP8",
+    torch.float32,
+    HIGH_PRECISION,
+    1,
+    16,
+    16,
+    bias=(torch.bfloat16, torch.float16),
+    e5m2=True,
+    fast=True,
+    ran=_HOPPER,
 )
 # other dtypes of results, and sizes off these multiples, go to a kernel of narrowcast
-_PER_ROW = _PER_TENSOR._replace(outputs=_ANY[:1], bias=_ANY[:1])
-_BLOCKS = NativeProduct("128-block FP8", torch.float32, _ANY, 16, 128, 128, recipes=(_ROW, _ROW), ran=_HOPPER)
+_PER_ROW = _PER_TENSOR._replace(outputs=(torch.bfloat16,), bias=(torch.bfloat16,))
+_BLOCKS = NativeProduct(
+    "128-block FP8", torch.float32, HIGH_PRECISION, 16, 128, 128, recipes=(_ROW, _ROW), ran=_HOPPER
+)
 # by its older entry: torch._scaled_mm_v2 refuses MXFP8 with E5M2 on a side
-_MXFP8 = NativeProduct("MXFP8", torch.float8_e8m0fnu, _ANY, 32, 32, 32, e5m2=True)
+_MXFP8 = NativeProduct("MXFP8", torch.float8_e8m0fnu, HIGH_PRECISION, 32, 32, 32, e5m2=True)
 _NVFP4 = NativeProduct(
     "NVFP4",
     torch.float8_e4m3fn,
-    _ANY,
+    HIGH_PRECISION,
     32,
     32,
     16,

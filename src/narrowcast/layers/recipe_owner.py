@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .._tracing import traced_local, while_tracing
+from .._tracing import can_remember, traced_local, while_tracing
 from ..recipe import Recipe, recipe_name
 from ..state import THREAD, autocast, checked_recipe, entered_in_backward
 from ..upstream.autograd import graph_task_id, is_in_backward
@@ -31,7 +31,7 @@ class RecipeOwner(nn.Module):
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
         self._trained = self._mixes = False
-        if not torch.compiler.is_compiling():
+        if can_remember():
             autocast.reaches = True
 
     @property

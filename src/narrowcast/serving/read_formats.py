@@ -91,8 +91,8 @@ class ReadFormat:
 
         ModelOpt divides by its amax, 0: such a weight has a last scale of 0, and NaN in all codes or scales before it.
         """
-        last = found[self.scales[-1]]
-        divided = found[self.scales[0] if len(self.scales) > 1 else self.codes]
+        *before, final = self.scales
+        last, divided = found[final], found[before[0] if before else self.codes]
         if last.numel() != 1 or last.item() != 0 or not divided.is_floating_point():
             return found
         if not divided.float().isnan().all():
@@ -100,7 +100,7 @@ class ReadFormat:
         zeros = {name: value.clone() for name, value in found.items() if value is not last}
         for value in zeros.values():
             value.view(torch.uint8).zero_()
-        return zeros | {self.scales[-1]: torch.ones_like(last)}
+        return zeros | {final: torch.ones_like(last)}
 
     def assemble(
         self, key: str, found: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, recipe: Recipe
