@@ -16,7 +16,7 @@ from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
 _LISTED = 200  # characters of the names that a message lists
-_CHECKED: set[Any] = set()  # constructors that check
+_CHECKED: dict[Any, Any] = {}  # functions, and constructors that check -> what checks
 _FOREIGN = {
     "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out",
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
@@ -104,6 +104,9 @@ def _checked_function(name: str, function: Any) -> Any:
                 check(name, accepted, kwargs)
         return function(*args, **kwargs)
 
+    checked = _CHECKED.setdefault(
+        function, checked
+    )  # one for all names of a function, as pickle and users expect
     # In the packages, where users find it, and where it is defined, where pickle does.
     for path, module in list(sys.modules.items()):
         public = path.partition(".")[0] == _PACKAGE and "__path__" in vars(module)
@@ -125,5 +128,5 @@ def _check_init(cls: type) -> None:
                 check(type(self).__name__, accepted, kwargs)
         init(self, *args, **kwargs)
 
-    _CHECKED.add(checked)
+    _CHECKED[checked] = checked
     cls.__init__ = checked
