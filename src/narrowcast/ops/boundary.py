@@ -82,19 +82,25 @@ class Call:
             return None if operand is None else ScaledOperand(operand)
         return ScaledOperand(operand, scales.scale_fwd, scales.amax_fwd)
 
-    def wanted_grad_input(
-        self, index: int, scales_bwd: Sequence[Tensor | None] | None = None
-    ) -> ScaledOperand | None:
-        """Return how the operation in front of a basic one wants the gradient of that one's input.
+    def wanted_grad_inputs(
+        self, scales_bwd: Sequence[Tensor | None] | None = None
+    ) -> list[ScaledOperand | None]:
+        """Return for each basic operation how the one in front of it wants the gradient of that operation's input.
 
         Args:
             scales_bwd: of all basic operations, as casts read them; None in the forward, which casts no gradient.
         """
-        operand, scales = self.grad_operands[index], self.scales[index - 1]
-        if operand is None or scales is None:
-            return None if operand is None else ScaledOperand(operand)
-        scale = None if scales_bwd is None else scales_bwd[index - 1]
-        return ScaledOperand(operand, scale, scales.amax_bwd)
+        wanted: list[ScaledOperand | None] = []
+        for index, operand in enumerate(self.grad_operands):
+            scales = self.scales[index - 1]
+            if operand is None:
+                wanted.append(None)
+            elif scales is None:
+                wanted.append(ScaledOperand(operand))
+            else:
+                scale = None if scales_bwd is None else scales_bwd[index - 1]
+                wanted.append(ScaledOperand(operand, scale, scales.amax_bwd))
+        return wanted
 
     def backward_args(self, index: int, stored: LinearBwdArgs) -> LinearBwdArgs:
         """Return what the backward of a linear operation reads, with this call's state."""
@@ -168,9 +174,9 @@ def _forward(
     forward, wiring = call.fused.forward, call.wiring
     contexts: list[OperationContext] = []
     first, extra_inputs = call.first_with_backward, tensors[num_params:]
-    for index, scales in enumerate(call.scales):
+    for index, (scales, wanted) in enumerate(zip(call.scales, call.wanted_grad_inputs())):
         wants_input = index > first or (index == first and call.input_requires_grad)
-        contexts.append(OperationContext(index >= first, wants_input, call.wanted_grad_input(index), scales))
+        contexts.append(OperationContext(index >= first, wants_input, wanted, scales))
     channels: dict[str, Tensor] = {}
     to_caller: list[Tensor] = []
     anchor = next((t for t in (input_, *tensors) if t.requires_grad), None) if wiring.outlets else None
@@ -273,11 +279,12 @@ def _restored(call: Call, kept: Kept, saved: list[Any]) -> list[Any]:
     scales_bwd = scales_of_backward(saved[:count], unseen)
     tensors = restore_from_saved(kept.objects, saved[count:])
     release(saved)
+    wanted = call.wanted_grad_inputs(scales_bwd)
     for index, (context, (begin, end)) in enumerate(zip(kept.contexts, kept.ranges)):
-        scales, wanted = call.scales[index], call.wanted_grad_input(index, scales_bwd)
+        scales = call.scales[index]
         if scales is not None:
             scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
-        view: Any = RestoredContext(context, tuple(tensors[begin:end]), wanted, scales)
+        view: Any = RestoredContext(context, tuple(tensors[begin:end]), wanted[index], scales)
         if call.key is not None and "backward_args" in vars(context):
             view.backward_args = call.backward_args(index, context.backward_args)
         contexts.append(view)
