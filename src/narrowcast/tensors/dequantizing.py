@@ -94,6 +94,23 @@ class DequantizingTensor(Tensor):
         held = next((buffer for buffer in self.get_data_tensors() if buffer is not None), None)  # type: ignore[attr-defined]
         return 0 if held is None else held.data_ptr()
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy buffers, gradient and attributes; PyTorch would copy a storage, as there is an address.
+
+        Raises:
+            RuntimeError: the tensor has a history, as for any tensor.
+        """
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            copied = self.clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        copied.grad = copy.deepcopy(self.grad, memo)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
         """High-precision values; the gradient passes through unchanged."""
         if torch.is_grad_enabled() and self.requires_grad:
