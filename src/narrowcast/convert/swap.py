@@ -102,7 +102,12 @@ def turn_back(module: nn.Module) -> None:
     before: _Before = module.__dict__.pop(_KEPT)
     for key in before.buffers:
         own_buffers(module).pop(key, None)
-    for key in before.added:
+    written = [
+        key
+        for key in module.__dict__
+        if key.startswith("_") and hasattr(type(module), key) and not hasattr(before.original, key)
+    ]  # in place of the layer's defaults, when it ran
+    for key in (*before.added, *written):
         module.__dict__.pop(key, None)
     module.__dict__.update(before.replaced)
     module.__class__ = before.original
