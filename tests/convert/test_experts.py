@@ -96,24 +96,24 @@ def test_a_layer_whose_weight_is_read_and_never_called_stays() -> None:
 
 
 def test_what_did_not_run_in_a_recording_does_not_count() -> None:
-    class Reads(nn.Module):
+    class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.called, self.read = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.called, self.spare = nn.Linear(64, 64), nn.Linear(64, 64)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.called(x) @ self.read.weight
+        def forward(self, x: Tensor, spare: bool = False) -> Tensor:
+            return self.spare(x) if spare else self.called(x)
 
-    model = nc.convert(Reads(), CURRENT)
+    model = nc.convert(Branches(), CURRENT)
     receipt = nc.receipt(model)
     assert receipt.flops_covered == 1.0 and receipt.idle == ()
     with receipt.recording():
         model(torch.randn(3, 64)).sum().backward()
-    assert receipt.idle == ("read",) and receipt.flops_covered == pytest.approx(0.5)
+    assert receipt.idle == ("spare",) and receipt.flops_covered == pytest.approx(0.5)
     assert receipt.parameters_covered == pytest.approx(0.5, abs=0.01)
-    assert "did not run while recorded, and do not count: read" in str(receipt)
-    assert receipt.to_dict()["idle"] == ("read",)
-    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* read 50\.0% \(did not run"):
+    assert "did not run while recorded, and do not count: spare" in str(receipt)
+    assert receipt.to_dict()["idle"] == ("spare",)
+    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* spare 50\.0% \(did not run"):
         receipt.assert_coverage(0.9)
 
 
