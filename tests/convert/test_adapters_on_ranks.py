@@ -26,7 +26,8 @@ REFUSED = {
 
 
 def made(weights: Any) -> Any:
-    return adapted(QUANTIZED["current"], weights, 96, 201, 73)
+    rows = (201, 73) if weights == "plain" else (202, 74)  # FSDP2 shards codes only in equal shares
+    return adapted(QUANTIZED["current"], weights, 96, *rows)
 
 
 def sharded(weights: Any, wrapper: bool = False) -> Any:
