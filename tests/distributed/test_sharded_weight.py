@@ -30,7 +30,7 @@ def gather_of(recipe: str) -> WeightGather:
 
 def test_a_gather_begins_with_rows_and_keeps_nothing() -> None:
     gather = gather_of("block")
-    assert gather.columns_arrived is gather.keeps is gather.written is gather.is_renewed is False
+    assert gather.columns_arrived is gather.keeps is gather.written is False
 
 
 def test_bytes_of_a_gather() -> None:
