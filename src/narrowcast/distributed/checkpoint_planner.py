@@ -64,7 +64,7 @@ class SavePlanner(DefaultSavePlanner):
         for item in plan.items:
             value, path = self.state_dict[item.index.fqn], self.mappings[item.index.fqn]
             record = record_of(path, value, self._records)
-            writes = self._broadcast.get(path[1]) if path[0] == "model" else None
+            writes = self._broadcast.get(str(path[1])) if path[0] == "model" else None
             if writes is False:
                 continue
             alone = self._ranks == 1 or bool(writes)
@@ -156,7 +156,7 @@ def record_of(
     if not isinstance(value, Tensor):
         return None
     name = path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None
-    record = records.get(name)
+    record = records.get(str(name))
     if record is None or local(value).shape != record.held.shape:
         return None  # such as a number of steps: whole, and equal on all ranks
     return record.of(value)

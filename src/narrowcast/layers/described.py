@@ -127,9 +127,10 @@ class ParameterRecord:
             values = values.full_tensor()
         for split in self.declared:
             blocks = split.blocks or (values.shape[split.dim],)
-            rows = gather_rows(values.movedim(split.dim, 0), split.group)
+            dim: Any = split.dim
+            rows = gather_rows(values.movedim(dim, 0), split.group)
             parts = [part.split(blocks) for part in rows.chunk(split.ranks)]
-            values = torch.cat([block for same in zip(*parts) for block in same]).movedim(0, split.dim)
+            values = torch.cat([block for same in zip(*parts) for block in same]).movedim(0, dim)
         return values
 
     def spread(self, own: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def _described(
             name = f"{kind}{int(attribute.removeprefix(kind)) + experts.first}"
             splits.append(experts.split(None))
     splits_of = getattr(module, "_split_of", None)
-    splits.append(None if splits_of is None else splits_of(attribute))
+    splits.append(None if splits_of is None else splits_of(attribute))  # type: ignore[arg-type]
     own_splits = [split for split in splits if split is not None and split.ranks > 1]
     if any(split.group == NO_GROUP for split in own_splits):
         raise ValueError(
@@ -334,7 +335,8 @@ def _spread(tensor: Any, declared: tuple[Any, ...], others: tuple[Split, ...]) -
 
 def _outer(part: Part, split: Split, blocks: tuple[int, ...]) -> Iterator[Part]:
     """Yield a box in what a layer has as boxes in the whole: one for each block that it meets."""
-    dim, first = split.dim, 0
+    dim: Any = split.dim
+    first = 0
     begin, end = part.offset[dim], part.offset[dim] + part.shape[dim]
     for size in blocks:
         low, high = max(begin, first), min(end, first + size)

@@ -141,7 +141,7 @@ class GroupedLinearLayer(LinearLayer):
         """Mark the split dim, which is never the dim of the groups."""
         split = self._split_of(name)
         if split is not None:
-            mark_partition(parameter, split.dim)
+            mark_partition(parameter, split.dim)  # type: ignore[arg-type]
 
     def _split_of(self, name: str) -> Split | None:
         column, is_weight = self.parallel_mode == "column", name.startswith("weight")

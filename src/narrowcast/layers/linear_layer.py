@@ -236,7 +236,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """Mark how a parameter is split, or whether a full one has the gradient of a row shard."""
         split = self._split_of(name)
         if split is not None:
-            mark_partition(parameter, split.dim)
+            mark_partition(parameter, split.dim)  # type: ignore[arg-type]
         elif (
             self.tp_size > 1
             and not self._placed

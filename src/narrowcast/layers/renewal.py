@@ -1,4 +1,4 @@
-"""When the scales of delayed scaling change: after an optimizer's step, and nowhere else.
+"""Renewal of the scales of delayed scaling: after an optimizer's step, and nowhere else.
 
 A backward reads the scales of its forward for the same reason for which it reads the weights of its forward: nothing
 writes either until the step. So layers may run in any order and any number of times in a step, and be recomputed.

@@ -32,7 +32,7 @@ def _note_replica(parent: nn.Module, name: str, module: nn.Module | None) -> Non
     if torch.compiler.is_compiling():  # Dynamo registers modules that it cannot trace, and builds no replica
         return
     if name == "module" and isinstance(parent, DistributedDataParallel):
-        if module is not None and parent.process_group.size() > 1:
+        if module is not None and parent.process_group.size() > 1:  # type: ignore[union-attr]
             check_gradients_are_reduced(module, "DistributedDataParallel")
         PENDING.append(weakref.ref(parent))
         if module is not None and _has_stored_weights(module):

@@ -108,7 +108,7 @@ class DequantizingTensor(Tensor):
             copied = self.clone().requires_grad_(self.requires_grad)
         memo[id(self)] = copied
         copied.grad = copy.deepcopy(self.grad, memo)
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        vars(copied).update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -179,9 +179,10 @@ def _tracer(context: Any) -> Any:
 def compiled_code(context: Any) -> Any:
     """Return the code of the function that is compiled: calls of it on several modules may share a graph."""
     root = getattr(getattr(_translator(context), "output", None), "root_tx", None)
-    if not hasattr(root, "f_code"):
+    code = getattr(root, "f_code", None)
+    if code is None:
         raise _ROOT.error()
-    return root.f_code
+    return code
 
 
 def is_in_subgraph(context: Any) -> bool:
