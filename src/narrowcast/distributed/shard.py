@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
-from ..layers import GroupedLinearLayer, LinearLayer, Stage, renew_with
+from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage, renew_with
 from ..layers.parameters import weight_quantizer
 from ..layers.replicas import check_gradients_are_reduced
 from ..layers.set_recipe import Model
@@ -118,7 +118,8 @@ def shard(
         fully_shard(block, mesh=mesh, **options)
     if chosen.scaled:
         model.register_forward_pre_hook(WeightScales(chosen.scaled, over, dtype).renew, prepend=True)
-    renew_with(model, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+    if any(_may_be_delayed(layer, recipe) for layer in model.modules() if isinstance(layer, DelayedLayer)):
+        renew_with(model, [mesh.get_group(dim) for dim in range(mesh.ndim)])
     _watch_gathers(model)
     if over.size() > 1 and chosen.placed:
         _gather_in_place([*blocks, model], chosen.placed)
@@ -128,6 +129,13 @@ def shard(
         _exchange_gradients([*blocks, model], policy.reduce_dtype is not None, mesh.ndim == 1)  # type: ignore[union-attr]
     model.__dict__["_shard_receipt"] = ShardReceipt(tuple(chosen.rows), over.size())
     return model
+
+
+def _may_be_delayed(layer: DelayedLayer, recipe: Recipe | None) -> bool:
+    """Return whether a layer keeps amaxes to reduce, or an autocast may make it do so: the same on every rank."""
+    if layer.recipe is not None:
+        return bool(layer.delayed_slots())
+    return recipe is None or recipe.delayed() or recipe.custom()
 
 
 def _check_compiled(modules: list[nn.Module]) -> None:
