@@ -52,7 +52,6 @@ class WeightScales:
         self.amax: Tensor | None = None  # of the weights, the same on all ranks
         self.known = False  # it is of the weights as they are
 
-    @torch.no_grad()
     def renew(self, model: nn.Module, args: Any) -> None:
         """Compute the forward pre-hook, before FSDP2's own."""
         if not starts_a_step():
@@ -65,6 +64,7 @@ class WeightScales:
         # in later forwards of a step the weights are what they were: FSDP2 has no gradients for them before the last
         self.known = torch.is_grad_enabled() and not synchronizes(model)
 
+    @torch.no_grad()
     def _amax(self) -> Tensor:
         norms = torch._foreach_norm([weight.shard for weight in self.weights], math.inf)
         largest = torch.stack([norm.float() for norm in norms]).to(self.mesh.device_type)
