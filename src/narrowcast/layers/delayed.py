@@ -11,6 +11,7 @@ optimizer's step renews them (:mod:`.renewal`), and nothing else writes them. A 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -111,7 +112,8 @@ class DelayedLayer(RecipeOwner):
         for delayed, (direction, _, kinds) in zip(wanted, _DIRECTIONS):
             if delayed is not None:
                 self._fit_buffers(prefix, direction, len(kinds) * self._groups, delayed)
-        self._delayed[prefix] = wanted
+        # copies: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
+        self._delayed[prefix] = (copy.copy(forward), copy.copy(backward))
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
