@@ -57,7 +57,7 @@ def clip_grad_norm_(
         grad = _local_gradient(record)
         own += [grad] if grad is not None and grad.numel() else []  # an empty shard has no largest magnitude
     device = next((one.device for own in shared.values() for one in own), torch.device("cpu"))
-    powers = [torch.zeros((), device=device)]
+    powers = [torch.zeros((), dtype=torch.float32, device=device)]
     for names, own in shared.items():
         found = torch._foreach_norm(own, norm_type, dtype=torch.float32) if own else []
         norms = [one.to(device) for one in found]
