@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("COLUMNS", None)  # pytest-xdist makes a terminal of 80 columns for its workers
     torch.set_num_threads(config.getoption("--threads"))
 
 
