@@ -276,8 +276,8 @@ def row_of_the_page(pair: tuple[str, str]) -> str:
         f"{sm(first)} and newer" if below is None else f"{sm(first)} until {sm(below)}",
         "`_scaled_mm`" if product.recipes is None else "`_scaled_mm_v2`",
         "E4M3, one may be E5M2" if product.e5m2 else "E2M1" if pair == ("1x16", "1x16") else "E4M3",
-        ", ".join(short[dtype] for dtype in product.outputs),
-        ", ".join(short[dtype] for dtype in product.bias) or "none",
+        ", ".join(name for dtype, name in short.items() if dtype in product.outputs),
+        ", ".join(name for dtype, name in short.items() if dtype in product.bias) or "none",
         ", ".join(map(str, padding)),
         ", ".join(sm(one) for one in product.ran) or "no GPU yet",
     )
