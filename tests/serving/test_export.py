@@ -49,8 +49,8 @@ def multiplied(layer: Any, recipe: Any) -> Tensor:
     """The values of the weight that a forward multiplies by: rows of the identity, which every format holds exactly."""
     features = layer.in_features
     with torch.no_grad(), nc.autocast(recipe=recipe):
-        if layer.scale_fwd is not None:
-            layer.scale_fwd.fill_(1.0)  # of the input
+        for slots in layer.delayed_slots():
+            slots.scale.fill_(1.0)  # of the input
         bias, layer.bias = layer.bias, None
         out = layer(torch.eye(features, dtype=torch.bfloat16, device=DEVICE))
         layer.bias = bias

@@ -59,6 +59,8 @@ def test_experts_are_served_one_by_one_with_the_values_that_the_grouped_gemm_mul
     model = mixture(QUANTIZED[name], 32 if "fp" in name else 28).eval()
     served = {key: value.cpu() for key, value in nc.serving.weights(model, "compressed-tensors")}
     layer: Any = model["experts"]
+    for slots in layer.delayed_slots():
+        slots.scale.fill_(1.0)  # of the inputs
     for stage, parts in zip(layer._stages, (("gate_proj", "up_proj"), ("down_proj",))):
         columns = getattr(layer, stage.weight).shape[2]
         rows = torch.eye(columns, dtype=torch.bfloat16, device=DEVICE).repeat(3, 1)
