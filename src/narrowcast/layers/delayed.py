@@ -15,6 +15,7 @@ import copy
 import warnings
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ..recipe import (
     linear_plan,
 )
 from ..state import MANY_FORWARDS, OWNERS, DelayedSlots, Reduced, unseen_scale, warn_of_no_renewal
+from ..upstream.autograd import at_end_of_backward, is_in_backward
 from ..upstream.modules import own_buffers, own_parameters
 from .extra_state import delayed_state, forget_first_scales, take_extra_state, wrong_value
 from .recipe_owner import RecipeOwner
@@ -380,12 +382,16 @@ class DelayedLayer(RecipeOwner):
         return [buffer for buffer in buffers if buffer is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        # without the recipes of others, which need not pickle; the next forward tells them
-        return {**super().__getstate__(), "_delayed": {}, "_reduced": False}
+        rules = [rule for rules in self._delayed.values() for rule in rules if rule is not None]
+        # a recipe with functions need not pickle; the next forward tells it
+        kept = {} if any(_has_functions(rule) for rule in rules) else dict(self._delayed)
+        return {**super().__getstate__(), "_delayed": kept, "_reduced": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         OWNERS.add(self)
+        if self._delayed:
+            return
         before = {name: own_buffers(self)[name] for name in self._state_names()}
         self._prepare_for_recipe()
         # an autocast may have kept more rows than the layer's own recipe asks for: the next forward tells
@@ -403,6 +409,10 @@ class DelayedLayer(RecipeOwner):
             return delayed
         own_buffers(self)[name] = history
         return replace(delayed, amax_history_len=len(history))
+
+
+def _has_functions(rule: DelayedScaling) -> bool:
+    return callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None
 
 
 def _is_rule(known: DelayedScaling | None, wanted: DelayedScaling | None) -> bool:
@@ -432,5 +442,7 @@ def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales
 def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
     layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
+    if is_in_backward():  # a recomputation: the step follows the rule of the forwards
+        at_end_of_backward(partial(layer._delayed.update, dict(layer._delayed)))
     for prefix, plan in zip(prefixes, plans):
         layer._keep_state(prefix, plan.forward_state, plan.backward_state)

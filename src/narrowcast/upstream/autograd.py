@@ -24,6 +24,18 @@ graph_task_id: Callable[[], int] = private(
 )
 """The number of the backward that runs in this thread; -1 outside any. Dynamo traces it as a constant."""
 
+_engine: Any = private(
+    "torch.autograd.variable.Variable._execution_engine",
+    follows="torch/autograd/variable.py",
+    without="use a tested release: a recomputation would change the recipe that a step renews by",
+)
+
+
+def at_end_of_backward(call: Callable[[], Any]) -> None:
+    """Call this once the backward that runs in this thread has ended."""
+    _engine.queue_callback(call)
+
+
 _are_hooks_enabled: Callable[[], bool] = private(
     "torch._C._autograd._saved_tensors_hooks_is_enabled",
     follows=_HOOKS,
