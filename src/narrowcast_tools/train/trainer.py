@@ -136,10 +136,12 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the held-out batches, in nats per token."""
         losses = []
+        self.model.eval()  # in training mode delayed scaling would count these inputs, too
         for batch in self.held_out:
             if self.config.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             losses.append(self._forward(*batch).clone())  # a replayed graph writes over its result
+        self.model.train()
         return self.ranks.add(torch.stack(losses).mean() / self.ranks.parts).item()
 
     def _forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
