@@ -8,7 +8,8 @@ traced code reads next is what that function left, guarded as if it had always b
 from __future__ import annotations
 
 import functools
-import sys
+import itertools
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,10 +206,9 @@ def warn(message: str) -> None:
 
 def users_level() -> int:
     """Return the ``stacklevel`` at which the caller's warning names the first line outside of this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_FOLDER):
-        level, frame = level + 1, frame.f_back
-    return level
+    callers = reversed(traceback.extract_stack()[:-1])
+    ours = itertools.takewhile(lambda caller: caller.filename.startswith(_FOLDER), callers)
+    return 1 + sum(1 for _ in ours)
 
 
 def _warn_while_tracing(context: Any) -> None:

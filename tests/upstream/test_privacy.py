@@ -87,8 +87,13 @@ def own_names() -> set[str]:
                     for arg in node.args
                     if isinstance(arg, ast.Constant) and str(arg.value)[:1] == "_"
                 }
-            elif isinstance(node, ast.Subscript) and getattr(node.value, "attr", "") == "__dict__":
-                found.add(getattr(node.slice, "value", ""))
+            elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+                table = node.value
+                if (
+                    getattr(table, "attr", "") == "__dict__"
+                    or getattr(getattr(table, "func", None), "id", "") == "vars"
+                ):
+                    found.add(getattr(node.slice, "value", ""))
     return BY_TABLE | {name for name in found if isinstance(name, str) and is_private(name)}
 
 

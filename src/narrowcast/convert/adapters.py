@@ -24,7 +24,7 @@ from ..layers.described import ParameterRecord, describe_parameters
 from ..nn import Linear
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import class_before_sharding, reshard
-from ..upstream.modules import own_parameters
+from ..upstream.modules import own_children, own_parameters
 from .requantize import requantized
 
 Scales = Literal["kept", "new"]
@@ -210,8 +210,8 @@ def _sharing_copy(model: Any) -> Any:
             vars(one).update(vars(module))
             for kept in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 vars(one)[kept] = copy.copy(vars(module)[kept])
-            for name, child in module._modules.items():
-                one._modules[name] = None if child is None else copied(child)
+            for name, child in own_children(module).items():
+                own_children(one)[name] = None if child is None else copied(child)
         return copies[id(module)]
 
     return copied(model)

@@ -38,7 +38,7 @@ from ..upstream.fsdp import (
     reshard,
     sharded_parts,
 )
-from ..upstream.modules import own_parameters
+from ..upstream.modules import own_children, own_parameters
 from .shard_receipt import ShardedParameter, ShardReceipt
 from .sharded_weight import ShardedWeight, WeightGather
 from .weight_scales import ScaledWeight, WeightScales, synchronizes
@@ -351,7 +351,7 @@ class _Chosen:
 def _read_by_adapters(model: nn.Module) -> set[Any]:
     """Return the layers whose adapters compute with the weight itself: DoRA of PEFT, and ``nc.train_merged``."""
     return {
-        vars(adapter).get("_modules", {}).get("base_layer")
+        own_children(adapter).get("base_layer")
         for adapter in model.modules()
         if getattr(adapter, "lora_variant", None) or getattr(adapter, "trains_merged", False)
     }

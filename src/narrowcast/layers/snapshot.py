@@ -32,33 +32,33 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, scales: bool = True, grads: bool = False) -> None:
-        self._modules = list(dict.fromkeys(module for one in modules for module in one.modules()))
-        tables = [own_parameters(module).values() for module in self._modules]
+        self._of = list(dict.fromkeys(module for one in modules for module in one.modules()))
+        tables = [own_parameters(module).values() for module in self._of]
         parameters = dict.fromkeys(one for table in tables for one in table if one is not None)
         self._grads = [(parameter, parameter.grad) for parameter in parameters] if grads else []
         self._marks = [(one, vars(one)[_MARK]) for one in parameters if _MARK in vars(one)]
-        self._buffers = [(module, _buffers_of(module, scales)) for module in self._modules]
-        owners = [module for module in self._modules if isinstance(module, RecipeOwner) and scales]
+        self._tables = [(module, _buffers_of(module, scales)) for module in self._of]
+        owners = [module for module in self._of if isinstance(module, RecipeOwner) and scales]
         self._fields = [(owner, _fields_of(owner)) for owner in owners]
         self._queues = [
             (store, store.waiting())
-            for module in self._modules
+            for module in self._of
             for store in getattr(module, "wgrad_stores", {}).values()
         ]
-        tensors = [buffer for _, table in self._buffers for buffer in table.values()]
+        tensors = [buffer for _, table in self._tables for buffer in table.values()]
         tensors += [grad for _, grad in self._grads]
         tensors += [getattr(parameter, "main_grad", None) for parameter in parameters]
         kept = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self._values = [(one, one.detach().clone()) for one in kept.values()]
         self._versions = [-1 if one.is_inference() else version_of(one) for one in kept.values()]
-        layers = [module for module in self._modules if isinstance(module, DelayedLayer) and scales]
+        layers = [module for module in self._of if isinstance(module, DelayedLayer) and scales]
         self._without_state = [layer for layer in layers if not layer.delayed_slots()]
 
     def restore(self) -> None:
         """Put everything back: the tensors that were there, with the values that they had."""
         for owner, fields in self._fields:
             _put_back(owner, fields)
-        for module, table in self._buffers:
+        for module, table in self._tables:
             own_buffers(module).update(table)
         for parameter, grad in self._grads:
             parameter.grad = grad
