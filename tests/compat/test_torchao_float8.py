@@ -238,6 +238,17 @@ def test_code_that_imports_torchao_gets_these_names(torchao: ModuleType) -> None
     assert torchao.float8.config.CastConfig is CastConfig
 
 
+def test_accelerate_s_path_of_torchao_runs_on_narrowcast(torchao: ModuleType) -> None:
+    """Accelerate leaves the first and the last layer in high precision."""
+    accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'")
+    handlers = [accelerate.utils.AORecipeKwargs()]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    prepared = accelerator.prepare(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))))
+    assert [isinstance(layer, Float8Linear) for layer in prepared] == [False, True, True, False]
+    accelerator.backward(prepared(torch.randn(16, 32)).square().mean())
+    assert all(parameter.grad is not None for parameter in prepared.parameters())
+
+
 def test_uninstalling_restores_what_was_there() -> None:
     was_there = importlib.util.find_spec("torchao") is not None
     install_torchao_float8()
