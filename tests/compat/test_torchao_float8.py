@@ -240,7 +240,9 @@ def test_code_that_imports_torchao_gets_these_names(torchao: ModuleType) -> None
 
 def test_accelerate_s_path_of_torchao_runs_on_narrowcast(torchao: ModuleType) -> None:
     """Accelerate leaves the first and the last layer in high precision."""
-    accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'")
+    accelerate: Any = pytest.importorskip(
+        "accelerate", reason="needs accelerate: pip install 'narrowcast[hf]'"
+    )
     handlers = [accelerate.utils.AORecipeKwargs()]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
     prepared = accelerator.prepare(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))))
