@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from quantizers.catalog import ONE_OF_EACH
 from recipes import QUANTIZED
+from serving.test_weights import Experts as Stack
 from torch.distributed.tensor import DTensor, Shard
 from torch.torch_version import TorchVersion
 
@@ -320,10 +321,28 @@ class Experts(torch.nn.Module):
         return x
 
 
+class Mixture(torch.nn.Module):
+    """Experts as Transformers stacks them, of which one gets no token."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList([Stack(4, 256, 128)])
+        for parameter in self.parameters():
+            parameter.data.mul_(0.05)
+        nc.convert(self, QUANTIZED[recipe], small=True)
+        self.blocks[0].in_features = 256  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index = (torch.arange(len(x)) % 3)[:, None]
+        return x + self.blocks[0](x, index, x.new_ones(len(x), 1))
+
+
 def grouped(recipe: str, mesh: Any) -> dict[str, Any]:
     """Layers of groups with quantized gathers and without; with stored weights in shards and in one process."""
-    recipe, *is_stored = recipe.split()
-    plain, model = Experts(recipe, bool(is_stored)), Experts(recipe, bool(is_stored))
+    recipe, *how = recipe.split()
+    is_stored = how == ["stored"]
+    plain, model = (Mixture(recipe) if how == ["stacked"] else Experts(recipe, is_stored) for _ in range(2))
     receipt: Any = nc.receipt(shard(model, mesh, blocks=model.blocks, recompute=False)).sharding
     plain = plain if is_stored else fsdp2(plain, mesh)
     width, losses = model.blocks[0].in_features, []
@@ -411,6 +430,7 @@ NAMES = [
     "mxfp8 directed compiled",
 ]
 GROUPED = ["current", "delayed", "block", "mxfp8", "nvfp4", "mxfp8 stored", "nvfp4 stored"]
+GROUPED += ["current stacked", "delayed stacked", "block stacked", "mxfp8 stacked"]
 STORED = [
     *(f"{recipe} {way}" for recipe in ("current", "nvfp4") for way in ("shard", "masters", "loaded", "meta")),
     *("current fully_shard", "block shard", "block masters"),

@@ -11,7 +11,8 @@ from .._tracing import can_check
 from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
 from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
-from ..layers.grouped_layer import plan_for_rows
+from ..layers.grouped_layer import check_format, grouped_buffers_of, plan_for_rows
+from ..tensors import GroupedTensor, grouped_layout
 from ..upstream.modules import own_parameters
 
 
@@ -123,6 +124,10 @@ class StackedExpertsLayer(LinearLayer):
             state_dict = {key: value for key, value in state_dict.items() if key not in state}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _takes_rows(self, storage_name: str) -> bool:
+        # the backward transposes groups in common buffers, not groups in separate ones
+        return grouped_layout(storage_name) != "split"
+
     def takes_codes(self) -> bool:
         return super().takes_codes() and self._exchange is None and not self.stack_of(self).transposed
 
@@ -145,7 +150,8 @@ class StackedExpertsLayer(LinearLayer):
 
     def _grouped(self, stage: Stage, x: Tensor, splits: Tensor) -> Tensor:
         """Return one linear layer of every expert; rows beyond the sum of the splits become zero."""
-        stored, (weight,) = getattr(self, stage.weight), self._matrices(stage)
+        stored: Any = getattr(self, stage.weight)
+        (weight,) = self._matrices(stage)
         biases: list[Any] = [self._stored(stage.bias)] if self.stack_of(self).biased else []
         x = checked_input(x, weight.shape[2], "in_features", stored)
         watcher = self._watcher
@@ -155,10 +161,14 @@ class StackedExpertsLayer(LinearLayer):
         plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales(stage.prefix, plan)
-        codes = None
-        if plan.quantized and self._reads_written():
+        codes, turns = None, False
+        if plan.quantized and isinstance(stored, GroupedTensor):  # as nc.distributed.shard gathers it
+            check_format(self, stored, plan.kept_weight)
+            codes = grouped_buffers_of(stored)
+            turns = plan.needs_input and plan.backward_override is None and not codes.columnwise
+        elif plan.quantized and self._reads_written():
             codes = self._kept_weight(stage.weight, plan.kept_weight, [stored.detach()])
-        args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias)
+        args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias, turns)
         groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
         y = grouped_linear(x, splits, [weight], biases, args, groups)
         if watcher is not None and stage is self._stages[-1]:

@@ -254,6 +254,8 @@ class _Chosen:
             return "its layer has no recipe"
         if is_distributed(parameter):
             return "a DTensor already"
+        if not layer.takes_codes():
+            return "its layer transposes the weight"
         if self.uses[id(parameter)] > 1:
             return "tied to another parameter"
         if id(parameter) in self.ignored:

@@ -281,12 +281,7 @@ class GroupedLinearLayer(LinearLayer):
     ) -> OperandBuffers:
         weights = self._parts_of("weight")
         if isinstance(weight, (GroupedTensor, QuantizedTensor)):
-            held = weight.storage_name if isinstance(weight, GroupedTensor) else weight._BARE_NAME
-            if held != operand.storage_name:
-                raise RuntimeError(
-                    f"parameter 'weight' of {self.name or type(self).__name__} holds {held}, the recipe in force wants "
-                    f"{operand.storage_name}; use the recipe of quantized_model_init or shard"
-                )
+            check_format(self, weight, operand)
             return (
                 grouped_buffers_of(weight)
                 if isinstance(weight, GroupedTensor)
@@ -437,6 +432,19 @@ def _placed_like(value: Tensor, parameter: Any) -> Tensor:
         return value
     distribute = torch.distributed.tensor.distribute_tensor  # type: ignore[attr-defined]  # there, as the parameter is
     return distribute(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def check_format(layer: Any, weight: Any, operand: Operand) -> None:
+    """
+    Raises:
+        RuntimeError: a layer's weight is quantized in another format than the recipe's.
+    """
+    held = weight.storage_name if isinstance(weight, GroupedTensor) else weight._BARE_NAME
+    if held != operand.storage_name:
+        raise RuntimeError(
+            f"parameter 'weight' of {layer.name or type(layer).__name__} holds {held}, the recipe in force wants "
+            f"{operand.storage_name}; use the recipe of quantized_model_init or shard"
+        )
 
 
 def grouped_buffers_of(tensor: GroupedTensor) -> OperandBuffers:
