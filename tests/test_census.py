@@ -47,6 +47,10 @@ READ_RECORDS = (
     "distributed/checkpoint_planner.py",
     "distributed/clip.py",
     "distributed/shard_receipt.py",
+    "distributed/together.py",
+    "serving/export.py",
+    "serving/served.py",
+    "serving/weights.py",
 )
 
 

@@ -6,7 +6,9 @@ import datetime
 import os
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ranks import start_method
+from torch.distributed.checkpoint import FileSystemWriter
 
 import narrowcast as nc
 from narrowcast.distributed import load_checkpoint, save_checkpoint, shard
@@ -219,7 +222,7 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint(
     codes = [process.exitcode for process in processes.processes]
     assert codes[1] == -signal.SIGKILL
     assert (tmp_path / "told").exists(), "the rank that lives is told"
-    assert (tmp_path / "delayed.writing").exists()
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith("delayed.writing")]
     losses = load("delayed", tmp_path, None)
     assert losses == pytest.approx(of_all(two, "delayed")[0]["losses"], rel=1e-6)
 
@@ -245,6 +248,33 @@ def test_saved_over(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["at"]
     (tmp_path / "at").rename(tmp_path / "at.old")  # killed between two renames
     load_checkpoint(tmp_path / "at", layer())
+
+
+def test_of_two_runs_that_save_into_one_folder_one_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has written its values when the other describes its own; what killed runs have left is removed."""
+    (tmp_path / "at.writing-0").mkdir()
+    both, finish = threading.Barrier(2, timeout=60), FileSystemWriter.finish
+
+    def finish_together(self: Any, *args: Any, **named: Any) -> None:
+        both.wait()
+        finish(self, *args, **named)
+
+    def run(number: int) -> None:
+        model = layer()
+        with torch.no_grad():
+            model.weight.fill_(number)
+        save_checkpoint(tmp_path / "at", model, extra={"run": number})
+
+    monkeypatch.setattr(FileSystemWriter, "finish", finish_together)
+    with ThreadPoolExecutor() as threads:
+        saves = [threads.submit(run, number) for number in (1, 2)]
+        assert [save.exception() for save in saves].count(None) > 0
+    again = layer()
+    run_of = load_checkpoint(tmp_path / "at", again)["run"]
+    assert again.weight.eq(run_of).all() and saves[run_of - 1].exception() is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["at"]
 
 
 def test_state_that_an_autocast_brought(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -32,6 +34,12 @@ from ..tensors import DequantizingTensor
 from ..upstream.modules import own_buffers
 from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
 from .checkpoint_reader import SafeReader, load, plain_value
+from .together import Together
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def save_checkpoint(
@@ -48,7 +56,8 @@ def save_checkpoint(
     Weights are ordinary high-precision tensors. Each rank writes its parts of DTensors, of layers with a ``tp_group``
     and of local experts. Any number of ranks can load them, also one process without process groups. Values that
     several ranks hold are compared by a checksum. Files are written beside ``path`` and replace it once all ranks are
-    done; a rank that dies, or refuses, leaves the old checkpoint.
+    done; a rank that dies, or refuses, leaves the old checkpoint. Of runs that save into one folder, the last one's
+    checkpoint stays whole.
 
     Args:
         path: a folder on a file system that all ranks see.
@@ -70,34 +79,36 @@ def save_checkpoint(
     _checks.flags(asynchronous=asynchronous)
     if extra is not None and not isinstance(extra, dict):
         raise TypeError(f"extra is {extra!r}, of type {type(extra).__name__}; pass a dict or None")
-    several = _ranks(group) > 1
-    if asynchronous and several and group is None:
+    together = Together.of(group)
+    if asynchronous and len(together.ranks) > 1 and group is None:
         raise ValueError(
             "asynchronous=True needs group=torch.distributed.new_group(backend='gloo'), made once: its collectives "
             "would meet those of the training"
         )
     target = Path(path)
-    writing = target.with_name(target.name + ".writing")
-    with _on_all_ranks(group):
-        if _is_first(group):
-            shutil.rmtree(writing, ignore_errors=True)  # left by an interrupted save
+    with together.step():
         plain = _plain(extra or {}, "extra")
         state, records = _state(model, optimizer, plain)
     if optimizer is not None:
-        state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], group)
-    planner = SavePlanner(records, _ranks(group), _broadcast(model, records), {"extra": digest(plain)})
+        state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], together)
+    planner = SavePlanner(records, len(together.ranks), _broadcast(model, records), {"extra": digest(plain)})
+    with together.step():
+        made = _Writing(target) if together.first else None
+    writing = next(one for one in together.told(made and made.folder).values() if one is not None)
     options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group, "planner": planner}
     done: Future[None] = Future()
 
     def finish(save: Callable[[], Any]) -> None:
         try:
-            with _on_all_ranks(group, lambda: shutil.rmtree(writing, ignore_errors=True)):
+            with together.step(), _refusals():
                 save()
-                if several:
-                    torch.distributed.barrier(group)
-                if _is_first(group):
+            with together.step():
+                if made is not None:
                     _replace(target, writing)
+                    made.end()
         except BaseException as error:  # CheckpointException is no Exception
+            if made is not None:
+                made.end()
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -132,8 +143,8 @@ def load_checkpoint(
     _checks.path("path", path)
     _checks.module("model", model)
     _checks.optimizer("optimizer", optimizer)
-    target = Path(path)
-    with _on_all_ranks(group):
+    target, together = Path(path), Together.of(group)
+    with together.step():
         if not (target / ".metadata").exists():  # killed between two renames
             target = target.with_name(target.name + ".old")
         if not (target / ".metadata").exists():
@@ -152,7 +163,7 @@ def load_checkpoint(
     packed = "extra" in there
     state["extra"] = b"" if packed else entries
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.state.")
-    with _on_all_ranks(group):
+    with together.step(), _refusals():
         load(state, reader, group, LoadPlanner(records, parts))
     extra = _unpacked(state["extra"]) if packed else entries
     _rename(state, {one.name: one.local_name for one in records.values()})
@@ -186,17 +197,17 @@ def _rename(state: dict[str, Any], names: dict[str, str]) -> None:
             one["params"] = [names[name] for name in one["params"] if name in names]
 
 
-def _joined(groups: list[dict[str, Any]], group: Any) -> list[dict[str, Any]]:
+def _joined(groups: list[dict[str, Any]], together: Together) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the parameters of all ranks, which may hold different ones.
 
     Raises:
         ValueError: ranks have different options of a group.
     """
-    if _ranks(group) == 1:
+    if len(together.ranks) == 1:
         return groups
     own = [{name: value for name, value in one.items() if _is_plain(value)} for one in groups]
     joined: list[dict[str, Any]] = []
-    for rank, others in enumerate(_from_all(own, group)):
+    for rank, others in together.told(own).items():
         for number, one in enumerate(others):
             if number == len(joined):
                 joined.append({**one, "params": []})
@@ -227,7 +238,10 @@ def _broadcast(model: nn.Module, records: dict[str, ParameterRecord]) -> dict[st
     found = {}
     for replica in model.modules():
         if isinstance(replica, nn.parallel.DistributedDataParallel) and replica.broadcast_buffers:
-            first, ignored = _is_first(replica.process_group), set(replica.parameters_to_ignore)
+            first, ignored = (
+                torch.distributed.get_rank(replica.process_group) == 0,
+                set(replica.parameters_to_ignore),
+            )
             sent = {id(value) for name, value in replica.module.named_buffers() if name not in ignored}
             found.update({name: first for name, one in records.items() if id(one.parameter) in sent})
     return {name: first for name, first in found.items() if not is_delayed(name)}
@@ -294,6 +308,44 @@ def _make_room(model: nn.Module, there: dict[str, Any]) -> set[str]:
     return names
 
 
+class _Writing:
+    """A folder beside a checkpoint, of a name of its own, in which its successor is written.
+
+    It is locked while it is written. So what killed processes have left is known, and removed.
+    """
+
+    def __init__(self, target: Path) -> None:
+        begin = f"{target.name}.writing"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in target.parent.iterdir():
+            if left.name == begin or left.name.startswith(f"{begin}-"):
+                _remove_unlocked(left)
+        self.folder = target.with_name(f"{begin}-{secrets.token_hex(4)}")
+        self.folder.mkdir()
+        self._lock = None if fcntl is None else os.open(self.folder, os.O_RDONLY)
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def end(self) -> None:
+        """Remove the folder, unless it has another name by now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    if fcntl is None:
+        return
+    with contextlib.suppress(OSError):  # locked, removed meanwhile, or on a file system without locks
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+
 def _replace(target: Path, written: Path) -> None:
     """Put a written folder in the place of another, which until then is there, or beside it as ``.old``."""
     old = target.with_name(target.name + ".old")
@@ -305,47 +357,13 @@ def _replace(target: Path, written: Path) -> None:
 
 
 @contextlib.contextmanager
-def _on_all_ranks(group: Any, undo: Callable[[], Any] = lambda: None) -> Iterator[None]:
-    """Raise on every rank what one of them raises.
-
-    Args:
-        undo: called on the first rank, if one has raised.
-    """
-    failed: BaseException | None = None
+def _refusals() -> Iterator[None]:
+    """Raise the refusal inside of PyTorch's error, which lists the tracebacks of all ranks."""
     try:
         yield
-    except BaseException as error:
-        failed = _plainly(error)
-    told = _from_all(failed if failed is None else f"{type(failed).__name__}: {failed}", group)
-    if any(told) and _is_first(group):
-        undo()
-    if failed is not None:
-        raise failed
-    for rank, reason in enumerate(told):
-        if reason is not None:
-            raise RuntimeError(f"rank {rank} failed, and with it the checkpoint: {reason}")
-
-
-def _plainly(error: BaseException) -> BaseException:
-    """Return the refusal inside of PyTorch's error, which lists the tracebacks of all ranks."""
-    inside = [one for one, _ in getattr(error, "failures", {}).values()]
-    refusal = next((one for one in inside if isinstance(one, Refused)), None)
-    return error if refusal is None else ValueError(str(refusal))
-
-
-def _from_all(value: Any, group: Any) -> list[Any]:
-    """Return every rank's value."""
-    if _ranks(group) == 1:
-        return [value]
-    found: list[Any] = [None] * _ranks(group)
-    torch.distributed.all_gather_object(found, value, group)
-    return found
-
-
-def _ranks(group: Any) -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size(group) if distributed.is_initialized() else 1
-
-
-def _is_first(group: Any) -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank(group) == 0
+    except CheckpointException as error:
+        inside = [one for one, _ in error.failures.values()]
+        refusal = next((one for one in inside if isinstance(one, Refused)), None)
+        if refusal is None:
+            raise
+        raise ValueError(str(refusal)) from None

@@ -72,9 +72,9 @@ def clip_grad_norm_(
             f"the norm of the gradients is {norm.item()}; lower the learning rate, or skip the step"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for own in shared.values():
-        for grad in own:
-            grad.mul_(factor.to(grad.device))
+    grads = [grad for own in shared.values() for grad in own]
+    for device in {grad.device for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return norm
 
 

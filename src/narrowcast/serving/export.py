@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..convert.adapters import base_copy, has_adapters, merged_copy
+from ..distributed.together import Together
 from ..recipe import Recipe
 from .formats import compressed_tensors_config, fine_grained_config
 from .load import INDEX
 from .served import ExportedWeight, Served
-from .together import Together
 from .weights import checked, together_of
 
 FILE_BYTES = 5 * 10**9

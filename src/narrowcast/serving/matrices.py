@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..convert.experts import StackedExpertsLayer
+from ..distributed.together import Together
 from ..layers import GroupedLinearLayer, Stage
 from ..quantizers import Operand, buffers_of
 from ..recipe import INPUT_SLOT
@@ -20,7 +21,6 @@ from ..tensors import QuantizedTensor
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat
 from .shards import Piece, gather_piece, gather_split, quantize_pieces, split_of
-from .together import Together
 
 
 def shape_of(layer: Any, stage: Stage) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
 from ..convert.stored import FOUR_BITS, uses_of_parameters
+from ..distributed.together import ALONE, Together
 from ..formats import cdiv
 from ..functional.collectives import gather_rows, registered_name
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
@@ -35,7 +36,6 @@ from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat,
 from .matrices import input_scale, input_scales, packed, shape_of
 from .names import CheckpointNames
 from .shards import plain, sent
-from .together import ALONE, Together
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..distributed.sharded_weight import ShardedWeight
+from ..distributed.together import Together
 from ..formats import cdiv, round_up
 from ..functional.collectives import gather_rows, group_name, largest_of, registered_name, smallest_of
 from ..layers import Stage
@@ -28,7 +29,6 @@ from ..tensors import GroupedTensor, grouped_storage_of, local
 from ..upstream.c10d import group_named
 from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
-from .together import Together
 
 
 class Split(NamedTuple):

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from .. import _checks
 from ..convert.adapters import layer_with_adapters
+from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
 from ..state import checked_recipe
 from ..upstream.fsdp import reshard
 from .formats import CHECKPOINT_FORMATS
 from .served import Served
 from .shards import groups_of
-from .together import ALONE, Together
 
 
 def weights(

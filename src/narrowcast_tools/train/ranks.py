@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import narrowcast as nc
 from narrowcast import _environment as environment
@@ -224,20 +224,6 @@ def mesh_of(tensor: Any) -> Any:
     """
     mesh = getattr(tensor, "device_mesh", None)
     return None if mesh is None else (mesh, tensor.placements)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> None:
-    """Scale the gradients of parameters down to a norm, wherever their parts are; every rank calls it."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(mesh_of(parameter), []).append(parameter)
-    norms: list[Tensor] = []
-    for group in groups.values():
-        norm: Any = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for group in groups.values():
-        nn.utils.clip_grads_with_norm_(group, limit, total)
 
 
 def _split_blocks(model: Decoder, mesh: Any) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from .errors import SettingsError
 from .memory import require_memory
 from .model import Decoder, next_token_loss
 from .pretrained import load as load_pretrained
-from .ranks import ALONE, Ranks, clip_gradients, mesh_of
+from .ranks import ALONE, Ranks, mesh_of
 from .recipes import HEAD, recipe_table, set_recipes
 from .schedule import learning_rate
 
@@ -104,8 +104,10 @@ class Trainer:
             self._backward(part, sums_gradients=number == len(parts)) for number, part in enumerate(parts, 1)
         ]
         if config.clip < math.inf:
-            clip = clip_gradients if self.ranks.mode else nn.utils.clip_grad_norm_
-            clip(self.model.parameters(), config.clip)
+            if self.ranks.mode:
+                nc.distributed.clip_grad_norm_(self.model, config.clip)
+            else:
+                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         self._reduce_amax()
         self.optimizer.step()
         # Gradients that autograd has not allocated yet would be taken out of a replayed graph's memory.
