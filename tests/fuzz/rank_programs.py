@@ -1,5 +1,7 @@
 """Programs of two or four ranks: layouts of a model, and what is done with it: train, save, load, export, merge, clip.
 
+Saves and exports are interrupted, too, where one rank's disk is full, and two runs save into one folder.
+
 The oracle is a plain model in the same process that gets the whole batch. After a step of training the gathered weights
 are compared with it and copied into it, so that what follows is compared closely: bits for what moves weights, the
 tolerance of the recipe for what computes. All ranks must gather the same bits.
@@ -10,12 +12,19 @@ Ranks live in a pool and run one program after the other; a program that fails o
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import datetime
+import errno
+import functools
+import os
 import random
+import sys
 import tempfile
 import time
 import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +41,44 @@ from .models import recipe_of
 from .programs import Difference, Invalid, Program, normal, refusal, said
 
 SECONDS = 120
-HIDDEN, ROWS, EXPERTS = 64, 16, 4
+HIDDEN, ROWS, EXPERTS = 64, 32, 4
+TOKENS, HEADS = 8, 4  # of a sequence; the rows are four of them
 LAYOUTS = {
-    2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep"),
-    4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep"),
+    2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep", "pp", "cp"),
+    4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "pp", "cp"),
 }
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 ROW_WISE = ("none", "ddp", "fsdp", "hsdp")  # each rank computes as one process with its rows
 TOLERANCES = {"none": 1e-4, "nvfp4": 0.5, "mxfp4": 0.5}
 FORMATS = {"none": "bf16", "block": "hf-fp8-block128"}
-STEPS = ("train", "train", "evaluate", "save and load", "save and load", "export", "merge", "clip")
+FULL_AT = 12  # a disk takes fewer files than this, of which a save and an export write some
+STEPS = (
+    *("train", "train", "evaluate", "save and load", "save and load", "export", "merge", "clip"),
+    *("interrupted save", "interrupted export", "two runs", "dispatch"),
+)
 
 
 def draw(rng: random.Random) -> Program:
     world = rng.choice((2, 2, 4))
-    family = rng.choice(("none", "none", "current", "block", "mxfp8", "nvfp4"))
+    family = rng.choice(("none", "none", "current", "delayed", "block", "mxfp8", "nvfp4"))
     options = {"disable_stochastic_rounding": True, "disable_rht": True} if family == "nvfp4" else {}
     layouts = [rng.choice(LAYOUTS[world]) for _ in range(3)]
-    has_experts = "ep" in layouts
+    pipeline = "pp" in layouts
     return {
         "do": "mesh",
         "world": world,
         "seed": rng.randrange(10**6),
         "recipe": {"family": family, "options": options},
-        "blocks": rng.choice((1, 2)),
+        "blocks": world - 1 if pipeline else rng.choice((1, 2)),
         "bias": rng.random() < 0.7,
         "inner": rng.choice((128, 128, 96, 256)),
-        "experts": has_experts,
-        "layouts": [one for one in layouts if not has_experts or not one.startswith("tp_group")],
+        "experts": "ep" in layouts,
+        "attention": "cp" in layouts or rng.random() < 0.2,
+        "schedule": rng.choice(SCHEDULES),
+        # experts count rows, which microbatches and parts of sequences have not in order
+        "layouts": [one for one in layouts if "ep" not in layouts or one not in ("pp", "cp")],
         "steps": [rng.choice(STEPS) for _ in range(rng.randint(3, 7))],
+        "full": [rng.randrange(world), rng.randrange(FULL_AT)],
     }
 
 
@@ -75,7 +94,23 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Attention(nn.Module):
+    """Sequences among the rows: of ``tokens`` each, of which ranks may have parts."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.project, self.merge = nn.Linear(HIDDEN, 3 * HIDDEN, bias), nn.Linear(HIDDEN, HIDDEN, bias)
+        self.core = nc.DotProductAttention(HEADS, HIDDEN // HEADS, qkv_format="bshd").to("cpu")
+        self.tokens = TOKENS
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.project(x).view(-1, self.tokens, HEADS, 3, HIDDEN // HEADS)
+        return x + self.merge(self.core(*heads.unbind(3)).reshape(x.shape))
+
+
 class Model(nn.Module):
+    """Blocks, attention, experts and a head, or some of these: a stage of a pipeline."""
+
     def __init__(self, program: Program, group: Any = None) -> None:
         super().__init__()
         inner, bias = program["inner"], bool(program["bias"])
@@ -88,17 +123,29 @@ class Model(nn.Module):
             own: dict[str, Any] = {"bias": bias, "tp_group": group, "device": "cpu", "recipe": recipe}
             up = nc.Linear(HIDDEN, inner, parallel_mode="column", **own)
             blocks.append(Block(up, nc.Linear(inner, HIDDEN, parallel_mode="row", **own)))
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks: Any = nn.ModuleList(blocks)
+        self.attention = Attention(bias) if program["attention"] else None
         self.experts = Experts(EXPERTS, HIDDEN, 32) if program["experts"] else None
-        self.out = nn.Linear(HIDDEN, HIDDEN, bias)
+        self.out: Any = nn.Linear(HIDDEN, HIDDEN, bias)
 
-    def forward(self, x: Tensor, first: int) -> Tensor:
-        for block in self.blocks:
+    def become_stage(self, stage: int, stages: int) -> None:
+        """Keep the blocks of a stage, under their names in the whole model; the last stage has the rest."""
+        pieces = len(self.blocks) + 1
+        own = [number for number in range(pieces) if number * stages // pieces == stage]
+        blocks = {str(number): self.blocks[number] for number in own if number < len(self.blocks)}
+        self.blocks = nn.ModuleDict(blocks)
+        if stage + 1 < stages:
+            self.attention = self.out = None
+
+    def forward(self, x: Tensor, first: int = 0) -> Tensor:
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
             x = block(x)
+        if self.attention is not None:
+            x = self.attention(x)
         if self.experts is not None:
             index = (torch.arange(len(x)) + first)[:, None] % EXPERTS
             x = x + self.experts(x, index, torch.ones(len(x), 1)) * 0.02
-        return self.out(x)
+        return x if self.out is None else self.out(x)
 
 
 def build(program: Program, seed: int, group: Any = None) -> Any:
@@ -148,7 +195,14 @@ class Laid:
                 fully_shard(model, mesh=mesh["dp"])
         elif layout in ("none", "tp_group"):
             self.parts, self.part = 1, 0
-        elif layout == "ddp":
+        elif layout == "pp":
+            self.parts, self.part = 1, 0
+            model.become_stage(rank, world)
+            self.schedule = schedule_of(program, model)
+        elif layout in ("ddp", "cp"):
+            if layout == "cp":
+                model.attention.tokens = TOKENS // world
+                model.attention.core.set_context_parallel_group(dist.group.WORLD, cp_comm_type="all_gather")
             self.called = nn.parallel.DistributedDataParallel(model)
         elif layout == "shard":
             nc.distributed.shard(model, init_device_mesh("cpu", (world,)), blocks=list(model.blocks))
@@ -164,8 +218,33 @@ class Laid:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     def rows(self, x: Tensor) -> tuple[Tensor, int]:
+        if (
+            self.layout == "cp"
+        ):  # the load of causal attention is balanced: a part of the front, one of the end
+            parts = x.view(-1, TOKENS, HIDDEN).chunk(2 * self.parts, 1)
+            return torch.cat([parts[self.part], parts[-1 - self.part]], 1).reshape(-1, HIDDEN), 0
         each = len(x) // self.parts
         return x[self.part * each : (self.part + 1) * each], self.part * each
+
+    def backward(self, x: Tensor) -> None:
+        """Make the gradients of the mean square of all outputs."""
+        self.called.train()
+        if self.layout == "pp":
+            first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+            self.schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
+        else:
+            self.called(*self.rows(x)).square().mean().backward()
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return what an evaluation gives for this rank's rows; of a pipeline's last stage on all."""
+        self.called.eval()
+        with torch.no_grad():
+            if self.layout != "pp":
+                return self.called(*self.rows(x))
+            for stage in range(dist.get_world_size()):
+                x = self.called(x) if stage == dist.get_rank() else torch.empty_like(x)
+                dist.broadcast(x, stage)
+            return x
 
     def gathered(self) -> dict[str, Tensor]:
         found = {}
@@ -179,11 +258,33 @@ class Laid:
                 dist.all_gather(every, value.detach().contiguous())
                 value = torch.cat(every, dim)
             found[name] = value.detach().clone()
-        return found
+        if self.layout != "pp":
+            return found
+        return {name: value for stage in of_all_ranks(found) for name, value in stage.items()}
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def schedule_of(program: Program, stage: nn.Module) -> Any:
+    """A schedule of four microbatches, each a sequence."""
+    from torch.distributed import pipelining
+
+    rank = dist.get_rank()
+    inputs, outputs = (torch.empty(TOKENS, HIDDEN, requires_grad=grad) for grad in (rank > 0, True))
+    place = torch.device("cpu")
+    made = pipelining.PipelineStage(
+        stage, rank, dist.get_world_size(), place, input_args=inputs, output_args=outputs
+    )
+    schedule = getattr(pipelining, program["schedule"] or SCHEDULES[0])
+    return schedule(made, ROWS // TOKENS, loss_fn=lambda y, target: y.square().mean())
 
 
 def split_dim(name: str) -> int | None:
-    if ".up." in name:
+    if name.endswith(("up.weight", "up.bias")):
         return 0
     return 1 if name.endswith("down.weight") else None
 
@@ -211,21 +312,21 @@ def must_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -
 
 def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, clip: bool) -> None:
     before = {name: value.clone() for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
-    rows, first = one.rows(x)
-    one.called.train()
-    one.called(rows, first).square().mean().backward()
+    one.backward(x)
     whole(x, 0).square().mean().backward()
-    if clip and "tp" not in one.layout and one.layout != "ep":  # clip_grad_norm_ takes tensors of one mesh
-        norms = []
-        for model in (one.model, whole):
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            norms.append(getattr(norm, "full_tensor", lambda norm=norm: norm)())
-        if not error_of(*norms) <= tolerance:
-            raise Difference(f"{one.layout}: norms of gradients are {norms}")
+    if clip:
+        stages = dist.group.WORLD if one.layout == "pp" else None
+        norm = nc.distributed.clip_grad_norm_(one.model, 0.05, pipeline=stages)
+        wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        if not error_of(norm, wanted) <= tolerance:
+            raise Difference(f"{one.layout}: the norm of gradients is {norm}, not {wanted}")
+    if one.layout != "pp":  # whose ranks have other layers
+        nc.reduce_delayed_scaling(one.model, dist.group.WORLD)
     for each in (one.optimizer, optimizer):
         each.step()
         each.zero_grad()
-    found = one.gathered()
+    # a rank's mean is over fewer rows, so its gradients are larger, and their scales others
+    found = {name: value for name, value in one.gathered().items() if not name.endswith("_bwd")}
     for name, value in whole.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point() and name in found:
             off = error_of(found[name] - before[name], value - before[name])
@@ -236,13 +337,13 @@ def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, cl
 
 
 def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
-    rows, first = one.rows(x)
-    one.called.eval()
     whole.eval()
     with torch.no_grad():
-        found, wanted = one.called(rows, first), whole(rows, first)
-    if one.layout in ROW_WISE and not torch.equal(found, wanted):
-        raise Difference(f"{one.layout}: an evaluation has other bits, {error_of(found, wanted):.3g} off")
+        wanted = whole(x, 0)
+        alone = whole(*one.rows(x)) if one.layout in ROW_WISE else None
+    found, wanted = one.output(x), one.rows(wanted)[0]
+    if alone is not None and not torch.equal(found, alone):
+        raise Difference(f"{one.layout}: an evaluation has other bits, {error_of(found, alone):.3g} off")
     if not error_of(found, wanted) <= tolerance:
         raise Difference(f"{one.layout}: an evaluation is {error_of(found, wanted):.3g} off")
     whole.train()
@@ -257,20 +358,177 @@ def save_and_load(one: Laid, program: Program, layout: str, folder: Path) -> Lai
     return other
 
 
-def export(one: Laid, whole: Any, family: str, folder: Path, **merge: Any) -> None:
-    form = FORMATS.get(family, "compressed-tensors")
+_left: list[int] = []  # files that this rank's disk still takes
+
+
+def _count_files(event: str, args: tuple[Any, ...]) -> None:
+    writes = event in ("os.rename", "os.mkdir") or (event == "open" and set(str(args[1])) & set("wxa+"))
+    if _left and writes:
+        _left[0] -= 1
+        if _left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextlib.contextmanager
+def full(program: Program) -> Iterator[None]:
+    """Let the disk of one rank be full after some files."""
+    rank, files = program["full"] or (0, 0)
+    if rank % dist.get_world_size() == dist.get_rank():
+        _left.append(files)
+    try:
+        yield
+    finally:
+        _left.clear()
+
+
+def raises(function: Callable[[], Any], program: Program) -> bool:
+    """Whether a call fails for want of room: on all ranks or on none."""
+    error: BaseException | None = None
+    with full(program):
+        try:
+            function()
+        except BaseException as raised:  # CheckpointException is no Exception
+            error = raised
+    told = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}")
+    if None in told and told.count(None) < len(told):
+        raise Difference(
+            f"of a full disk some ranks hear, others do not: {[one and one[:200] for one in told]}"
+        )
+    if error is not None and not any("No space left" in one for one in told):
+        raise error  # such as a refusal
+    return error is not None
+
+
+def interrupted_save(one: Laid, program: Program, layout: str, folder: Path) -> Laid:
+    """After a save that may fail, the checkpoint is the one of before or the new one."""
+    nc.distributed.save_checkpoint(folder / "at", one.model, one.optimizer, extra={"save": 0})
+    wanted = one.gathered()
+    with torch.no_grad():
+        for parameter in one.model.parameters():
+            parameter.mul_(1.25)
+
+    def save() -> None:
+        nc.distributed.save_checkpoint(folder / "at", one.model, one.optimizer, extra={"save": 1})
+
+    if not raises(save, program):
+        wanted = one.gathered()
+        if sorted(path.name for path in folder.iterdir()) != ["at"]:
+            raise Difference("a save leaves more than its folder")
+    other = Laid(program, layout, build(program, 1))
+    nc.distributed.load_checkpoint(folder / "at", other.model, other.optimizer)
+    must_equal(other.gathered(), wanted, f"interrupted, saved by {one.layout}, loaded by {layout}")
+    return other
+
+
+def two_runs(program: Program, folder: Path) -> None:
+    """Halves of the ranks are runs of their own that save into one folder: what is there is of one of them."""
+    from torch.distributed.fsdp import fully_shard
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("run", "ranks"))
+    own, run = mesh["ranks"], 2 * rank // world
+    for turn in range(3):
+        model = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(3)))
+        fully_shard(model, mesh=own)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2 * turn + run)
+        error = None
+        try:
+            nc.distributed.save_checkpoint(
+                folder / "at", model, extra={"run": 2 * turn + run}, group=own.get_group()
+            )
+        except OSError as raised:  # both put theirs in place at once
+            error = raised
+        except RuntimeError as raised:
+            error = raised
+        failed = [one for one in of_all_ranks(None if error is None else str(error)) if one is not None]
+        if len(failed) == world:
+            raise Difference(f"of two runs that save into one folder, none can: {failed}")
+        alone = nn.Sequential(*(nn.Linear(HIDDEN, HIDDEN) for _ in range(3)))
+        found = nc.distributed.load_checkpoint(folder / "at", alone)["run"]
+        if found // 2 != turn or not all(parameter.eq(found).all() for parameter in alone.parameters()):
+            raise Difference(f"a checkpoint of two runs holds parts of both, of run {found}")
+
+
+def export(one: Laid, whole: Any, program: Program, folder: Path, interrupted: bool = False) -> None:
+    form = FORMATS.get(program["recipe"]["family"], "compressed-tensors")
     whole.eval()
     one.model.eval()
     first = dist.get_rank() == 0
-    if first or one.layout not in ("none", "ddp"):
-        nc.export(one.model, folder / "shared", format=form, **merge)
+    place = folder / (f"stage{dist.get_rank()}" if one.layout == "pp" else "shared")
+
+    def write() -> None:
+        if first or one.layout not in ("none", "ddp", "cp"):
+            nc.export(one.model, place, format=form)
+
+    if interrupted and one.layout not in ("none", "ddp", "cp", "pp"):
+        raised = raises(write, program)
+        left = [path.name for path in folder.iterdir()]
+        if left != ([] if raised else ["shared"]):
+            raise Difference(f"{one.layout}: an export that {'fails' if raised else 'ends'} leaves {left}")
+        dist.barrier()
+        if raised:
+            write()
+    else:
+        write()
+    dist.barrier()
     if first:
-        nc.export(whole, folder / "alone", format=form, **merge)
-        for name in ("model.safetensors", "config.json"):
-            if (folder / "shared" / name).read_bytes() != (folder / "alone" / name).read_bytes():
+        from safetensors.torch import load_file
+
+        nc.export(whole, folder / "alone", format=form)
+        if one.layout == "pp":
+            stages = [load_file(path / "model.safetensors") for path in folder.glob("stage*")]
+            together = {name: value for stage in stages for name, value in stage.items()}
+            must_equal(together, load_file(folder / "alone" / "model.safetensors"), "pp: an export")
+        for name in ("model.safetensors", "config.json") if one.layout != "pp" else ():
+            if (place / name).read_bytes() != (folder / "alone" / name).read_bytes():
                 raise Difference(f"{one.layout}: an export has another {name} than that of one process")
     whole.train()
     one.model.train()
+
+
+def dispatch(program: Program, tolerance: float) -> None:
+    """Experts on other ranks, behind a router with a capacity, beside all experts on each rank."""
+    seed, world, rank = program["seed"] or 0, dist.get_world_size(), dist.get_rank()
+    rng = random.Random(seed)
+    topk, limit = rng.choice((1, 2)), rng.choice((None, 1.0, 1.5))
+    torch.manual_seed(seed)
+    recipe: Any = {"device": "cpu", "recipe": recipe_of(program["recipe"])}
+    router = nc.MoERouter(HIDDEN, EXPERTS, topk, capacity_factor=limit, device="cpu")
+    whole = nc.GroupedLinear(EXPERTS, HIDDEN, HIDDEN, bias=False, **recipe)
+    own = nc.GroupedLinear(EXPERTS // world, HIDDEN, HIDDEN, bias=False, **recipe)
+    first = rank * EXPERTS // world
+    with torch.no_grad():
+        for number in range(EXPERTS // world):
+            getattr(own, f"weight{number}").copy_(getattr(whole, f"weight{first + number}"))
+    everywhere = ROWS * min(topk, EXPERTS // world)
+    exchanges = [
+        nc.distributed.MoEDispatch(EXPERTS, group, quantizer=None, capacity=room)
+        for group, room in ((groups_of_one()[rank], None), (None, rng.choice((None, everywhere))))
+    ]
+    results = []
+    for exchange, experts in zip(exchanges, (whole, own)):
+        x = normal(seed + rank, ROWS, HIDDEN).requires_grad_(True)
+        probs, routing_map, _ = router(x)
+        y = exchange(x, probs, routing_map, ROWS * topk, experts)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    for what, wanted, found in zip(("results", "gradients"), *results):
+        if not error_of(found, wanted) <= tolerance:
+            raise Difference(f"{what} of experts on other ranks are {error_of(found, wanted):.3g} off")
+    for number in range(EXPERTS):
+        wanted = getattr(whole, f"weight{number}").grad.clone()
+        dist.all_reduce(wanted)
+        if first <= number < first + EXPERTS // world:
+            found = getattr(own, f"weight{number - first}").grad
+            if not error_of(found, wanted) <= tolerance:
+                raise Difference(f"an expert's weight gradient is {error_of(found, wanted):.3g} off")
+
+
+@functools.cache
+def groups_of_one() -> list[Any]:
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())]
 
 
 def merge(one: Laid, program: Program, whole: Any, folder: Path) -> None:
@@ -316,12 +574,20 @@ def work(program: Program, folder: Path) -> dict[str, float]:
             train(one, whole, optimizer, x, tolerance, step == "clip")
         elif step == "evaluate":
             evaluate(one, whole, x, tolerance)
-        elif step == "save and load":
+        elif step in ("save and load", "interrupted save"):
             layout = layouts.pop(0) if layouts else one.layout
-            one = save_and_load(one, program, layout, place)
-        elif step == "export":
+            one = (save_and_load if step == "save and load" else interrupted_save)(
+                one, program, layout, place
+            )
+            found = one.gathered()
+            whole.load_state_dict({k: v for k, v in found.items() if not k.endswith("_bwd")}, strict=False)
+        elif step in ("export", "interrupted export"):
             place.mkdir(exist_ok=True)
-            export(one, whole, family, place)
+            export(one, whole, program, place, step != "export")
+        elif step == "two runs":
+            two_runs(program, place)
+        elif step == "dispatch":
+            dispatch(program, tolerance)
         elif step == "merge" and family != "none":
             place.mkdir(exist_ok=True)
             merge(one, program, whole, place)
@@ -341,6 +607,8 @@ def work(program: Program, folder: Path) -> dict[str, float]:
 
 def _rank(rank: int, world: int, folder: str, pipe: Any) -> None:
     torch.set_num_threads(1)
+    sys.addaudithook(_count_files)
+    warnings.simplefilter("ignore")
     patience = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience
@@ -423,6 +691,8 @@ def run(program: Program) -> dict[str, float]:
         pool.end()
     label = f"{world} ranks, {program['layouts']}, {program['recipe']['family']}"
     if failed and all(one["refusal"] for one in failed) and len(failed) == world:
+        if os.environ.get("SHOW"):
+            print(failed[0]["text"])
         return {f"refused: {failed[0]['error'][:80]}": 1.0}
     if failed:
         # of an error on one rank, others say that it was on another
