@@ -195,7 +195,11 @@ def test_input_and_gradient_of_any_strides(door: str, name: str) -> None:
         with nc.autocast(enabled=recipe is not None, recipe=recipe):
             y = pair(door)[0](x)
         results.append(torch.autograd.grad(y, x, given))
-    assert torch.equal(*(dx for (dx,) in results))
+    (dx,), (expected,) = results
+    if recipe is not None:
+        assert torch.equal(dx, expected)
+    else:  # PyTorch's product, which has another order of sums for each layout
+        assert_close(dx, expected, "bf16_output")
 
 
 @pytest.mark.covering
