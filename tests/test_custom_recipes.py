@@ -79,10 +79,8 @@ def compiled(function: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", LIKE)
 def test_factories_equal_the_recipes_of_their_name(name: str) -> None:
-    for slot, role in enumerate(
-        LINEAR_ROLES + [QuantizerRole("linear", kind) for kind in ("output", "grad_input")]
-    ):
-        ours, theirs = FACTORIES[name](role), LIKE[name].make_quantizer(role.tensor_type, slot)
+    for role in LINEAR_ROLES + [QuantizerRole("linear", kind) for kind in ("output", "grad_input")]:
+        ours, theirs = FACTORIES[name](role), LIKE[name].make_quantizer(role.tensor_type)
         assert ours.with_usage(True, True) == theirs.with_usage(True, True), role
     layer, x = make_layer(), make_input()
     assert_equal(results(layer, CustomRecipe(qfactory=FACTORIES[name]), x), results(layer, LIKE[name], x))

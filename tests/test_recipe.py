@@ -682,7 +682,7 @@ def test_operands_of_nvfp4_are_assigned_one_by_one() -> None:
     recipe = nc.recipe.NVFP4BlockScaling()
     for name in ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad"):
         setattr(recipe, name, nc.recipe.QParams())
-    assert not recipe.make_quantizer("input", 0).with_rht
+    assert not recipe.make_quantizer("input").with_rht
     layer = nc.Linear(32, 32, device="cpu", recipe=recipe)
     layer(torch.randn(16, 32)).sum().backward()
     half = nc.recipe.NVFP4BlockScaling()

@@ -71,9 +71,9 @@ def test_operands_of_nvfp4() -> None:
     recipe = NVFP4BlockScaling()
     recipe.fp4_quant_fwd_weight = QParams()
     assert recipe != NVFP4BlockScaling()
-    assert recipe.make_quantizer("weight", 1) == nc.NVFP4Quantizer()
+    assert recipe.make_quantizer("weight") == nc.NVFP4Quantizer()
     same = NVFP4BlockScaling(disable_2d_quantization=True)
-    assert recipe.make_quantizer("weight", 1) == same.make_quantizer("weight", 1)
+    assert recipe.make_quantizer("weight") == same.make_quantizer("weight")
     recipe = NVFP4BlockScaling()
     recipe.fp4_quant_fwd_inp = (
         QParams()
@@ -81,7 +81,7 @@ def test_operands_of_nvfp4() -> None:
     with pytest.raises(ValueError, match="it cancels in wgrad"):
         hash(recipe)
     plain = NVFP4BlockScaling(disable_rht=True)
-    assert plain.make_quantizer("input", 0) == nc.NVFP4Quantizer()
+    assert plain.make_quantizer("input") == nc.NVFP4Quantizer()
 
 
 def test_a_quantizer_is_set_up_by_assignment() -> None:

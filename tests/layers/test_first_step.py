@@ -124,8 +124,8 @@ def test_a_state_from_before_is_taken_for_one_that_has_seen_nothing() -> None:
         model, _ = made("Linear", DelayedScaling(amax_history_len=rows))
         current, _ = made("Linear", Float8CurrentScaling())
         state = model.state_dict()
-        for scales in ([16.0, 5.0, 16.0], [1.0, 1.0, 1.0]):
-            state["scale_fwd"], state["scale_bwd"] = torch.tensor(scales), torch.tensor([65536.0, 1.0])
+        for first in (16.0, 1.0):
+            state["scale_fwd"], state["scale_bwd"] = torch.full((2,), first), torch.tensor([65536.0, 1.0])
             again, _ = made("Linear", DelayedScaling(amax_history_len=rows))
             again.load_state_dict(state)
             assert all(map(torch.equal, step(again, again, batch()), step(current, current, batch())))

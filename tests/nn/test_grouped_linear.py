@@ -554,7 +554,7 @@ def test_delayed_state_has_a_slot_per_group() -> None:
     layer = make_layer()
     run(layer, "delayed", make_input(), SPLITS)
     state = layer.state_dict()
-    assert state["scale_fwd"].shape == (3 * GROUPS,)
+    assert state["scale_fwd"].shape == (2 * GROUPS,)
     assert state["amax_history_bwd"].shape == (4, 2 * GROUPS)
     x_amax = state["amax_fwd"][:GROUPS]
     parts = make_input().detach().float().split(SPLITS)
@@ -1134,7 +1134,7 @@ def test_original_input_under_delayed_scaling() -> None:
         return (
             nc.DelayedScalingRequest()
             if role.tensor_type == "input"
-            else RECIPES["current"].make_quantizer(role.tensor_type, 1)
+            else RECIPES["current"].make_quantizer(role.tensor_type)
         )
 
     recipe = nc.recipe.CustomRecipe(qfactory=factory)

@@ -127,7 +127,7 @@ def test_grouped_linear(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp6", "mxfp4", "rowwise"])
 def test_a_hybrid_half(name: str) -> None:
-    weight = MORE_FORMATS[name].make_quantizer("weight", 0)
+    weight = MORE_FORMATS[name].make_quantizer("weight")
     x = torch.randn(33, 50).bfloat16()
     hybrid = nc.HybridQuantizer(
         rowwise_quantizer=weight,

@@ -272,6 +272,19 @@ def test_composite_operations_are_taken_apart() -> None:
     assert torch.equal(together["d 0.basic_ops.0.bias"], alone["d basic_ops.0.bias"])
 
 
+def test_two_tensors_of_one_kind_do_not_share_a_delayed_scale() -> None:
+    class Twins(Double):
+        def __init__(self) -> None:
+            super().__init__()
+            self._add_delayed_state("", "cpu")
+
+        def get_quantizer_roles(self, mode: Any) -> list[nc.QuantizerRole]:
+            return [nc.QuantizerRole("linear", "input")] * 2 if mode == "forward" else []
+
+    with pytest.raises(ValueError, match="of one kind, in roles .* have get_quantizer_roles tell different"):
+        nc.set_recipe(Twins(), nc.recipe.DelayedScaling())
+
+
 def test_quantizers_of_an_operation() -> None:
     class Asks(Double):
         def __init__(self) -> None:

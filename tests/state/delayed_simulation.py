@@ -17,6 +17,8 @@ KEYS = [
     f"{buffer}_{direction}" for buffer in ("scale", "amax_history", "amax") for direction in ("fwd", "bwd")
 ]
 FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
+OF_LAYERS = {"fwd": ("input", "output"), "bwd": BACKWARD}
+"""What a layer keeps state of, by direction; a ``RecipeState`` may do so of weights, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ class Simulation:
         return scale, history, torch.tensor([float(self.columns[name].amax) for name in names])
 
     def assert_equals(self, layer: nc.Linear, where: str = "") -> None:
-        for direction, names in (("fwd", FORWARD), ("bwd", BACKWARD)):
+        for direction, names in OF_LAYERS.items():
             expected = dict(zip(("scale", "amax_history", "amax"), self.tensors(names)))
             for buffer, value in expected.items():
                 ours = getattr(layer, f"{buffer}_{direction}").cpu()

@@ -59,7 +59,7 @@ def test_slots_by_position(recipe: Recipe) -> None:
     if isinstance(weight, nc.MXFP8Quantizer):  # tiles are for layers, and no role says that this is one
         weight = weight.replace(with_2d_quantization=False)
     assert forward[1] == forward[4] == weight
-    assert forward[2] == forward[5] == recipe.make_quantizer("output", 2).with_usage(True, True)
+    assert forward[2] == forward[5] == recipe.make_quantizer("output").with_usage(True, True)
     backward = [q.with_usage(True, True) for q in create(recipe, "backward", 4).make_quantizers()]
     assert backward == [grad] * 4
     state = create(recipe)

@@ -12,7 +12,6 @@ from ..layers.delayed import DelayedLayer
 from ..layers.extra_state import EXTRA_STATE, to_extra_state
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
-from ..recipe import WEIGHT_SLOT
 from ..reference.delayed import scale_from_amax
 from ..state import fp8_max
 from ..upstream.modules import own_buffers
@@ -38,26 +37,25 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
             buffers: dict[str, Tensor | None] = {own: own_buffers(layer)[own] for own in layer._state_names()}
             for own in buffers:
                 state.pop(prefix + own, None)
-            if isinstance(layer, LinearLayer):
-                buffers.update(_with_weights(layer, buffers))
+            buffers.update(_with_weights(layer, buffers))
             extra = to_extra_state(buffers, sorted(layer._stage_names), ("fwd", "bwd"))
         state[prefix + EXTRA_STATE] = extra
     return state
 
 
-def _with_weights(layer: LinearLayer, buffers: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return the scales and amaxes of the forward, with those of the weights, which Transformer Engine casts with."""
-    found = {}
-    for stage, (rule, _) in layer._delayed.items():
-        names, first = (f"{stage}scale_fwd", f"{stage}amax_fwd"), WEIGHT_SLOT * layer._groups
-        known = [buffers[name] for name in names]
-        if rule is not None and known[0] is not None and known[1] is not None:
-            scale, amax = known[0].clone(), known[1].clone()
-            own = layer.weight_amax(stage).to(amax.device)
-            of_weights = slice(first, first + layer._groups)
-            scale[of_weights] = scale_from_amax(
-                own, torch.ones_like(own), fp8_max(rule, "forward"), rule.margin
-            )
-            amax[of_weights] = own
-            found |= dict(zip(names, (scale, amax)))
+def _with_weights(layer: DelayedLayer, buffers: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the state of forwards with that of weights, between inputs and outputs, as Transformer Engine has it."""
+    found, groups = {}, layer._groups
+    for stage in layer._stage_names:
+        names = [f"{stage}{kind}_fwd" for kind in ("scale", "amax_history", "amax")]
+        known = [state for name in names if (state := buffers[name]) is not None]
+        if len(known) < len(names):
+            continue
+        scale, amax = (torch.zeros_like(known[0][:groups]) for _ in range(2))
+        rule, _ = layer._delayed.get(stage, (None, None))
+        if rule is not None and isinstance(layer, LinearLayer):
+            amax = layer.weight_amax(stage).to(amax.device)
+            scale = scale_from_amax(amax, torch.ones_like(amax), fp8_max(rule, "forward"), rule.margin)
+        for name, state, own in zip(names, known, (scale, torch.zeros_like(known[1][:, :groups]), amax)):
+            found[name] = torch.cat([state[..., :groups], own, state[..., groups:]], -1)
     return found

@@ -102,43 +102,24 @@ read_scales = define(
 """
 
 
-def _calibrate(tensors: list[Tensor], splits: Tensor | None, amax: Tensor, slot: int) -> None:
-    groups = len(tensors) if splits is None else splits.shape[0]
-    own = amax.view(-1)[slot * groups : (slot + 1) * groups].zero_()
-    _raise_amax(tensors, splits, own.split(1) if splits is None else [own])
-
-
-def _raise_amax(tensors: Sequence[Tensor], splits: Tensor | None, amaxes: Sequence[Tensor]) -> None:
-    """Raise each amax to that of its tensor, by casts without codes; their scale does not matter.
-
-    Args:
-        splits: rows of the groups in one tensor, whose amaxes are one (G,).
-    """
-    numerics = numerics_for(tensors[0])
+def _calibrate(x: Tensor, splits: Tensor | None, amax: Tensor) -> None:
+    numerics, own = numerics_for(x), amax[: 1 if splits is None else splits.shape[0]].zero_()
+    # casts without codes, whose scale does not matter
     if splits is None:
-        for x, one in zip(tensors, amaxes):
-            numerics.float8.quantize(x, one, E4M3, rowwise=False, columnwise=False, amax=one)
+        numerics.float8.quantize(x, own, E4M3, rowwise=False, columnwise=False, amax=own)
     else:
-        numerics.grouped_quantize.quantize(
-            tensors[0],
-            splits,
-            amaxes[0],
-            E4M3,
-            rowwise=True,
-            columnwise=False,
-            alignment=ALIGNMENT["tensor"],
-            amax=amaxes[0],
-        )
+        groups = {"alignment": ALIGNMENT["tensor"], "amax": own}
+        numerics.grouped_quantize.quantize(x, splits, own, E4M3, rowwise=True, columnwise=False, **groups)
 
 
 calibrate_ = define(
-    "calibrate_(Tensor[] tensors, Tensor? splits, Tensor(a!) amax, int slot) -> ()",
+    "calibrate_(Tensor x, Tensor? splits, Tensor(a!) amax) -> ()",
     _calibrate,
     lambda *_: None,
 )
-"""Overwrite one slot of ``amax`` (slots * G,) with max|x| of every group, without keeping codes.
+"""Overwrite the first element of ``amax`` with max|x|, or the first G with that of every group of rows.
 
 Args:
-    tensors: G of any shape; with ``splits``, one (T, K) that has the groups one after the other.
-    splits: int32 or int64 (G,) on the device of ``tensors``: rows of each group.
+    x: of any shape; with ``splits``, (T, K).
+    splits: int32 or int64 (G,) on the device of ``x``: rows of each group.
 """

@@ -25,19 +25,11 @@ from .._determinism import DETERMINISM
 from .._tracing import can_read_tables, traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
-from ..recipe import (
-    BACKWARD_TENSOR_TYPES,
-    FORWARD_TENSOR_TYPES,
-    DelayedScaling,
-    LinearPlan,
-    Mode,
-    Recipe,
-    linear_plan,
-)
+from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
 from ..state import MANY_FORWARDS, OWNERS, DelayedSlots, Reduced, unseen_scale, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, is_in_backward
 from ..upstream.modules import own_buffers, own_parameters
-from .extra_state import delayed_state, forget_first_scales, take_extra_state, wrong_value
+from .extra_state import delayed_state, forget_first_scales, take_extra_state, without_weights, wrong_value
 from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
 
@@ -47,10 +39,7 @@ Rules = tuple[DelayedScaling | None, DelayedScaling | None]
 Reading = tuple[list[Tensor], list[float], list[DelayedScales]]
 """Scales that a forward is to read, what it reads instead of 0, and whose they are."""
 
-_DIRECTIONS: tuple[tuple[str, Mode, tuple[str, ...]], ...] = (
-    ("fwd", "forward", FORWARD_TENSOR_TYPES),
-    ("bwd", "backward", BACKWARD_TENSOR_TYPES),
-)
+_DIRECTIONS: dict[str, Mode] = {"fwd": "forward", "bwd": "backward"}
 
 
 def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
@@ -61,11 +50,11 @@ def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
 class DelayedLayer(RecipeOwner):
     """Base of layers that may scale with delay.
 
-    State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (3,), ``amax_history_fwd`` (L, 3) and
-    ``amax_fwd`` (3,) for input, weight and output; ``scale_bwd`` (2,), ``amax_history_bwd`` (L, 2) and ``amax_bwd``
-    (2,) for grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is to run under
-    delayed scaling, and in the state dict from then on. A scale of 0 means that nothing was seen: the tensor is then
-    cast with the scale of its own amax. Nothing is kept of weights, which always are.
+    State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (2,), ``amax_history_fwd`` (L, 2) and
+    ``amax_fwd`` (2,) for input and output; ``scale_bwd``, ``amax_history_bwd`` and ``amax_bwd`` for grad_output and
+    grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed scaling, and in
+    the state dict from then on. A scale of 0 means that nothing was seen: the tensor is then cast with the scale of its
+    own amax. Nothing is kept of weights, which always are.
     """
 
     codes_are_written: bool = False
@@ -107,20 +96,20 @@ class DelayedLayer(RecipeOwner):
         wanted, known = (forward, backward), self._delayed.get(prefix)
         if wanted == known or (wanted == (None, None) and known is not None):
             return
-        amaxes = [own_buffers(self)[_buffer_names(prefix, direction)[2]] for direction, _, _ in _DIRECTIONS]
+        amaxes = [own_buffers(self)[_buffer_names(prefix, direction)[2]] for direction in _DIRECTIONS]
         missing = any(rule is not None and amax is None for rule, amax in zip(wanted, amaxes))
         if known is not None and not missing and not self.training:
             return  # an evaluation changes no rule
-        for delayed, (direction, _, kinds) in zip(wanted, _DIRECTIONS):
+        for delayed, direction in zip(wanted, _DIRECTIONS):
             if delayed is not None:
-                self._fit_buffers(prefix, direction, len(kinds) * self._groups, delayed)
+                self._fit_buffers(prefix, direction, delayed)
         # copies: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
         self._delayed[prefix] = (copy.copy(forward), copy.copy(backward))
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
-    def _fit_buffers(self, prefix: str, direction: str, slots: int, delayed: DelayedScaling) -> None:
-        names, length = _buffer_names(prefix, direction), delayed.amax_history_len
+    def _fit_buffers(self, prefix: str, direction: str, delayed: DelayedScaling) -> None:
+        names, length, slots = _buffer_names(prefix, direction), delayed.amax_history_len, 2 * self._groups
         history = getattr(self, names[1])
         if history is None:
             device = self._state_device(prefix)
@@ -159,7 +148,7 @@ class DelayedLayer(RecipeOwner):
         """Start delayed scaling again, as if nothing was seen. State of an unknown recipe is dropped."""
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
-            for delayed, (direction, _, _) in zip(states, _DIRECTIONS):
+            for delayed, direction in zip(states, _DIRECTIONS):
                 for name in _buffer_names(prefix, direction):
                     buffer = own_buffers(self)[name]
                     if delayed is None:
@@ -170,9 +159,9 @@ class DelayedLayer(RecipeOwner):
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
         return [
-            self._slots(prefix, direction, mode, delayed)
+            self._slots(prefix, direction, delayed)
             for prefix, states in self._delayed.items()
-            for delayed, (direction, mode, _) in zip(states, _DIRECTIONS)
+            for delayed, direction in zip(states, _DIRECTIONS)
             if delayed is not None
         ]
 
@@ -193,19 +182,18 @@ class DelayedLayer(RecipeOwner):
         brought: list[Reduced] = []
         for prefix in self._stage_names:
             states = self._delayed.get(prefix, (None, None))
-            for delayed, (direction, _, kinds) in zip(states, _DIRECTIONS):
+            for delayed, direction in zip(states, _DIRECTIONS):
                 scale, _, amax = (getattr(self, name) for name in _buffer_names(prefix, direction))
                 if delayed is None or not delayed.reduce_amax:
                     scale = amax = None
-                brought.append(Reduced(len(kinds) * self._groups, amax, scale))
+                brought.append(Reduced(2 * self._groups, amax, scale))
         self.__dict__["_reduced"] = True
         return brought
 
-    def _slots(self, prefix: str, direction: str, mode: Mode, delayed: DelayedScaling) -> DelayedSlots:
+    def _slots(self, prefix: str, direction: str, delayed: DelayedScaling) -> DelayedSlots:
         """Return the state of a stage in one direction."""
-        scale, history, amax = _buffer_names(prefix, direction)
-        buffers = own_buffers(self)
-        return DelayedSlots(delayed, mode, buffers[scale], buffers[history], buffers[amax])  # type: ignore[arg-type]
+        own = [own_buffers(self)[name] for name in _buffer_names(prefix, direction)]
+        return DelayedSlots(delayed, _DIRECTIONS[direction], *own)  # type: ignore[arg-type]
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -286,7 +274,7 @@ class DelayedLayer(RecipeOwner):
         return [
             name
             for prefix in self._stage_names
-            for direction, _, _ in _DIRECTIONS
+            for direction in _DIRECTIONS
             for name in _buffer_names(prefix, direction)
         ]
 
@@ -304,41 +292,43 @@ class DelayedLayer(RecipeOwner):
         extra = take_extra_state(state_dict, prefix)
         saved = [name for name in names if prefix + name in state_dict]
         if extra and not saved and (self._recipe is None or self.delayed_slots()):
-            widths = {direction: len(kinds) * self._groups for direction, _, kinds in _DIRECTIONS}
-            read = delayed_state(extra, sorted(self._stage_names), widths)
+            read = delayed_state(extra, sorted(self._stage_names), self._groups)
             state_dict.update({prefix + name: tensor for name, tensor in read.items()})
             saved = list(read)
         for stage in self._stage_names:
-            for direction, _, kinds in _DIRECTIONS:
-                width = len(kinds) * self._groups
-                error_msgs += self._adopt(_buffer_names(stage, direction), width, state_dict, prefix)
+            for direction in _DIRECTIONS:
+                error_msgs += self._adopt(_buffer_names(stage, direction), state_dict, prefix)
         known = [name for name in names if own_buffers(self)[name] is not None]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if saved:
             for stage in self._stage_names:
-                for direction, _, _ in _DIRECTIONS:
+                for direction in _DIRECTIONS:
                     scale, history, amax = (
                         own_buffers(self)[name] for name in _buffer_names(stage, direction)
                     )
                     forget_first_scales(scale, history, amax)
         for stage, states in self._delayed.items():  # a history in this recipe's length
-            for delayed, (direction, _, kinds) in zip(states, _DIRECTIONS):
+            for delayed, direction in zip(states, _DIRECTIONS):
                 if delayed is not None:
-                    self._fit_buffers(stage, direction, len(kinds) * self._groups, delayed)
+                    self._fit_buffers(stage, direction, delayed)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
 
     @torch.inference_mode(False)
-    def _adopt(self, keys: tuple[str, ...], width: int, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    def _adopt(self, keys: tuple[str, ...], state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Make room for the saved state of one direction: a run that saved it knew the layer to be delayed.
 
         Returns:
             what is wrong with it.
         """
+        groups, width = self._groups, 2 * self._groups
         saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
+        for key, tensor in saved.items() if keys[0].endswith("_fwd") else ():
+            if tensor.shape[-1:] == (3 * groups,):  # weights had slots before
+                saved[key] = state_dict[prefix + key] = without_weights(tensor, groups)
         if saved and len(saved) < len(keys):
             return [
                 f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
@@ -367,7 +357,7 @@ class DelayedLayer(RecipeOwner):
         )
         for stage in self._stage_names:
             device = self._state_device(stage)  # not the state's where a model on meta was assigned weights
-            for direction, _, _ in _DIRECTIONS:
+            for direction in _DIRECTIONS:
                 for name in _buffer_names(stage, direction):
                     buffer = own_buffers(self)[name]
                     if buffer is not None and buffer.device != device:
@@ -398,7 +388,7 @@ class DelayedLayer(RecipeOwner):
         for prefix, states in self._delayed.items():
             self._delayed[prefix] = tuple(  # type: ignore[assignment]
                 self._with_history(delayed, _buffer_names(prefix, direction)[1], before)
-                for delayed, (direction, _, _) in zip(states, _DIRECTIONS)
+                for delayed, direction in zip(states, _DIRECTIONS)
             )
 
     def _with_history(

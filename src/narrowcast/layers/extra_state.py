@@ -114,21 +114,19 @@ def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directi
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
-def delayed_state(
-    extra: dict[str, Tensor], stages: list[str], directions: dict[str, int]
-) -> dict[str, Tensor]:
+def delayed_state(extra: dict[str, Tensor], stages: list[str], groups: int) -> dict[str, Tensor]:
     """Return delayed scaling's buffers by our names, from Transformer Engine's, which have the stages one after the
     other.
 
     Args:
         extra: of :func:`take_extra_state`.
         stages: prefixes in the order of the layer's GEMMs.
-        directions: "fwd" and "bwd" -> scales of one stage.
+        groups: of each stage.
     Returns:
-        those of the directions that are there in the layer's sizes.
+        those of the directions that are there in the layer's sizes, with slots of weights.
     """
     ours = {}
-    for direction, width in directions.items():
+    for direction, width in (("fwd", 3 * groups), ("bwd", 2 * groups)):
         scale, history = extra.get(f"scale_{direction}"), extra.get(f"amax_history_{direction}")
         total = width * len(stages)
         if scale is None or history is None or scale.shape != (total,) or history.shape[1:] != (total,):
@@ -139,6 +137,11 @@ def delayed_state(
             ours[f"{stage}amax_history_{direction}"] = history[:, own].float()
             ours[f"{stage}amax_{direction}"] = history[0, own].float().clone()
     return ours
+
+
+def without_weights(state: Tensor, groups: int) -> Tensor:
+    """Return a forward's state (..., 3 * groups) of inputs, weights and outputs without that of weights."""
+    return torch.cat([state[..., :groups], state[..., 2 * groups :]], -1)
 
 
 def wrong_value(name: str, saved: Tensor) -> float | None:

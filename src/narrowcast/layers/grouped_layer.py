@@ -21,7 +21,7 @@ from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
 from ..functional import calibrate_, join_weights, splits_on_device
 from ..quantizers import Operand, OperandBuffers, buffers_of
-from ..recipe import INPUT_SLOT, LinearPlan, Recipe, linear_plan
+from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import (
     GroupedTensor,
@@ -338,12 +338,12 @@ class GroupedLinearLayer(LinearLayer):
         )
 
     def _calibrate_groups(self, amax: Tensor | None, x: Tensor, splits: Tensor) -> None:
-        """Overwrite the amax (3 * G,) of every group's input, as the calibration plan says."""
+        """Overwrite the amax of every group's input, as the calibration plan says."""
         plan = self._calibration_plan()
         if plan is None or amax is None:
             return
         if plan.input.delayed:
-            calibrate_([x.detach()], splits, amax, INPUT_SLOT)
+            calibrate_(x.detach(), splits, amax)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

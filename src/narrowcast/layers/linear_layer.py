@@ -35,7 +35,7 @@ from ..autograd import (
 from ..functional import calibrate_, product, use_kept
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import Operand, OperandBuffers, Quantizer, buffers_of
-from ..recipe import INPUT_SLOT, LinearPlan, Recipe, linear_plan
+from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import THREAD
 from ..tensors import GroupedTensor, QuantizedTensor, dequantized, local, plain, spread_like, storage_of
 from ..tensors.storage import resolve_storage_class
@@ -489,7 +489,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if plan.forward_state is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax_fwd")
-            calibrate_([plain(inp).detach()], None, amax, INPUT_SLOT)
+            calibrate_(plain(inp).detach(), None, amax)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:
         """Return the summed output of a row-parallel stage plus its bias, unless the bias is returned beside it."""

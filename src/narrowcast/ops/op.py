@@ -356,7 +356,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         return {"scales": self._scales("", plan)}
 
     def _add_delayed_state(self, name: str, device: torch.device | str | None) -> None:
-        """Room for the state of quantizers that scale with delay, up to three forward and two backward ones."""
+        """Room for the state of quantizers that scale with delay: of an input, an output, and their gradients."""
         self._delayed_device = parameter_device(device)
         self._init_delayed({"": name})
 

@@ -29,7 +29,7 @@ def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
     """Return the plan of an operation: built once for the roles of its tensors, then read off the recipe.
 
     Raises:
-        ValueError: what a custom recipe's factory returned.
+        ValueError: what a custom recipe's factory returned, or two tensors of one kind under delayed scaling.
     """
     compiling = while_tracing(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
@@ -55,6 +55,13 @@ def _key(roles: _Roles) -> str:
 def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
+    for some in (forward, backward):
+        slots = [quantizer.slot for quantizer in some if quantizer._is_delayed()]  # type: ignore[attr-defined]
+        if len(set(slots)) < len(slots):
+            raise ValueError(
+                f"two tensors of one operation are of one kind, in roles {roles}, and would share a delayed scale; "
+                "have get_quantizer_roles tell different tensor types"
+            )
     operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
     return OperationPlan(operands[0], operands[1], forward_state, backward_state)
 

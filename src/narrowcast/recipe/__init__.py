@@ -23,28 +23,14 @@ from .custom import CustomRecipe, get_align_size_for_quantization
 from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name, recipe_name
-from .plan import (
-    GRAD_INPUT_SLOT,
-    GRAD_OUTPUT_SLOT,
-    INPUT_SLOT,
-    OUTPUT_SLOT,
-    WEIGHT_SLOT,
-    LinearPlan,
-    eager_only,
-    linear_plan,
-)
+from .plan import LinearPlan, eager_only, linear_plan
 from .rows import Float8RowwiseScaling
 
 __all__ = [
     "ALIASES",
     "BACKWARD_TENSOR_TYPES",
     "FORWARD_TENSOR_TYPES",
-    "GRAD_INPUT_SLOT",
-    "GRAD_OUTPUT_SLOT",
-    "INPUT_SLOT",
     "NAMES",
-    "OUTPUT_SLOT",
-    "WEIGHT_SLOT",
     "CustomRecipe",
     "DelayedScaling",
     "DelayedScalingRequest",

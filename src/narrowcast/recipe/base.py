@@ -118,6 +118,9 @@ _TENSOR_TYPES: dict[str, tuple[str, ...]] = {
     "backward": BACKWARD_TENSOR_TYPES,
 }
 
+DELAYED_SLOTS = {"input": 0, "output": 1, "grad_output": 0, "grad_input": 1}
+"""Positions in a layer's state of delayed scaling, per direction."""
+
 
 def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:
     """Return which operand a slot is for: the one its role names, else the one at that position of the direction."""
@@ -262,14 +265,14 @@ class Recipe(Sealable):
     ) -> tuple[list[Quantizer], DelayedScaling | None]:
         """Return the quantizers of a module's direction, one per role, and the recipe that renews delayed ones."""
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
-        return [self.make_quantizer(kind, slot) for slot, kind in enumerate(kinds)], self.delayed_scaling()
+        return [self.make_quantizer(kind) for kind in kinds], self.delayed_scaling()
 
     def delayed_scaling(self) -> DelayedScaling | None:
         """Return the recipe that renews the state of this recipe's quantizers; None if they keep none."""
         return None
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        """Return the quantizer for one kind of tensor; ``slot`` is its position in delayed-scaling state."""
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
+        """Return the quantizer for one kind of tensor."""
         raise NotImplementedError(f"{type(self).__name__} makes no quantizers of its own")
 
     @classmethod

@@ -81,7 +81,7 @@ class Float8BlockScaling(Recipe):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(f"{name}: 128-block FP8 always accumulates split; use MMParams(True)")
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         params = qparams_of(self, "fp8_quant", tensor_type)
         dims: dict[str, int] = {"weight": self.w_block_scaling_dim}
         dims.update((kind, self.grad_block_scaling_dim) for kind in BACKWARD_TENSOR_TYPES)
@@ -197,7 +197,7 @@ class NVFP4BlockScaling(Recipe):
         group = "weights" if tensor_type == "weight" else "activations"
         return tensor_type not in BACKWARD_TENSOR_TYPES and choice in ("all", group)
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         params = qparams_of(self, "fp4_quant", tensor_type)
         is_activation = tensor_type != "weight" and tensor_type not in BACKWARD_TENSOR_TYPES
         four_over_six = self._chosen(self.nvfp4_4over6, tensor_type)

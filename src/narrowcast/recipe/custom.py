@@ -79,7 +79,7 @@ class CustomRecipe(Recipe):
                 f"the delayed-scaling requests of one module and direction must be equal, got {requests}"
             )
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
-        quantizers = [_requested(results[slot], kind, slot) for slot, kind in enumerate(kinds)]
+        quantizers = [_requested(result, kind) for result, kind in zip(results, kinds)]
         return quantizers, requests[0].as_recipe() if requests else None
 
     def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
@@ -97,10 +97,10 @@ class CustomRecipe(Recipe):
         return result
 
 
-def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str, slot: int) -> Quantizer:
+def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str) -> Quantizer:
     """Return the quantizer that a factory made, or the one it requested."""
     if isinstance(result, DelayedScalingRequest):
-        return delayed_quantizer(result.fp8_format, tensor_type, slot)
+        return delayed_quantizer(result.fp8_format, tensor_type)
     return result
 
 

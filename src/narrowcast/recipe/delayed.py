@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from .base import (
+    DELAYED_SLOTS,
     AmaxAlgorithm,
     BackwardOverride,
     Format,
@@ -78,18 +79,16 @@ class DelayedScaling(Recipe):
     def delayed_scaling(self) -> DelayedScaling:
         return self
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
-        return delayed_quantizer(self.fp8_format, tensor_type, slot)
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
+        return delayed_quantizer(self.fp8_format, tensor_type)
 
 
-def delayed_quantizer(fp8_format: Format, tensor_type: str, slot: int) -> Quantizer:
+def delayed_quantizer(fp8_format: Format, tensor_type: str) -> Quantizer:
     """Return the quantizer of a tensor under delayed scaling: of a weight, one that finds the weight's own amax."""
     dtype = fp8_dtype(fp8_format, tensor_type)
-    return (
-        Float8CurrentScalingQuantizer(dtype)
-        if tensor_type == "weight"
-        else DelayedFloat8Quantizer(dtype, slot)
-    )
+    if tensor_type == "weight":
+        return Float8CurrentScalingQuantizer(dtype)
+    return DelayedFloat8Quantizer(dtype, DELAYED_SLOTS[tensor_type])
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class MXFP8BlockScaling(Recipe):
             ]
         return quantizers, state
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         return MXFP8Quantizer(
             fp8_dtype(self.fp8_format, tensor_type),
             with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight",
@@ -108,7 +108,7 @@ class MXFP6BlockScaling(Recipe):
                     f"MXFP6BlockScaling got {name}={getattr(self, name)}; use Format.E2M3 or Format.E3M2"
                 )
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         backward = tensor_type in BACKWARD_TENSOR_TYPES
         element = self.backward_format if backward else self.forward_format
         return MXFP6Quantizer(
@@ -137,5 +137,5 @@ class MXFP4BlockScaling(Recipe):
     emulate: bool = flag_field("EMULATE")
     saved_activations: SavedActivations = None
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         return MXFP4Quantizer(with_2d_quantization=self.enable_2d_quantization and tensor_type == "weight")

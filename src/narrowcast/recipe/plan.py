@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from .base import Recipe
     from .delayed import DelayedScaling
 
-# Slots of a linear layer's delayed-scaling state.
-INPUT_SLOT, WEIGHT_SLOT, OUTPUT_SLOT = 0, 1, 2
-GRAD_OUTPUT_SLOT, GRAD_INPUT_SLOT = 0, 1
-
 SMALL_WEIGHT = 1 << 17
 """Elements up to which a weight is quantized once for both of its GEMMs: one more launch in the backward would take
 longer than what it does, and what is saved is a byte per element."""
@@ -175,7 +171,7 @@ def _build(
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
     override = recipe.backward_override
-    operands = [forward[INPUT_SLOT], forward[WEIGHT_SLOT], backward[GRAD_OUTPUT_SLOT]]
+    operands = [*forward[:2], backward[0]]
     inp, weight, grad = with_own_gemm(operands, name) if recipe.custom() else operands
     if batch_invariant:
         _check_rows_alone(recipe, inp)
@@ -201,8 +197,8 @@ def _build(
         grad_output=Operand.of(grad, needs_input or not needs_weight, needs_weight),
         kept_weight=Operand.of(weight),
         original_input=Operand.of(inp, False, True),
-        output=Operand.of(forward[OUTPUT_SLOT]) if hands_over else _IDENTITY,
-        grad_input=Operand.of(backward[GRAD_INPUT_SLOT]) if hands_over else _IDENTITY,
+        output=Operand.of(forward[2]) if hands_over else _IDENTITY,
+        grad_input=Operand.of(backward[1]) if hands_over else _IDENTITY,
         emulate=recipe.emulate,
         fast_fprop=not recipe.fp8_gemm_fprop.use_split_accumulator,
         fast_dgrad=not recipe.fp8_gemm_dgrad.use_split_accumulator,

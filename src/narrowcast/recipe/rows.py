@@ -69,7 +69,7 @@ class Float8RowwiseScaling(Recipe):
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
 
-    def make_quantizer(self, tensor_type: str, slot: int) -> Quantizer:
+    def make_quantizer(self, tensor_type: str) -> Quantizer:
         params = qparams_of(self, "fp8_quant", tensor_type)
         element = fp8_dtype(self.fp8_format, tensor_type)
         rows = Float8RowsQuantizer(

@@ -15,7 +15,6 @@ from ..convert.experts import StackedExpertsLayer
 from ..distributed.together import Together
 from ..layers import GroupedLinearLayer, Stage
 from ..quantizers import Operand, buffers_of
-from ..recipe import INPUT_SLOT
 from ..reference.scaling import reciprocal
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import is_distributed
@@ -96,7 +95,7 @@ def input_scales(layer: Any, stage: Stage) -> Tensor:
     scales = getattr(layer, f"{stage.prefix}scale_fwd")
     if scales is None:
         return torch.zeros(layer._groups, dtype=torch.float32, device=layer._parts_of(stage.weight)[0].device)
-    return scales[INPUT_SLOT * layer._groups :][: layer._groups]
+    return scales[: layer._groups]
 
 
 def input_scale(layer: Any, stage: Stage, group: int, all_groups: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ...layers import LinearLayer, Stage, checked_input, parameter_device
 from ...layers.parameters import parameter_dtype, random_numbers_of
 from ...layers.tensor_parallel import Split
 from ...quantizers import Operand
-from ...recipe import INPUT_SLOT, LinearPlan, Mode, Recipe, linear_plan
+from ...recipe import LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
@@ -279,7 +279,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
                 input_ = input_.to(args.dtype)
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
             if not plan.quantized and amax is not None:
-                calibrate_([plain(input_)], None, amax, INPUT_SLOT)
+                calibrate_(plain(input_), None, amax)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
