@@ -108,7 +108,7 @@ class Exact:
                 raise Difference(
                     f"scale of {kind}: {found[kind]:.6g}, the steps before make it {one.scale:.6g}"
                 )
-        read, collects = Read(recipe, found), layer.training
+        read, collects = Read(recipe, found), layer.training or torch.is_grad_enabled()
         if collects:
             past["input"].collect(operands["input"])
         decoded = {kind: read.cast(operand, kind) for kind, operand in operands.items()}

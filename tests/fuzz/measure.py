@@ -168,7 +168,7 @@ class Measure:
                 decoded=lambda: _decoded(plan.input, x_kept) @ _decoded(plan.weight, w_kept).t() + bias
             )
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
-        if layer.training and y.requires_grad:
+        if y.requires_grad:
             collect_amax(past[0], wide)
             collect_amax(past[1], weight)
         exact = None
@@ -178,7 +178,7 @@ class Measure:
             exact = self.exact.forward(layer, self.recipe(layer), x, y)
         if not y.requires_grad:
             return
-        known, collects = list(past[2]), layer.training
+        known = list(past[2])
 
         def seen(dy: Tensor) -> None:
             dy_kept = dy.detach().reshape(-1, dy.shape[-1]).clone()
@@ -193,8 +193,7 @@ class Measure:
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
             fit = fits and self.fits(layer, known, flat, "gradient")
             self.fitting[layer] = self.fitting.get(layer, True) and fit
-            if collects:
-                collect_amax(past[2], flat)
+            collect_amax(past[2], flat)
             if exact is not None:
                 exact[0](dy)
             if x.requires_grad:

@@ -127,18 +127,33 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert torch.equal(a, b), index
 
 
-def test_evaluation_of_a_part_or_in_a_checkpoint_changes_nothing() -> None:
-    x = torch.randn(16, 32)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_who_collects(compiled: bool) -> None:
+    """A forward in training mode, or with gradients; and the backward of one with gradients."""
+    torch.compiler.reset()
+    for training in (True, False):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            model = nc.set_recipe(nc.Linear(32, 16, device="cpu"), RECIPE).train(training)
+            run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+            with mode():
+                y = run(torch.full((3, 32), 2.0))
+            if y.requires_grad:
+                y.sum().backward()
+            seen = [float(amax[0]) for amax in (model.amax_fwd, model.amax_bwd)]
+            gradients = mode is torch.enable_grad
+            assert seen == [2.0 * (training or gradients), 1.0 * gradients]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_collects_in_evaluation_what_it_does_in_training(use_reentrant: bool) -> None:
+    x, states = 100 * torch.randn(16, 32), []
     model = nc.set_recipe(nn.Sequential(*[nc.Linear(32, 32, device="cpu") for _ in range(2)]), RECIPE)
-    model(x).sum().backward()
-    before = copy.deepcopy(model.state_dict())
-    assert before["0.amax_fwd"].any()
-    model.eval()
-    model[0](100 * x)
-    for use_reentrant in (False, True):
-        big = (100 * x).requires_grad_()
-        torch.utils.checkpoint.checkpoint(model, big, use_reentrant=use_reentrant).sum().backward()
-    assert_same(list(model.state_dict().values()), list(before.values()))
+    for training in (True, False):
+        again = copy.deepcopy(model).train(training)
+        big = x.clone().requires_grad_()
+        torch.utils.checkpoint.checkpoint(again, big, use_reentrant=use_reentrant).sum().backward()
+        states.append(list(again.state_dict().values()))
+    assert_same(*states)
 
 
 # -- checkpoints and copies --------------------------------------------------------------------------------------------

@@ -32,14 +32,12 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
     Returns:
         ``model``.
     Raises:
-        ValueError: ``passes`` is less than 1, or the model is in evaluation mode.
+        ValueError: ``passes`` is less than 1.
         RuntimeError: no layer ran under delayed scaling with gradients, or ``step`` has changed a parameter.
     """
     _checks.module("model", model)
     _checks.function("step", step)
     _checks.positive(passes=passes)
-    if not model.training:
-        raise ValueError("the model is in evaluation mode, which collects no amax; call model.train() first")
     layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
     reshard(model)  # an evaluation leaves FSDP2's root gathered, and gradients belong to shards
     parameters = list(model.parameters())

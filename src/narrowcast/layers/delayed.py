@@ -202,7 +202,7 @@ class DelayedLayer(RecipeOwner):
         return self._scales_of((prefix,), (plan,))[0]
 
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
-        """Return the scales of stages, and where they collect, which they do in training mode."""
+        """Return the scales of stages, and where they collect: in training mode, or with gradients."""
         scales = [DelayedScales() for _ in plans]
         if [plan for plan in plans if plan.forward_state or plan.backward_state]:
             reading: Reading = [], [], []
@@ -220,8 +220,9 @@ class DelayedLayer(RecipeOwner):
         reading: Reading,
     ) -> None:
         """Fill in the state of stages, and note which of the forward's scales are to be read."""
-        eager, training, buffers = can_read_tables(), self.training, None
-        if eager:
+        training, buffers = self.training, None
+        collects = training or torch.is_grad_enabled()
+        if can_read_tables():
             buffers = own_buffers(self)
             for prefix, plan in zip(prefixes, plans):
                 self._keep_state(prefix, plan.forward_state, plan.backward_state)
@@ -241,13 +242,13 @@ class DelayedLayer(RecipeOwner):
                 to_read.append(getattr(self, scale) if buffers is None else buffers[scale])  # type: ignore[arg-type]
                 unseen.append(unseen_scale(plan.forward_state, "forward", shared))
                 owners.append(own)
-                if training:
+                if collects:
                     own.amax_fwd = getattr(self, amax) if buffers is None else buffers[amax]
             if plan.backward_state is not None:
                 scale, amax = f"{prefix}scale_bwd", f"{prefix}amax_bwd"
                 own.scale_bwd = getattr(self, scale) if buffers is None else buffers[scale]
                 own.unseen_bwd = unseen_scale(plan.backward_state, "backward", shared)
-                if training:
+                if collects:
                     own.amax_bwd = getattr(self, amax) if buffers is None else buffers[amax]
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
