@@ -51,14 +51,6 @@ def test_inputs_are_left_alone_and_outputs_are_fresh(update: Callable, length: i
     assert_fresh(outputs, [scale, history])
 
 
-@pytest.mark.parametrize("update", RULES.values(), ids=RULES)
-def test_a_reduced_amax_counts_unless_it_is_zero(update: Callable) -> None:
-    history = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
-    scale, new = update(torch.ones(2), history, **options(), reduced_amax=torch.tensor([4.0, 0.0]))
-    assert scale.tolist() == [112.0, 224.0]
-    assert new.tolist() == [[0.0, 0.0], [0.0, 0.0], [4.0, 2.0]]
-
-
 def test_an_unused_tensor_keeps_history_and_scale() -> None:
     history = torch.tensor([[0.0, 1.0], [3.0, 3.0], [5.0, 5.0]])
     scale, new = delayed.update(torch.full((2,), 7.0), history, **options())
@@ -101,13 +93,12 @@ def test_callables_get_the_filled_history_and_the_recipe() -> None:
 
     scale, history = delayed.update_always_roll(
         torch.ones(1),
-        torch.tensor([[1.0], [3.0]]),
+        torch.tensor([[5.0], [3.0]]),
         fp8_max=448.0,
         margin=0,
         algo=amax_of,
         scale_algo=scale_of,
         recipe="recipe",
-        reduced_amax=torch.tensor([5.0]),
     )
     assert seen == [[[5.0], [3.0]], "recipe"]
     assert scale.tolist() == [113.0]

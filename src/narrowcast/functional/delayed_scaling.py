@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from .. import reference
 from ..formats import E4M3
 from ._library import always, define
 from .grouped_decoded import ALIGNMENT
 from .numerics import computed_by, numerics_for
 
-# Up to so many states are renewed two per launch. For more, kernels read a table of addresses; else they are joined.
-_FEW = 16
-
-
-_RULES = ("fp8_maxes", "margins", "algos")
-
 
 def _renew(
-    scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: list[Tensor],
+    fp8_maxes: list[float],
+    margins: list[int],
+    algos: list[str],
 ) -> None:
-    if not scales:
-        return
-    delayed = numerics_for(scales[0]).delayed
-    in_place = _in_place(scales, histories, amaxes)
-    if in_place and len(scales) <= _FEW:
-        delayed.renew(scales, histories, amaxes, **dict(zip(_RULES, rules)))
-        return
-    if in_place and delayed.renew_many(scales, histories, amaxes, *rules):
-        return
-    groups: dict[Any, list[int]] = {}
-    for at, rule in enumerate(zip(*rules)):
-        groups.setdefault((histories[at].shape, rule), []).append(at)
-    for (_, (fp8_max, margin, algorithm)), places in groups.items():
-        some = [[states[at] for at in places] for states in (scales, histories, amaxes)]
-        _renew_alike(delayed, some[0], some[1], some[2], fp8_max=fp8_max, margin=margin, algo=algorithm)
-
-
-def _renew_alike(
-    delayed: Any, scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor], **rule: Any
-) -> None:
-    """Renew states of one shape and rule as the columns of one; one launch copies many of them back."""
-    history = torch.stack(histories, dim=1)  # (L, layers, n)
-    torch.stack(amaxes, out=history[0])
-    history[0].nan_to_num_(nan=0.0, posinf=0.0)
-    scale, renewed = delayed.update(torch.cat(scales), history.flatten(1), **rule)
-    torch._foreach_copy_(scales, list(scale.view(len(scales), -1).unbind()))
-    torch._foreach_copy_(histories, list(renewed.view(history.shape).transpose(0, 1).contiguous().unbind()))
-    torch._foreach_zero_(amaxes)
-
-
-def _in_place(scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> bool:
-    return all(map(Tensor.is_contiguous, (*scales, *histories, *amaxes)))
+    if scales:
+        contiguous = all(map(Tensor.is_contiguous, (*scales, *histories, *amaxes)))
+        numerics = numerics_for(scales[0]) if contiguous else reference
+        rules = {"fp8_maxes": fp8_maxes, "margins": margins, "algos": algos}
+        numerics.delayed.renew(scales, histories, amaxes, **rules)
 
 
 renew_delayed_scaling = define(

@@ -5,8 +5,7 @@ oldest past value and row L - 1 the newest.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ def update(
     fp8_max: float,
     margin: int,
     algo: str,
-    reduced_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advance scales and histories by one step, leaving tensors that were not used alone.
 
@@ -35,8 +33,6 @@ def update(
         fp8_max: the largest value of the element format.
         margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
         algo: "max" over the whole history or "most_recent".
-        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the
-            local row 0 counts.
 
     Raises:
         ValueError: an unknown ``algo``.
@@ -46,16 +42,16 @@ def update(
         one row, row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's maximum
         on overflow; an amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN.
     """
-    last = _newest(history, reduced_amax)
+    last = history[0]
     if algo == "max":
-        amax = torch.cat([last.unsqueeze(0), history[1:]]).nan_to_num_(nan=0.0, posinf=math.inf).amax(0)
+        amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)
     elif algo == "most_recent":
         amax = last
     else:
         raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
     used = last != 0.0
     new_scale = torch.where(used, scale_from_amax(amax, scale, fp8_max, margin), scale)
-    return new_scale, torch.where(used, _rolled(history, last), history)
+    return new_scale, torch.where(used, _rolled(history), history)
 
 
 def update_always_roll(
@@ -67,7 +63,6 @@ def update_always_roll(
     algo: AmaxAlgorithm,
     scale_algo: ScaleAlgorithm | None = None,
     recipe: object = None,
-    reduced_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advance scales and histories by one step, unused tensors included: the rule for user-given functions.
 
@@ -79,8 +74,6 @@ def update_always_roll(
         algo: "max", "most_recent" or a function from the history (row 0 the newest amax) to amaxes [n].
         scale_algo: a function of (amax, scale, fp8_max, recipe) giving the new scales; None for the default.
         recipe: passed to ``scale_algo`` untouched.
-        reduced_amax: fp32 [n], the amaxes of the step after a reduction over processes; where it is 0 the
-            local row 0 counts.
 
     Raises:
         ValueError: an unknown ``algo``.
@@ -89,34 +82,26 @@ def update_always_roll(
         New tensors (scale, history). The history always rolls. "max" propagates NaN; an amax that is 0,
         infinite or NaN keeps the scale. The default scale is one true division, as in ``update``.
     """
-    last = _newest(history, reduced_amax)
-    filled = torch.cat([last.unsqueeze(0), history[1:]])
     if callable(algo):
-        amax = algo(filled)
+        amax = algo(history)
     elif algo == "max":
-        amax = filled.amax(0)
+        amax = history.amax(0)
     elif algo == "most_recent":
-        amax = last
+        amax = history[0]
     else:
         raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max', 'most_recent' or a function")
     if scale_algo is None:
         new_scale = scale_from_amax(amax, scale, fp8_max, margin)
     else:
         new_scale = scale_algo(amax, scale, torch.full_like(scale, fp8_max), recipe)
-    return new_scale, _rolled(history, last)
+    return new_scale, _rolled(history)
 
 
-def _newest(history: Tensor, reduced_amax: Tensor | None) -> Tensor:
-    if reduced_amax is None:
-        return history[0]
-    return torch.where(reduced_amax != 0.0, reduced_amax, history[0])
-
-
-def _rolled(history: Tensor, last: Tensor) -> Tensor:
+def _rolled(history: Tensor) -> Tensor:
     cleared = torch.zeros_like(history[:1])
     if history.shape[0] == 1:
         return cleared
-    return torch.cat([cleared, history[2:], last.unsqueeze(0)])
+    return torch.cat([cleared, history[2:], history[:1]])
 
 
 def scale_from_amax(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
@@ -154,13 +139,6 @@ def renew(
         amax.zero_()
 
 
-def renew_many(
-    scales: Sequence[Tensor], histories: Sequence[Tensor], amaxes: Sequence[Tensor], *rules: Sequence[Any]
-) -> bool:
-    """Return False: here many states are renewed faster when they are joined, by :func:`update`."""
-    return False
-
-
 def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
     """Return copies of vectors of scales, for casts.
 
@@ -173,5 +151,8 @@ def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
         fp32 (n,), or for a negative ``unseen`` (4, n): the scales, then zeros, in which the programs of a cast find
         out an amax together: its bits so far, how many parts were taken, and how many are done.
     """
-    known = [torch.where(scale == 0.0, value, scale) for scale, value in zip(scales, unseen)]
-    return [F.pad(copy[None], (0, 0, 0, 3)) if value < 0.0 else copy for copy, value in zip(known, unseen)]
+    copies = []
+    for scale, value in zip(scales, unseen):
+        copy = torch.where(scale == 0.0, value, scale)
+        copies.append(F.pad(copy[None], (0, 0, 0, 3)) if value < 0.0 else copy)
+    return copies
