@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.compat.global_state import FP8GlobalStateManager
+from narrowcast.layers import delayed
 from narrowcast.recipe import DelayedScaling
-from narrowcast.state import MANY_FORWARDS, RecipeState, delayed_scaling
+from narrowcast.state import RecipeState, delayed_scaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -157,17 +158,29 @@ def test_steps_in_the_backward_renew_what_they_change(frozen: bool) -> None:
 
 def test_a_loop_without_an_optimizer_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delayed_scaling, "_SAID", set())
-    layer, other = (nc.Linear(3, 3, device="cpu", recipe=RECIPE) for _ in range(2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(MANY_FORWARDS):
-            layer(torch.ones(1, 3))
-            other(torch.ones(1, 3))
+    monkeypatch.setattr(delayed, "LOOK_EVERY", 3)
+    x = torch.ones(1, 3)
+
+    def told(change: Callable[[nc.Linear, int], Any]) -> list[str]:
+        layer = nc.Linear(3, 3, device="cpu", recipe=RECIPE)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(30):
+                layer(x).sum().backward()
+                with torch.no_grad():
+                    change(layer, step)
+        return [str(one.message) for one in caught if "renews its scales" in str(one.message)]
+
+    def renewed(layer: nc.Linear, step: int) -> None:
+        layer.weight.mul_(0.9)
         nc.renew_delayed_scaling(layer)
-        for _ in range(MANY_FORWARDS - 1):
-            layer(torch.ones(1, 3))
-    (message,) = [str(one.message) for one in caught if "renewed" in str(one.message)]
+
+    assert not told(renewed)
+    assert not told(lambda layer, step: None)  # accumulation of many parts
+    assert not told(lambda layer, step: layer.weight.mul_(0.9) if step == 5 else None)  # such as a checkpoint
+    (message,) = told(lambda layer, step: layer.weight.mul_(0.9))
     assert "call narrowcast.renew_delayed_scaling(model) after each change" in message and len(message) <= 300
+    assert not told(lambda layer, step: layer.weight.mul_(0.9))
 
 
 def test_by_transformer_engines_name() -> None:

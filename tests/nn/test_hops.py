@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,31 @@ def test_short_ways(make: Any, hops: int, count: int) -> None:
     forward, backward = step(make())
     assert 1 <= forward.hops <= hops and forward.count <= count
     assert 1 <= backward.hops <= hops and backward.count <= count
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the reference's calls, too")
+@pytest.mark.parametrize("way", ["own", "set_recipe", "autocast"])
+def test_calls_of_a_forward_under_delayed_scaling(way: str) -> None:
+    """All Python frames of the package in a warm forward, those of the numerics too; an autocast is entered before."""
+    recipe, counts = nc.recipe.DelayedScaling(), []
+    layer = nc.Linear(64, 64, recipe=recipe if way == "own" else None, **PLACE)
+    if way == "set_recipe":
+        nc.set_recipe(layer, recipe)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        counts[-1] += event == "call" and frame.f_code.co_filename.startswith(ROOT)
+
+    x = torch.randn(32, 64, **PLACE, requires_grad=True)
+    with nc.autocast(recipe=recipe) if way == "autocast" else contextlib.nullcontext():
+        for _ in range(4):
+            counts.append(0)
+            sys.setprofile(profile)
+            try:
+                y = layer(x)
+            finally:
+                sys.setprofile(None)
+            y.sum().backward()
+    assert 0 < counts[-1] <= 85
 
 
 def test_without_a_recipe_a_linear_layer_is_that_of_torch() -> None:

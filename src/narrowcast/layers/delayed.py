@@ -26,9 +26,11 @@ from .._tracing import can_read_tables, traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
-from ..state import MANY_FORWARDS, OWNERS, DelayedSlots, Reduced, unseen_scale, warn_of_no_renewal
+from ..state import OWNERS, DelayedSlots, Reduced, unseen_scale, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, is_in_backward
+from ..upstream.fsdp import is_managed
 from ..upstream.modules import own_buffers, own_parameters
+from ..upstream.tensors import version_of
 from .extra_state import delayed_state, forget_first_scales, take_extra_state, without_weights, wrong_value
 from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
@@ -38,6 +40,9 @@ Rules = tuple[DelayedScaling | None, DelayedScaling | None]
 
 Reading = tuple[list[Tensor], list[float], list[DelayedScales]]
 """Scales that a forward is to read, what it reads instead of 0, and whose they are."""
+
+LOOK_EVERY = 32
+"""Training forwards between two looks at whether parameters change and nothing renews the scales."""
 
 _DIRECTIONS: dict[str, Mode] = {"fwd": "forward", "bwd": "backward"}
 
@@ -64,7 +69,8 @@ class DelayedLayer(RecipeOwner):
     _groups: int = 1  # slots of each tensor type
     _module_type: str = "linear"  # in quantizer roles
     _reduced: bool = False  # ranks have agreed on its amax at least once
-    _forwards: int = 0  # in training and eager code, since the last renewal
+    _forwards: int = 0  # in training and eager code
+    _versions: tuple[list[int], Set[int]] = ([], frozenset())  # of scales, and of parameters under these
     _parallel: Any = None  # how the layer is split over ranks that join codes; None if it is not
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
@@ -203,8 +209,11 @@ class DelayedLayer(RecipeOwner):
 
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
         """Return the scales of stages, and where they collect: in training mode, or with gradients."""
-        scales = [DelayedScales() for _ in plans]
-        if [plan for plan in plans if plan.forward_state or plan.backward_state]:
+        scales, delayed = [], False
+        for plan in plans:
+            scales.append(DelayedScales())
+            delayed = delayed or plan.forward_state is not None or plan.backward_state is not None
+        if delayed:
             reading: Reading = [], [], []
             self._note_scales(prefixes, plans, scales, reading)
             if reading[0]:
@@ -228,10 +237,9 @@ class DelayedLayer(RecipeOwner):
                 self._keep_state(prefix, plan.forward_state, plan.backward_state)
             if PENDING:
                 leave_state_to_ranks()
-            # nothing but their number tells of a loop that changes weights and renews no scales
             self.__dict__["_forwards"] = self._forwards + training
-            if self._forwards == MANY_FORWARDS and training:
-                warn_of_no_renewal(type(self).__name__)
+            if training and self._forwards % LOOK_EVERY == 0:
+                self._expect_renewal(prefixes[0])
         else:
             self._keep_states(prefixes, plans)
         shared = self._parallel is not None or bool(DETERMINISM.batch_invariant)
@@ -250,6 +258,22 @@ class DelayedLayer(RecipeOwner):
                 own.unseen_bwd = unseen_scale(plan.backward_state, "backward", shared)
                 if collects:
                     own.amax_bwd = getattr(self, amax) if buffers is None else buffers[amax]
+
+    def _expect_renewal(self, prefix: str) -> None:
+        """Warn once if parameters change again and again while nothing renews the scales.
+
+        Versions tell of both. Those of parameters that FSDP gathers or a fused step writes do not move.
+        """
+        known = [own_buffers(self)[f"{prefix}scale_{direction}"] for direction in _DIRECTIONS]
+        scales = [version_of(scale) for scale in known if scale is not None]
+        parameters = [one for one in own_parameters(self).values() if one is not None]
+        if any(one.is_inference() for one in parameters) or is_managed(self):
+            return
+        before, seen = self._versions
+        seen = {*(seen if scales == before else ()), sum(map(version_of, parameters))}
+        self.__dict__["_versions"] = scales, seen
+        if len(seen) > 2:
+            warn_of_no_renewal(type(self).__name__)
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 

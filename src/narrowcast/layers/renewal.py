@@ -95,9 +95,6 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
 
 def _renew(owners: Iterable[DelayedState]) -> None:
     owners = list(owners)
-    for owner in owners:
-        if isinstance(owner, DelayedLayer):
-            owner.__dict__["_forwards"] = 0
     if any(isinstance(owner, DelayedLayer) and owner.lacks_reduction() for owner in owners):
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

@@ -20,7 +20,6 @@ from .autocast import (
     with_fp8_parameters,
 )
 from .delayed_scaling import (
-    MANY_FORWARDS,
     OWNERS,
     Agreement,
     DelayedSlots,

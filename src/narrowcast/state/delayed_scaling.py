@@ -104,8 +104,6 @@ def renew(owners: Iterable[DelayedState]) -> None:
     """
     groups: dict[tuple[Any, ...], list[DelayedSlots]] = {}
     for owner in owners:
-        if isinstance(getattr(owner, "_forwards", None), int):
-            owner.__dict__["_forwards"] = 0
         for slots in owner.delayed_slots():
             if not slots.scale.is_meta:
                 key: tuple[Any, ...] = (slots.scale.device,)
@@ -272,17 +270,13 @@ def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreeme
     agreement.compare(largest, of_negated)
 
 
-MANY_FORWARDS = 256
-"""Training forwards without a renewal, of which hardly a step needs so many."""
-
-
 def warn_of_no_renewal(name: str) -> None:
     """Warn once that scales stay as they are."""
     if "kept" not in _SAID:
         _SAID.add("kept")
         warnings.warn(
-            f"a {name} has run {MANY_FORWARDS} training forwards under delayed scaling since its scales were renewed; "
-            "if anything but a torch.optim.Optimizer of its parameters changes weights, call "
+            f"the weight of a {name} changes between training forwards, and nothing renews its scales of delayed "
+            "scaling, as a step of a torch.optim.Optimizer that has the weight would; call "
             "narrowcast.renew_delayed_scaling(model) after each change",
             stacklevel=6,
         )
