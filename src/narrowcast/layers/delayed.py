@@ -26,7 +26,7 @@ from .._tracing import can_read_tables, traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
-from ..state import OWNERS, DelayedSlots, Reduced, unseen_scale, warn_of_no_renewal
+from ..state import OWNERS, DelayedSlots, Reduced, asks_callables, unseen_scale, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, is_in_backward
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import own_buffers, own_parameters
@@ -399,7 +399,7 @@ class DelayedLayer(RecipeOwner):
     def __getstate__(self) -> dict[str, Any]:
         rules = [rule for rules in self._delayed.values() for rule in rules if rule is not None]
         # a recipe with functions need not pickle; the next forward tells it
-        kept = {} if any(_has_functions(rule) for rule in rules) else dict(self._delayed)
+        kept = {} if any(map(asks_callables, rules)) else dict(self._delayed)
         return {**super().__getstate__(), "_delayed": kept, "_reduced": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -424,10 +424,6 @@ class DelayedLayer(RecipeOwner):
             return delayed
         own_buffers(self)[name] = history
         return replace(delayed, amax_history_len=len(history))
-
-
-def _has_functions(rule: DelayedScaling) -> bool:
-    return callable(rule.amax_compute_algo) or rule.scaling_factor_compute_algo is not None
 
 
 def _is_rule(known: DelayedScaling | None, wanted: DelayedScaling | None) -> bool:

@@ -25,6 +25,7 @@ from .delayed_scaling import (
     DelayedSlots,
     DelayedState,
     Reduced,
+    asks_callables,
     fp8_max,
     reduce_amax,
     renew,
