@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import narrowcast as nc
 from narrowcast import _checks
 
+SOURCE = Path(_checks.__file__).parents[1]
 _SPEC = importlib.util.spec_from_file_location(
     "wrong_inputs", Path(__file__).parents[1] / "tools" / "wrong_inputs.py"
 )
@@ -59,7 +64,57 @@ def test_a_crash_and_a_vague_message_are_found() -> None:
     assert tool.judge(crashes, {"x": 1}, "x", None).startswith("crash")
 
 
-@pytest.mark.parametrize("value", ["no", 2.5, object(), [True], torch.ones(1), torch.bfloat16])
+SHOWN = [
+    ("misspelled", "'misspelled'"),
+    ("m" * 50 + "n" * 50, "'" + "m" * 40 + "..." + "n" * 40 + "'"),
+    (nc.recipe.Format.E5M2, "Format.E5M2"),
+    (torch.tensor(3.0), "tensor(3.)"),
+    (torch.ones(3, 700), "a Tensor of shape (3, 700) and torch.float32"),
+    (np.zeros((3, 700)), "a ndarray of shape (3, 700) and float64"),
+    ([1, "two"], "[1, 'two']"),
+    ([0] * 100_000, "a list of 100000"),
+    ({str(at): torch.ones(9, 9) for at in range(700)}, "a dict of 700"),
+    (nc.MXFP8Quantizer(nc.DType.kFloat8E4M3), "MXFP8Quantizer("),
+]
+
+
+@pytest.mark.parametrize("value, text", SHOWN, ids=[text[:20] for _, text in SHOWN])
+def test_a_message_shows_a_value_in_few_characters(value: Any, text: str) -> None:
+    found = _checks.shown(value)
+    assert found.startswith(text) and len(found) <= 90 and "\n" not in found
+
+
+WHOLE = {"__repr__", "__getattr__", "__fx_repr__", "recipe_name"}
+"""Functions whose text is not a message about a value, or is Python's own."""
+
+
+def reprs(source: str) -> list[int]:
+    """Return lines that write ``{value!r}`` in a text of another function than those."""
+    tree = ast.parse(source)
+    whole = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in WHOLE]
+    allowed = {id(node) for function in whole for node in ast.walk(function)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FormattedValue)
+        and node.conversion == ord("r")
+        and node.format_spec is None  # {value!r:.60} ends
+        and id(node) not in allowed
+    ]
+
+
+def test_no_message_writes_a_value_out() -> None:
+    """``{value!r}`` may be a whole array, or a state dict; use ``{shown(value)}``."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in sorted(SOURCE.glob("narrowcast*/**/*.py"))
+        for line in reprs(path.read_text())
+    ]
+    assert not found, f"use {{shown(value)}}: {', '.join(found)}"
+    assert reprs("def f(x): raise ValueError(f'x is {x!r}')") == [1]
+
+
+@pytest.mark.parametrize("value", ["no", 2.5, object(), [True], torch.ones(1), torch.bfloat16, np.zeros(3)])
 def test_a_flag_is_true_or_false(value: object) -> None:
     with pytest.raises(TypeError, match=r"^bias is .*; use True or False"):
         _checks.flags(checkpoint=True, bias=value)

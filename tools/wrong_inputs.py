@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import narrowcast as nc
+from narrowcast._checks import shown
 
 SOURCE = str(Path(nc.__file__).parent)
 WRONG: tuple[Any, ...] = (
@@ -39,10 +41,16 @@ WRONG: tuple[Any, ...] = (
     torch.tensor(3.0),
     torch.ones(2, 3, dtype=torch.int64),
     torch.complex64,
+    np.zeros((3, 70)),
+    torch.ones(101, 99),
+    [0.5] * 1000,
+    {f"layers.{number}.weight": torch.ones(3) for number in range(70)},
+    "long" * 50,
 )
 LONGEST = 300
 REMEDY = re.compile(
-    r"\b(use|uses|takes?|give|pass|must|needs?|leave|add|call|assign|choose|expected|accepts?|set|make|one of|fields)\b"
+    r"\b(use|uses|takes?|give|pass|must|needs?|has|leave|add|call|assign|choose|expected|accepts?|set|make|one of"
+    r"|fields)\b"
 )
 X = torch.randn(32, 64)
 _FOLDER = tempfile.TemporaryDirectory(prefix="wrong_inputs")
@@ -373,10 +381,12 @@ def _parallel() -> Calls:
 
 def _named(value: Any, message: str) -> bool:
     """Whether a message shows the value, its type, its shape or its dtype."""
-    words = [repr(value), str(value), type(value).__name__]
+    words = [type(value).__name__]
     if isinstance(value, torch.Tensor):
         words += [str(tuple(value.shape)), str(list(value.shape)), str(value.dtype), f"{value.dim()}-D"]
-    return any(word in message for word in words)
+    return any(word in message for word in words) or any(
+        text in message for text in (shown(value), repr(value), str(value))
+    )
 
 
 def judge(function: Callable[..., Any], kwargs: dict[str, Any], name: str, value: Any) -> str:
@@ -391,6 +401,8 @@ def judge(function: Callable[..., Any], kwargs: dict[str, Any], name: str, value
 
 def _judge(function: Callable[..., Any], kwargs: dict[str, Any], name: str, value: Any) -> str:
     if name == "device" and isinstance(value, int) and value == 0:  # the number of a GPU
+        return ""
+    if name == "batch" and isinstance(value, dict):  # the keywords of the user's model
         return ""
     try:
         with warnings.catch_warnings():
@@ -426,8 +438,7 @@ def main(words: list[str]) -> int:
                 asked += 1
                 if defect := judge(function, kwargs, name, value):
                     found += 1
-                    shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)[:20]
-                    print(f"{title}({name}={shown}): {defect}")
+                    print(f"{title}({name}={shown(value)}): {defect}", flush=True)
     print(f"{found} of {asked} answers name neither the value nor the remedy, or are crashes")
     return 1 if found else 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from narrowcast._checks import shown
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:
@@ -38,14 +40,14 @@ def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] |
         ValueError: an unknown name or parameter, rank 0, or an odd last dim of a gated activation.
     """
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; use one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"unknown activation {shown(activation)}; use one of {', '.join(ACTIVATIONS)}")
     found = ACTIVATIONS[activation]
     if params is not None and not isinstance(params, dict):
-        raise ValueError(f"activation_params is {params!r}; use a dict from names to numbers")
+        raise ValueError(f"activation_params is {shown(params)}; use a dict from names to numbers")
     for name in params or ():
         if name not in found.params:
             takes = ", ".join(found.params) or "none"
-            raise ValueError(f"{activation} has no parameter {name!r}; it takes {takes}")
+            raise ValueError(f"{activation} has no parameter {shown(name)}; it takes {takes}")
     if len(shape) == 0 or (found.gated and shape[-1] % 2):
         needs = "an even last dim" if found.gated else "a last dim"
         raise ValueError(f"{activation} needs {needs}, got shape {tuple(shape)}")

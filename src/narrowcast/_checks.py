@@ -5,24 +5,49 @@ from __future__ import annotations
 import math
 import operator
 import os
+from collections.abc import Collection, Container, Hashable, Sequence
+from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_SHOWN = 80  # characters of a value in a message
+_SHOWN = 60  # characters of a value in a message
+_NAME = 80  # of a text, which may be the name of a module
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: on one line, or its type and shape if that would be long."""
-    text = repr(value)
-    if len(text) <= _SHOWN and "\n" not in text:
-        return text
+    """Return a value for a message in few characters: as Python writes it, or its type and size if that is long."""
     shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (
-        f" of shape {tuple(shape)}" if shape is not None else f" ({text[:30]}...)"
+    many = (
+        math.prod(shape) if isinstance(shape, tuple) else len(value) if isinstance(value, Collection) else 0
     )
+    kind = type(value).__name__
+    if isinstance(value, Enum):
+        text = f"{kind}.{value.name}"
+    elif isinstance(value, str):
+        text = repr(value if many <= _NAME else f"{value[: _NAME // 2]}...{value[-_NAME // 2 :]}")
+    elif many <= _SHOWN and len(text := repr(value)) <= _SHOWN and "\n" not in text:
+        pass
+    elif isinstance(shape, tuple):
+        text = f"a {kind} of shape {tuple(shape)} and {getattr(value, 'dtype', None)}"
+    elif many > _SHOWN:
+        text = f"a {kind} of {many}"
+    else:
+        text = repr(value).partition("\n")[0][:_SHOWN] + "..."
+    return text
+
+
+def some(names: Sequence[str]) -> str:
+    """Return names for a message: the first, and how many more."""
+    first, more = shown(names[0]) if names else "nothing", len(names) - 1
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def is_one_of(value: Any, choices: Container[Any]) -> bool:
+    """Return whether an option is among the choices; an array is not, and comparing one with them would raise."""
+    return isinstance(value, Hashable) and value in choices
 
 
 def positive(**sizes: Any) -> None:
@@ -83,7 +108,8 @@ def flags(**values: Any) -> None:
         TypeError: one is neither.
     """
     for label, value in values.items():
-        if value is not None and not isinstance(value, Integral) and type(value).__module__ != "numpy":
+        a_scalar = type(value).__module__ == "numpy" and value.shape == ()
+        if value is not None and not isinstance(value, Integral) and not a_scalar:
             raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use True or False")
 
 

@@ -6,6 +6,8 @@ another thread runs, reads the mode of its forward. Compiled code is guarded on 
 
 from __future__ import annotations
 
+from narrowcast._checks import is_one_of, shown
+
 BATCH_INVARIANT = "batch-invariant"
 MODES = (None, BATCH_INVARIANT)
 PROCESSES = (1, 2, 4, 8)
@@ -34,10 +36,10 @@ def set_deterministic(mode: str | None, *, processes: int = 8) -> None:
     Raises:
         ValueError: another mode, or number of processes.
     """
-    if mode not in MODES:
-        raise ValueError(f"deterministic mode is {mode!r}; use None or 'batch-invariant'")
+    if not is_one_of(mode, MODES):
+        raise ValueError(f"deterministic mode is {shown(mode)}; use None or 'batch-invariant'")
     if type(processes) is not int or processes not in PROCESSES:
-        raise ValueError(f"processes is {processes!r}; use 1, 2, 4 or 8")
+        raise ValueError(f"processes is {shown(processes)}; use 1, 2, 4 or 8")
     DETERMINISM.batch_invariant = processes if mode == BATCH_INVARIANT else 0
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+from narrowcast._checks import shown
+
 _PREFIXES = ("NARROWCAST_", "NVTE_")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -35,7 +37,7 @@ def read_flag(name: str, default: bool = False) -> bool:
         return True
     if text in _FALSE:
         return False
-    raise ValueError(f"environment variable NARROWCAST_{name} is {text!r}; use 1 or 0")
+    raise ValueError(f"environment variable NARROWCAST_{name} is {shown(text)}; use 1 or 0")
 
 
 def read_foreign(name: str) -> str | None:

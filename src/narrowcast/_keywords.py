@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any
 
+from narrowcast._checks import shown
+
 _PACKAGE = __name__.partition(".")[0]
 _LISTED = 200  # characters of the names that a message lists
 _CHECKED: dict[Any, Any] = {}  # functions, and constructors that check -> what checks
@@ -35,7 +37,7 @@ def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> No
     """
     for keyword in keywords:
         if keyword not in accepted:
-            raise TypeError(f"{name} takes no {keyword!r}; {_remedy(keyword, accepted)}")
+            raise TypeError(f"{name} takes no {shown(keyword)}; {_remedy(keyword, accepted)}")
 
 
 def _remedy(keyword: str, accepted: Collection[str]) -> str:

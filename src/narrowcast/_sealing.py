@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from narrowcast._checks import shown
+
 _ABSENT = object()
 
 
@@ -43,12 +45,12 @@ class Sealable:
     def __setattr__(self, name: str, value: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             raise FrozenInstanceError(
-                f"{type(self).__qualname__} is immutable in compiled code, so {name!r} cannot be assigned; "
+                f"{type(self).__qualname__} is immutable in compiled code, so {shown(name)} cannot be assigned; "
                 f"{self._how_to_change(name)}"
             )
         if getattr(self, "_sealed", False):
             raise FrozenInstanceError(
-                f"{type(self).__qualname__} has been used and is immutable, so {name!r} cannot be assigned; "
+                f"{type(self).__qualname__} has been used and is immutable, so {shown(name)} cannot be assigned; "
                 f"{self._how_to_change(name)}"
             )
         value = self._taken(name, value)
@@ -65,7 +67,7 @@ class Sealable:
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(
-            f"{type(self).__qualname__} keeps its attributes; {name!r} cannot be deleted"
+            f"{type(self).__qualname__} keeps its attributes; {shown(name)} cannot be deleted"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DType(enum.IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> None:
-        raise ValueError(f"{value!r} is no DType; use one of {', '.join(member.name for member in cls)}")
+        raise ValueError(f"{value!r:.60} is no DType; use one of {', '.join(member.name for member in cls)}")
 
 
 def round_to_float32(value: float) -> float:
@@ -176,7 +176,7 @@ def check_nvfp4(error_mode: str, chosen: tuple[str, ...]) -> None:
         if first in chosen and second in chosen:
             raise ValueError(f"NVFP4 cannot combine {first} with {second}; turn one of them off")
     if error_mode not in ("MAE", "MSE"):
-        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r}; use 'MAE' or 'MSE'")
+        raise ValueError(f"unknown 4-over-6 error mode {error_mode!r:.60}; use 'MAE' or 'MSE'")
 
 
 def cdiv(a: int, b: int) -> int:

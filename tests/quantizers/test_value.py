@@ -385,7 +385,7 @@ REPLACEMENTS: list[tuple[nc.Quantizer, dict[str, Any], type[Exception], str]] = 
     ),
     (VARIANTS["nvfp4"], {"nvfp4_e4m3_max": 449}, ValueError, "nvfp4_e4m3_max is 449"),
     (VARIANTS["nvfp4"], {"nvfp4_4over6_err_mode": "L1"}, ValueError, "err_mode is 'L1'"),
-    (VARIANTS["nvfp4"], {"dtype": E4M3}, ValueError, "dtype is <DType.kFloat8E4M3"),
+    (VARIANTS["nvfp4"], {"dtype": E4M3}, ValueError, "dtype is DType.kFloat8E4M3"),
     (VARIANTS["mxfp8"], {"dtype": nc.DType.kByte}, ValueError, "kByte.*; use"),
     (VARIANTS["mxfp6"], {"dtype": E4M3}, ValueError, "use DType.kFloat6E2M3 or"),
     (VARIANTS["mxfp4"], {"dtype": E4M3}, ValueError, "use DType.kFloat4E2M1"),

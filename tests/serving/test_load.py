@@ -84,7 +84,7 @@ def test_a_buffer_that_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
     _, path = saved("current", tmp_path)
     model = stack(160, 224, 96).to("meta")
     model.register_buffer("table", torch.empty(4, device="meta"), persistent=False)
-    with pytest.raises(RuntimeError, match=r"buffers \['table'\] are on the meta device"):
+    with pytest.raises(RuntimeError, match="buffers 'table' are on the meta device"):
         nc.load_quantized(model, path)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -94,7 +94,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model = stack(160, 224, 96)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = nn.Sequential(*model, nn.Linear(96, 8, device=DEVICE, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match=r"lacks \['2.weight', '2.bias'\]"):
+    with pytest.raises(RuntimeError, match="lacks '2.weight' and 1 more of the model, and the model nothing"):
         nc.load_quantized(other, path)
     with pytest.raises(ValueError, match="those of Float8CurrentScaling"):
         nc.load_quantized(model, path, QUANTIZED["block"])

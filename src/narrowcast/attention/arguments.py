@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule
@@ -18,14 +20,14 @@ Masks = Tensor | tuple[Tensor, Tensor] | None
 
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    if not is_one_of(value, known):
+        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}")
 
 
 def check_not_there(**options: Any) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name}={value!r} is not supported by this module; leave it out")
+            raise NotImplementedError(f"{name}={shown(value)} is not supported by this module; leave it out")
 
 
 def separate(
@@ -70,7 +72,7 @@ def _check_lengths(
     thd = qkv_format == "thd"
     if thd and not rule.padding:
         raise ValueError(
-            f"attn_mask_type is {rule.name!r}; qkv_format='thd' takes padding types: padding, padding_causal or "
+            f"attn_mask_type is {shown(rule.name)}; qkv_format='thd' takes padding types: padding, padding_causal or "
             "padding_causal_bottom_right"
         )
     if thd and (cu_seqlens[0] is None or cu_seqlens[1] is None):
@@ -101,8 +103,8 @@ def padding_read(
     """Return ``cu_seqlens_q_padded`` and ``cu_seqlens_kv_padded`` where the format reads them, else a pair of None."""
     if qkv_format != "thd" and (padded[0] is not None or padded[1] is not None):
         warn(
-            f"cu_seqlens_q_padded and cu_seqlens_kv_padded are ignored: qkv_format={qkv_format!r} has its own padding "
-            "behind each sequence; they are for 'thd'"
+            f"cu_seqlens_q_padded and cu_seqlens_kv_padded are ignored: qkv_format={shown(qkv_format)} has its own "
+            "padding behind each sequence; they are for 'thd'"
         )
         return None, None
     return padded
@@ -134,13 +136,14 @@ def masks_of(
     if mask is None:
         if rule.arbitrary or (rule.padding and cu_seqlens[0] is None):
             raise ValueError(
-                f"attn_mask_type is {rule.name!r} and attention_mask is None; give it, or cu_seqlens of a padding type"
+                f"attn_mask_type is {shown(rule.name)} and attention_mask is None; give it, or cu_seqlens of a "
+                "padding type"
             )
         return (None, None), None
     if not (rule.padding or rule.arbitrary) or qkv_format == "thd":
         warn(
-            f"attention_mask is ignored: attn_mask_type={rule.name!r} with qkv_format={qkv_format!r} reads none; leave "
-            "it out, or choose 'arbitrary' or a padding type"
+            f"attention_mask is ignored: attn_mask_type={shown(rule.name)} with qkv_format={shown(qkv_format)} reads "
+            "none; leave it out, or choose 'arbitrary' or a padding type"
         )
         return (None, None), None
     given = mask if isinstance(mask, tuple) else (mask,)

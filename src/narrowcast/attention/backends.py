@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from narrowcast._checks import shown
+
 from .. import kernels
 from .._environment import read_flag, read_text
 from .._tracing import can_check
@@ -47,7 +49,7 @@ class Switches:
         """
         level = read_text("DEBUG_LEVEL", "1")
         if not level.isdigit():
-            raise ValueError(f"environment variable NARROWCAST_DEBUG_LEVEL is {level!r}; use 0, 1 or 2")
+            raise ValueError(f"environment variable NARROWCAST_DEBUG_LEVEL is {shown(level)}; use 0, 1 or 2")
         return cls(
             flash=read_flag("FLASH_ATTN", True),
             fused=read_flag("FUSED_ATTN", True),

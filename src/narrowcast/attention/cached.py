@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import can_remember, warn
 from .kv_cache import InferenceParams
 from .masks import MaskRule
@@ -18,8 +20,8 @@ def check_cached(rule: MaskRule, layer_number: int | None, packed_inputs: bool) 
     """
     if not rule.padding:
         raise ValueError(
-            f"attn_mask_type is {rule.name!r} with inference_params; sequences in a KV cache differ in length, use "
-            "'padding_causal' or 'padding'"
+            f"attn_mask_type is {shown(rule.name)} with inference_params; sequences in a KV cache differ in length, "
+            "use 'padding_causal' or 'padding'"
         )
     if packed_inputs:
         raise ValueError(

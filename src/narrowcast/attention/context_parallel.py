@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..autograd.tensor_parallel import GatherRows
 from ..functional.collectives import group_name, group_size
 from .masks import Geometry, MaskRule, Tokens
@@ -38,8 +40,8 @@ def context_parallel(cp_group: Any, cp_comm_type: str) -> ContextParallel | None
         return None
     if cp_comm_type != "all_gather" or isinstance(cp_group, list):
         raise NotImplementedError(
-            f"context parallelism (cp_group={cp_group!r}) with cp_comm_type={cp_comm_type!r} is not there; pass one "
-            "group and cp_comm_type='all_gather'"
+            f"context parallelism (cp_group={shown(cp_group)}) with cp_comm_type={shown(cp_comm_type)} is not there; "
+            "pass one group and cp_comm_type='all_gather'"
         )
     name = group_name(cp_group)
     size = group_size(name)
@@ -60,7 +62,7 @@ def check_context_parallel(
     """
     unsupported = {
         "qkv_format='thd'": qkv_format == "thd",
-        f"attn_mask_type={rule.name!r}": rule.padding or rule.arbitrary,
+        f"attn_mask_type={shown(rule.name)}": rule.padding or rule.arbitrary,
         "core_attention_bias": scores.bias is not None,
         "score_mod": scores.score_mod is not None,
         "return_max_logit": max_logit,

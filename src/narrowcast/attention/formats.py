@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import tensor
 from .._device import HIGH_PRECISION
 
@@ -16,8 +18,8 @@ def checked_format(qkv_format: str) -> str:
     Raises:
         ValueError: it is not one of ``FORMATS``.
     """
-    if qkv_format not in FORMATS:
-        raise ValueError(f"qkv_format is {qkv_format!r}; it must be one of {', '.join(FORMATS)}")
+    if not is_one_of(qkv_format, FORMATS):
+        raise ValueError(f"qkv_format is {shown(qkv_format)}; it must be one of {', '.join(FORMATS)}")
     return qkv_format
 
 
@@ -45,7 +47,8 @@ def check_tensors(
         tensor(name, x)
         if x.dim() != rank:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; qkv_format={qkv_format!r} takes {rank} dims: {list(qkv_format)}"
+                f"{name} has shape {tuple(x.shape)}; qkv_format={shown(qkv_format)} takes {rank} dims: "
+                f"{list(qkv_format)}"
             )
         if x.shape[-2] != count or x.shape[-1] != dim:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; its last two dims must be ({count}, {dim})")

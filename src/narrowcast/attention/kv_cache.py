@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._checks import flags, positive
 from .._device import default_device
 from ..layers.parameters import parameter_device
@@ -240,7 +242,9 @@ class InferenceParams:
         positive(**{label: size for label, size in given.items() if size is not None or label in needed})
         flags(is_paged=is_paged)
         if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
-            raise TypeError(f"custom_cache_manager is {custom_cache_manager!r}; use a KVCacheManager or None")
+            raise TypeError(
+                f"custom_cache_manager is {shown(custom_cache_manager)}; use a KVCacheManager or None"
+            )
         if is_paged and page_size is None:
             raise ValueError("is_paged=True needs page_size, the tokens of a page")
         if checked_format(qkv_format) == "thd" and max_ctx_len is None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 MASK_TYPES = (
     "no_mask",
     "padding",
@@ -66,11 +68,15 @@ def mask_rule(
     """
     name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if isinstance(attn_mask_type, str) else None
     if name is None or name not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
+        raise ValueError(
+            f"attn_mask_type is {shown(attn_mask_type)}; it must be one of {', '.join(MASK_TYPES)}"
+        )
     sides = (-1, -1) if window_size is None else window_size
     window = tuple(sides) if isinstance(sides, (tuple, list)) else ()
     if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
-        raise ValueError(f"window_size is {window_size!r}; give (left, right), each an int, -1 for no bound")
+        raise ValueError(
+            f"window_size is {shown(window_size)}; give (left, right), each an int, -1 for no bound"
+        )
     if "causal" in name:
         window = (window[0], 0)
     if bottom_right_diagonal is None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import functional
 from .._checks import flags, in_range, numbers, positive, tensor, tensors, whole
 from .._device import default_device
@@ -167,7 +169,7 @@ def apply_fused_qkv_rotary_pos_emb(
     flags(interleaved=interleaved, by_group=by_group)
     if not isinstance(qkv_split_arg_list, (list, tuple)):
         raise TypeError(
-            f"qkv_split_arg_list is {qkv_split_arg_list!r}; pass the widths of queries, key and value"
+            f"qkv_split_arg_list is {shown(qkv_split_arg_list)}; pass the widths of queries, key and value"
         )
     widths = list(qkv_split_arg_list)
     for width in widths:
@@ -176,8 +178,8 @@ def apply_fused_qkv_rotary_pos_emb(
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}, which is not {', '.join(tensor_format)}")
     if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:
         raise ValueError(
-            f"qkv_split_arg_list is {widths}; it must be the widths of queries, key and value in the last dim of qkv, "
-            f"{qkv.shape[-1]}, the first a multiple of the second"
+            f"qkv_split_arg_list is {shown(widths)}; it must be the widths of queries, key and value in the "
+            f"last dim of qkv, {qkv.shape[-1]}, the first a multiple of the second"
         )
     if not qkv.is_contiguous():
         raise ValueError(
@@ -266,8 +268,8 @@ def check_rotary(
     cp_rank: int,
 ) -> None:
     """Check the arguments of ``apply_rotary_pos_emb``; raises as it says."""
-    if tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format is {tensor_format!r}; it must be one of {', '.join(FORMATS)}")
+    if not is_one_of(tensor_format, FORMATS):
+        raise ValueError(f"tensor_format is {shown(tensor_format)}; it must be one of {', '.join(FORMATS)}")
     tensor("t", t)
     tensor("freqs", freqs)
     positive(cp_size=cp_size)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._tracing import has_addresses, once_differentiable
 from ..functional import amax_to_share, quantize, transpose_codes
 from ..functional.collectives import (
@@ -211,8 +213,8 @@ def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: boo
     Raises:
         ValueError: another mode, or ``sequence_parallel`` without one.
     """
-    if mode not in MODES:
-        raise ValueError(f"tensor_parallel_mode is {mode!r}; use None, 'column' or 'row'")
+    if not is_one_of(mode, MODES):
+        raise ValueError(f"tensor_parallel_mode is {shown(mode)}; use None, 'column' or 'row'")
     if sequence_parallel and mode is None:
         raise ValueError("sequence_parallel=True needs tensor_parallel_mode='column' or 'row'")
     group = group_name(process_group)
@@ -234,7 +236,7 @@ def local_features(parallel: TensorParallel, in_features: int, out_features: int
     if split % size:
         label = "out_features" if parallel.mode == "column" else "in_features"
         raise ValueError(
-            f"{label}={split} does not divide among {size} processes with tensor_parallel_mode={parallel.mode!r}"
+            f"{label}={split} does not divide among {size} processes with tensor_parallel_mode={shown(parallel.mode)}"
         )
     if parallel.mode == "column":
         return in_features, out_features // size

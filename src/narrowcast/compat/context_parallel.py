@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from ..formats import round_up
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -99,8 +101,8 @@ def get_batch_on_this_cp_rank(
     Raises:
         ValueError: another format, lengths that do not divide, or too few dims.
     """
-    if qvk_format not in ("thd", "bshd", "sbhd"):
-        raise ValueError(f"qvk_format is {qvk_format!r}; use 'thd', 'bshd' or 'sbhd'")
+    if not is_one_of(qvk_format, ("thd", "bshd", "sbhd")):
+        raise ValueError(f"qvk_format is {shown(qvk_format)}; use 'thd', 'bshd' or 'sbhd'")
     if qvk_format == "thd" and cu_seqlens_padded is None:
         raise ValueError("qvk_format='thd' needs cu_seqlens_padded, the sums of the padded lengths")
     size, rank = dist.get_world_size(group=cp_group), dist.get_rank(group=cp_group)
@@ -131,7 +133,7 @@ def _sequences(tensor: Tensor, cu_seqlens: Tensor | None, qvk_format: str) -> tu
         return dim, ends
     if tensor.dim() < 2:
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} with qvk_format={qvk_format!r} needs at least 2 dimensions"
+            f"a tensor of shape {tuple(tensor.shape)} with qvk_format={shown(qvk_format)} needs at least 2 dimensions"
         )
     dim = 1 if qvk_format == "bshd" else 0
     return dim, [0, tensor.shape[dim]]

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from narrowcast._checks import shown
+
 from ..formats import DType
 from ..quantizers.arguments import TORCH_DTYPES
 from ..recipe import Format, Recipe
@@ -20,7 +22,7 @@ def _format_of(recipe: Any, kind: str) -> Format:
     """
     chosen = getattr(recipe, kind, None) if isinstance(recipe, Recipe) else None
     if not isinstance(chosen, Format):
-        raise TypeError(f"{recipe!r} has no {kind}; pass a recipe that has, such as MXFP8BlockScaling()")
+        raise TypeError(f"{shown(recipe)} has no {kind}; pass a recipe that has, such as MXFP8BlockScaling()")
     return chosen
 
 

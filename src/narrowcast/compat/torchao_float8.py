@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .. import _checks
+from .._checks import shown
 from ..convert import convert
 from ..nn import Linear
 from ..recipe import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams, Recipe
@@ -288,7 +289,7 @@ def convert_to_float8_training(
     )
     if own:
         warnings.warn(
-            f"{len(own)} nn.Linear with a forward of their own, such as {own[0]!r}, stay as they are",
+            f"{len(own)} nn.Linear with a forward of their own, such as {shown(own[0])}, stay as they are",
             stacklevel=2,
         )
     wanted.difference_update(own)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import _checks
 from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
@@ -81,18 +83,18 @@ def train_merged(model: Any, enabled: bool = True, scales: Scales = "kept") -> A
     for name, layer in list(_layers(model)):
         if enabled and layer.base_layer in masters:
             raise ValueError(
-                f"the weight of {name!r} is gathered as codes, which are not what is merged; call train_merged before "
-                "nc.distributed.shard"
+                f"the weight of {shown(name)} is gathered as codes, which are not what is merged; call train_merged "
+                "before nc.distributed.shard"
             )
         for adapter in _active(layer):
             if adapter in getattr(layer, "lora_variant", ()):
                 raise ValueError(
-                    f"the adapter {adapter!r} of {name!r} is DoRA or another variant; use plain LoRA"
+                    f"the adapter {shown(adapter)} of {shown(name)} is DoRA or another variant; use plain LoRA"
                 )
             if not isinstance(layer.lora_dropout[adapter], nn.Identity) and layer.lora_dropout[adapter].p:
                 raise ValueError(
-                    f"the adapter {adapter!r} of {name!r} has dropout {layer.lora_dropout[adapter].p}, which no merge "
-                    "has; use lora_dropout=0"
+                    f"the adapter {shown(adapter)} of {shown(name)} has dropout {layer.lora_dropout[adapter].p}, "
+                    "which no merge has; use lora_dropout=0"
                 )
         vars(layer).pop("forward", None)
         layer.trains_merged = enabled
@@ -251,11 +253,11 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
             continue
         if not (isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A")):
             raise ValueError(
-                f"{name!r} is {type(layer).__name__} around {type(layer.base_layer).__name__}; LoRA and DoRA around "
-                "nn.Linear are merged, others with merge_and_unload()"
+                f"{shown(name)} is {type(layer).__name__} around {type(layer.base_layer).__name__}; LoRA and DoRA "
+                "around nn.Linear are merged, others with merge_and_unload()"
             )
         if layer.merged:
-            raise ValueError(f"{name!r} is merged already; call unmerge_adapter() first")
+            raise ValueError(f"{shown(name)} is merged already; call unmerge_adapter() first")
         if _active(layer):
             found = True
             yield name, layer
@@ -264,8 +266,8 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_scales(scales: Any) -> None:
-    if scales not in ("kept", "new"):
-        raise ValueError(f"scales is {scales!r}; use 'kept' or 'new'")
+    if not is_one_of(scales, ("kept", "new")):
+        raise ValueError(f"scales is {shown(scales)}; use 'kept' or 'new'")
 
 
 def _active(layer: Any) -> list[str]:
@@ -325,11 +327,11 @@ def _check_merges(name: str, layer: Any, record: ParameterRecord) -> None:
     if record.splits and record.stored != "plain":
         how = "stored" if record.stored == "codes" else "gathered by narrowcast.distributed.shard"
         raise ValueError(
-            f"the weight under {name!r} is {how} as codes, and ranks share it; save the adapters "
+            f"the weight under {shown(name)} is {how} as codes, and ranks share it; save the adapters "
             "(model.save_pretrained), and merge in one process with a base that is not sharded"
         )
     if len(record.parts) > 1:
-        raise ValueError(f"ranks share the weight under {name!r} in blocks; merge before it is split")
+        raise ValueError(f"ranks share the weight under {shown(name)} in blocks; merge before it is split")
 
 
 @contextmanager
@@ -372,7 +374,7 @@ def _merged_weight(layer: Any, scales: Scales) -> Any:
 def _check_bias(layer: Any) -> None:
     for adapter in _active(layer):
         if getattr(layer, "lora_bias", {}).get(adapter) and layer.base_layer.bias is None:
-            raise ValueError(f"the adapter {adapter!r} has a bias, and its layer has none to add it to")
+            raise ValueError(f"the adapter {shown(adapter)} has a bias, and its layer has none to add it to")
 
 
 def _merged_bias(layer: Any) -> nn.Parameter | None:

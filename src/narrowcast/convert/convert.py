@@ -7,6 +7,8 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
+from narrowcast._checks import is_one_of, shown, some
+
 from .. import _checks
 from ..layers import renew_with
 from ..layers.described import describe_parameters
@@ -177,8 +179,9 @@ def revert(model: Model) -> Model:
         check_turns_back(name, module)
         if stored_as(module) and records[id(module), "weight"].mesh is not None:
             raise RuntimeError(
-                f"{name or 'the model'!r} has a weight that is stored as codes and sharded; call narrowcast.revert "
-                "before fully_shard, or save a checkpoint and load it into a model that is not sharded"
+                f"{shown(name or 'the model')} has a weight that is stored as codes and sharded; call "
+                "narrowcast.revert before fully_shard, or save a checkpoint and load it into a model that is not "
+                "sharded"
             )
     for _, module in converted:
         restore(module)
@@ -194,8 +197,8 @@ def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
         raise TypeError(
             "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
         )
-    if weights not in ("plain", "stored", *FOUR_BITS):
-        raise ValueError(f"weights is {weights!r}; use 'plain', 'stored', 'nvfp4' or 'mxfp4'")
+    if not is_one_of(weights, ("plain", "stored", *FOUR_BITS)):
+        raise ValueError(f"weights is {shown(weights)}; use 'plain', 'stored', 'nvfp4' or 'mxfp4'")
 
 
 def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
@@ -226,15 +229,10 @@ def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
     reasons: dict[str, list[str]] = {}
     for one in wanted:
         reasons.setdefault(one.reason, []).append(one.found.name or "the model")
-    told = "; ".join(f"{_some(names)}: {reason}" for reason, names in list(reasons.items())[:2])
+    told = "; ".join(f"{some(names)}: {reason}" for reason, names in list(reasons.items())[:2])
     raise ValueError(
         f"convert would change nothing in this {type(model).__name__}; {told}. narrowcast.receipt(model) lists all"
     )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - 1
-    return f"{names[0]!r} and {more} more" if more else repr(names[0])
 
 
 def _chosen_names(only: Selectors, modules: dict[str, nn.Module], model: nn.Module) -> set[str]:
@@ -246,8 +244,8 @@ def _chosen_names(only: Selectors, modules: dict[str, nn.Module], model: nn.Modu
     chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
     if not chosen:
         raise ValueError(
-            f"only={only!r} chooses none of {len(modules)} modules; its functions are called with (name, module), "
-            f"such as {next(iter(modules), '')!r} and that module"
+            f"only={shown(only)} chooses none of {len(modules)} modules; its functions are called with (name, "
+            f"module), such as {shown(next(iter(modules), ''))} and that module"
         )
     return chosen
 
@@ -301,8 +299,8 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
         return before
     if before.stored == "stored":  # a copy in four bits serves every recipe
         raise ValueError(
-            f"the weight of {before.found.name or 'the model'!r} is stored quantized for {recipe_name(before.recipe)}; "
-            "call narrowcast.revert(model) before converting with another recipe"
+            f"the weight of {shown(before.found.name or 'the model')} is stored quantized for "
+            f"{recipe_name(before.recipe)}; call narrowcast.revert(model) before converting with another recipe"
         )
     return replace(before, recipe=recipe)
 
@@ -340,8 +338,8 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision], weights: s
             reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"
             if one.stored and one.stored != weights:
                 raise ValueError(
-                    f"the weight of {one.found.name or 'the model'!r} is stored as {one.stored!r}, not {weights!r}; "
-                    "call narrowcast.revert(model) first, which keeps the values of the copy"
+                    f"the weight of {shown(one.found.name or 'the model')} is stored as {shown(one.stored)}, not "
+                    f"{shown(weights)}; call narrowcast.revert(model) first, which keeps the values of the copy"
                 )
             stored = "" if reason else weights
             one = replace(one, stored=stored, reason="; ".join(filter(None, (one.reason, reason))))

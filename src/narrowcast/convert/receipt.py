@@ -224,17 +224,17 @@ class Receipt:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model, as plain values."""
-        shown = {
+        described = {
             one.name: getattr(self, one.name)
             for one in dataclasses.fields(self)
             if not one.name.startswith("_")
         }
-        shown.update(gemms=[dataclasses.asdict(one) for one in self.gemms])
-        shown.update(norms=[dataclasses.asdict(one) for one in self.norms])
-        shown.update(memory=dataclasses.asdict(self.memory))
-        shown.update(sharding=None if self.sharding is None else dataclasses.asdict(self.sharding))
+        described.update(gemms=[dataclasses.asdict(one) for one in self.gemms])
+        described.update(norms=[dataclasses.asdict(one) for one in self.norms])
+        described.update(memory=dataclasses.asdict(self.memory))
+        described.update(sharding=None if self.sharding is None else dataclasses.asdict(self.sharding))
         return {
-            **shown,
+            **described,
             "idle": self.idle,
             "flops_covered": self.flops_covered,
             "parameters_covered": self.parameters_covered,

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from narrowcast._checks import shown
+
 from ..layers.parameters import weight_quantizer
 from ..quantizers import MXFP4Quantizer, NVFP4Quantizer, Operand, Quantizer
 from ..recipe import Recipe
@@ -77,7 +79,8 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int], meta: bool = False)
 def nothing_to_store(weights: str) -> ValueError:
     """Return the error for a model without a weight that could be stored."""
     return ValueError(
-        f"weights={weights!r} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) first"
+        f"weights={shown(weights)} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
+        "first"
     )
 
 

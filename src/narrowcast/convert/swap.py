@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from narrowcast._checks import shown
+
 from ..layers import LinearLayer
 from ..recipe import Recipe
 from ..upstream.modules import own_buffers
@@ -92,7 +94,7 @@ def check_turns_back(name: str, module: nn.Module) -> None:
         module._layer, before.original
     ):
         raise RuntimeError(
-            f"{name!r} was converted and is a {type(module).__name__} now; undo what changed its class "
+            f"{shown(name)} was converted and is a {type(module).__name__} now; undo what changed its class "
             "(a parametrization, a data-parallel wrapper) before revert"
         )
 

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from narrowcast._checks import shown
+
 from .. import _checks
 from ..layers import DelayedLayer, GroupedLinearLayer
 from ..layers.described import ParameterRecord, describe_parameters, places
@@ -78,7 +80,7 @@ def save_checkpoint(
     _checks.optimizer("optimizer", optimizer)
     _checks.flags(asynchronous=asynchronous)
     if extra is not None and not isinstance(extra, dict):
-        raise TypeError(f"extra is {extra!r}, of type {type(extra).__name__}; pass a dict or None")
+        raise TypeError(f"extra is {shown(extra)}, of type {type(extra).__name__}; pass a dict or None")
     together = Together.of(group)
     if asynchronous and len(together.ranks) > 1 and group is None:
         raise ValueError(
@@ -267,7 +269,7 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if type(value) in (dict, list, tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        plain = {_plain(key, where): _plain(one, f"{where}[{key!r}]") for key, one in pairs}
+        plain = {_plain(key, where): _plain(one, f"{where}[{shown(key)}]") for key, one in pairs}
         return plain if isinstance(value, dict) else type(value)(plain.values())
     if isinstance(value, torch.Tensor):
         value = getattr(value, "full_tensor", lambda: value)().detach()

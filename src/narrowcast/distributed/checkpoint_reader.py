@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from narrowcast._checks import shown
+
 LARGEST_METADATA = 2**30  # bytes
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -123,14 +125,14 @@ class SafeReader(StorageReader):
             return
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"{name!r} of {self.path} is {type(value).__name__}; its .metadata says a tensor"
+                f"{shown(name)} of {self.path} is {type(value).__name__}; its .metadata says a tensor"
             )
         for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             value = value.narrow(dim, begin, length)
         target = planner.resolve_tensor(item).detach()
         if target.shape != value.shape:
             raise ValueError(
-                f"{name!r} of {self.path} is {tuple(value.shape)} where {tuple(target.shape)} is read"
+                f"{shown(name)} of {self.path} is {tuple(value.shape)} where {tuple(target.shape)} is read"
             )
         target.copy_(value)
         planner.commit_tensor(item, target)
@@ -166,9 +168,9 @@ def plain_value(content: io.BytesIO, name: str) -> Any:
             (line for line in str(error).splitlines() if "WeightsUnpickler error" in line), "it is damaged"
         )
         raise ValueError(
-            f"{name!r} of the checkpoint holds more than tensors, numbers, strings and containers of them, and reading "
-            f"it could run code ({why.strip()}); if you trust it, load it with torch.distributed.checkpoint and save "
-            "plain values"
+            f"{shown(name)} of the checkpoint holds more than tensors, numbers, strings and containers of them, and "
+            f"reading it could run code ({why.strip()}); if you trust it, load it with torch.distributed.checkpoint "
+            "and save plain values"
         ) from error
 
 
@@ -268,7 +270,7 @@ def _described(name: str, value: Any) -> Any:
         for one in chunks
     )
     if not inside or sum(math.prod(one.sizes) for one in chunks) != math.prod(size):
-        raise ValueError(f"the parts of {name!r} are not the tensor of shape {tuple(size)}")
+        raise ValueError(f"the parts of {shown(name)} are not the tensor of shape {tuple(size)}")
     return TensorStorageMetadata(TensorProperties(dtype=_typed(dtype, torch.dtype)), size, chunks)
 
 
@@ -281,7 +283,7 @@ def _check_extents(name: str, value: Any, stored: dict[Any, Extent]) -> None:
         parts = ((MetadataIndex(name, one.offsets), math.prod(one.sizes) * itemsize) for one in value.chunks)
     for index, size in parts:
         if index not in stored or stored[index].length < size:
-            raise ValueError(f"{name!r} needs {size} bytes, and {stored.get(index)} is what there is")
+            raise ValueError(f"{shown(name)} needs {size} bytes, and {stored.get(index)} is what there is")
 
 
 def _extent(value: Any) -> Extent:
@@ -293,7 +295,7 @@ def _extent(value: Any) -> Extent:
     )
     name = extent.file
     if name in ("", ".", "..") or Path(name).name != name or "\\" in name or ":" in name:
-        raise ValueError(f"{name!r} is not the name of a file in it")
+        raise ValueError(f"{shown(name)} is not the name of a file in it")
     if extent.offset < 0 or extent.length < 0:
         raise ValueError(f"{extent} is outside the file")
     return extent

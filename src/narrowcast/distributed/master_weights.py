@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._checks import tensor as tensor_given
 from ..layers.described import parts_of
 from ..quantizers import Float8Quantizer, Quantizer
@@ -38,7 +40,7 @@ def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
     name = tensor._ROWWISE_BUFFERS[0]
     codes = getattr(tensor, name)
     if codes is None:
-        raise RuntimeError(f"replace_raw_data: {tensor!r} has no row-wise codes")
+        raise RuntimeError(f"replace_raw_data: {shown(tensor)} has no row-wise codes")
     tensor_given("new_raw_data", new_raw_data)
     given = (new_raw_data.dtype, new_raw_data.numel(), new_raw_data.device)
     if given != (codes.dtype, codes.numel(), codes.device) or not new_raw_data.is_contiguous():
@@ -118,7 +120,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
     weights = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     if not isinstance(weights, (list, tuple)):
         raise TypeError(
-            f"model_weights is {weights!r}, of type {type(weights).__name__}; pass weights in a list"
+            f"model_weights is {shown(weights)}, of type {type(weights).__name__}; pass weights in a list"
         )
     for weight in weights:
         if isinstance(weight, QuantizedTensor) and not weight.get_usages()["columnwise"]:
@@ -165,11 +167,13 @@ def _checked(weight: Any, master: Tensor | None, start: int | None) -> Quantized
     if weight.dim() != 2 or not _groups(quantizer):
         raise ValueError(
             f"quantize_master_weights cannot write shards of a {type(weight).__name__} {tuple(weight.shape)} by "
-            f"{quantizer!r}; per-tensor FP8, 128x128 tiles, MXFP8 and NVFP4 in 16x16 tiles without rotation, "
+            f"{shown(quantizer)}; per-tensor FP8, 128x128 tiles, MXFP8 and NVFP4 in 16x16 tiles without rotation, "
             "stochastic rounding or 4over6 can"
         )
     if (master is None) != (start is None):
-        raise ValueError(f"a master weight is {master!r} with start_offset={start}; give both or neither")
+        raise ValueError(
+            f"a master weight is {shown(master)} with start_offset={start}; give both or neither"
+        )
     if master is not None and not 0 <= start <= start + master.numel() <= weight.numel():  # type: ignore[operator]
         raise ValueError(
             f"a shard of {master.numel()} elements at start_offset={start} does not lie in a weight of "

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from narrowcast._checks import shown
+
 from ..functional.collectives import group_name
 from ..upstream.c10d import all_gather_op, group_named, reduce_scatter_op, wait_op
 from ..upstream.micro_pipeline import (
@@ -64,7 +66,7 @@ def _why_not(group: str | None) -> str:
         process_group = group_named(group)
     backend = dist.get_backend(process_group)
     if "nccl" not in backend:
-        return f"the group's backend is {backend!r}, it needs 'nccl'"
+        return f"the group's backend is {shown(backend)}, it needs 'nccl'"
     try:
         start_symmetric_memory(process_group.group_name)
     except (RuntimeError, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, module, positive
+from .._checks import flags, is_one_of, module, positive
 from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_arrivals, moe_positions
@@ -97,7 +97,7 @@ class MoEDispatch(nn.Module):
             "grad_quantizer": grad_quantizer,
             "combine_grad_quantizer": combine_grad_quantizer,
         }
-        if combine_grad_quantizer == AS_GRAD:
+        if is_one_of(combine_grad_quantizer, (AS_GRAD,)):
             quantizers["combine_grad_quantizer"] = grad_quantizer
         wires = [wire_of(name, ranks, one, label, deliver_codes) for label, one in quantizers.items()]
         self.wires = Wires(*wires)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import can_return_quantized, once_differentiable
 from ..formats import DType
 from ..functional import (
@@ -94,14 +96,14 @@ def wire_of(group: str, ranks: int, quantizer: Quantizer | None, name: str, deli
     if quantizer is None:
         return Wire(group, ranks)
     if not isinstance(quantizer, Quantizer):
-        raise TypeError(f"{name} is {quantizer!r}; pass a quantizer such as nc.MXFP8Quantizer, or None")
+        raise TypeError(f"{name} is {shown(quantizer)}; pass a quantizer such as nc.MXFP8Quantizer, or None")
     quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
     layout = quantizer._format_layout()
     scales = [buffer for buffer in layout.buffers if buffer.of_direction(False)][1:]
     if layout.scale_group[0] != 1 or len(scales) != 1 or quantizer._is_stochastic():
         raise TypeError(
-            f"{name} is {quantizer!r}, whose rows do not travel alone; use one with scales per block of a row, such as "
-            "nc.MXFP8Quantizer or nc.Float8BlockQuantizer(..., block_scaling_dim=1)"
+            f"{name} is {shown(quantizer)}, whose rows do not travel alone; use one with scales per block of a row, "
+            "such as nc.MXFP8Quantizer or nc.Float8BlockQuantizer(..., block_scaling_dim=1)"
         )
     coded, transposed = has_coded_rows(quantizer), scales[0].shape[0].size == "K"
     e5m2 = coded and quantizer.dtype == DType.kFloat8E5M2  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
@@ -167,10 +169,10 @@ def _check_options(mesh: Any, quantized_gather: bool, options: dict[str, Any]) -
     policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh is {mesh!r}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
+            f"mesh is {shown(mesh)}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
         )
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is {policy!r}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
+        raise TypeError(f"mp_policy is {shown(policy)}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
     if quantized_gather and type(reshard) is int:
         raise ValueError(
             f"reshard_after_forward={reshard}: FSDP2 cannot reshard weights gathered quantized to fewer ranks; use "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from narrowcast._checks import shown
+
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.value import value_fields
 from ..upstream import opaque
@@ -59,7 +61,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
         TypeError: not a quantizer class, or an annotated field that is no bool, int, float, str or enum.
     """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
-        raise TypeError(f"{cls!r} is not a Quantizer class")
+        raise TypeError(f"{shown(cls)} is not a Quantizer class")
     if "_registered_fields" in cls.__dict__:
         return cls
     fields = value_fields(cls)

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from narrowcast._checks import shown
+
 from .. import kernels, reference
 from .._device import is_native
 from .._tracing import can_overwrite
@@ -201,7 +203,7 @@ def gemm_directions(kind: str) -> tuple[bool, bool]:
         ValueError: another ``kind`` than the three.
     """
     if kind not in COLUMNWISE:
-        raise ValueError(f"kind is {kind!r}; use one of {list(COLUMNWISE)}")
+        raise ValueError(f"kind is {shown(kind)}; use one of {list(COLUMNWISE)}")
     return COLUMNWISE[kind]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..formats import padded_rows, round_up
 from ._library import define, give_backward
 from .grouped_quantize import splits_on_device
@@ -121,4 +123,6 @@ def _check(x: Tensor, splits: Tensor | Sequence[int], alignment: int) -> None:
 
 def _check_sum(splits: Sequence[int], rows: int) -> None:
     if any(split < 0 for split in splits) or sum(splits) != rows:
-        raise ValueError(f"splits is {list(splits)}; use non-negative numbers whose sum is the {rows} rows")
+        raise ValueError(
+            f"splits is {shown(list(splits))}; use non-negative numbers whose sum is the {rows} rows"
+        )

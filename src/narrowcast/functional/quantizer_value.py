@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._environment import read_flag
 from .._version import __version__
 from ..upstream import opaque
@@ -267,6 +269,6 @@ def _made_of_text(text: str) -> QuantizerValue:
     identifier, items = ast.literal_eval(text)
     if identifier not in CLASSES:
         raise RuntimeError(
-            f"no quantizer class {identifier!r} is known here; import the module that defines it first"
+            f"no quantizer class {shown(identifier)} is known here; import the module that defines it first"
         )
     return CLASSES[identifier]._of_value(items)

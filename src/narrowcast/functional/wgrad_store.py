@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ._library import QUANTIZER, define
 from .quantizer_value import QuantizerValue
 
@@ -103,7 +105,7 @@ class WeightGradStore:
 def _defer_wgrad(store: str, *fields: Any) -> Tensor:
     if store not in _STORES:
         raise RuntimeError(
-            f"the module of weight-gradient store {store!r} no longer exists; compile it again"
+            f"the module of weight-gradient store {shown(store)} no longer exists; compile it again"
         )
     deferred = DeferredWgrad(*fields)
     # copies: the compiler reuses the memory of an operand after its last use in the graph

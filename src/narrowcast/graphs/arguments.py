@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._tracing import users_level
 from ..upstream.modules import has_backward_hooks
 from ..upstream.tensors import tree_flatten
@@ -144,18 +146,23 @@ def schedule(
 def _check_order(order: Sequence[int]) -> tuple[int, int]:
     """Return chunks and the microbatches of an order."""
     if not order or any(not isinstance(number, int) or number == 0 for number in order):
-        raise ValueError(f"_order is {list(order)}; use integers that are not 0, such as [1, 2, -2, -1]")
+        raise ValueError(
+            f"_order is {shown(list(order))}; use integers that are not 0, such as [1, 2, -2, -1]"
+        )
     chunks = max(order)
     counts = {number: list(order).count(number) for number in (*range(1, chunks + 1), *range(-chunks, 0))}
     if set(order) - set(counts) or len(set(counts.values())) != 1:
         raise ValueError(
-            f"_order is {list(order)}; each of 1 to {max(chunks, 1)} and their negatives must occur once per microbatch"
+            f"_order is {shown(list(order))}; each of 1 to {max(chunks, 1)} and their negatives must occur once "
+            "per microbatch"
         )
     for position in range(len(order)):
         so_far = list(order[: position + 1])
         chunk = abs(order[position])
         if so_far.count(-chunk) > so_far.count(chunk):
-            raise ValueError(f"_order is {list(order)}; chunk {chunk} has a backward before its forward")
+            raise ValueError(
+                f"_order is {shown(list(order))}; chunk {chunk} has a backward before its forward"
+            )
     return chunks, counts[1]
 
 

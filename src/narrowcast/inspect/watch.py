@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .. import _checks
 from .._determinism import DETERMINISM
 from .._table import aligned
@@ -451,7 +453,8 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     for name, layer in layers.items():
         if _INPUT in own_buffers(layer):
             raise ValueError(
-                f"{name!r} is watched already; close() the other watch, or use it in `with nc.watch(...) as watch:`"
+                f"{shown(name)} is watched already; close() the other watch, or use it in `with nc.watch(...) as "
+                "watch:`"
             )
     routers = {name: module for name, module in model.named_modules() if isinstance(module, MoERouter)}
     return Watch(layers, routers, every, skipped)

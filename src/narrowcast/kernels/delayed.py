@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..formats import FLT_MAX, cdiv
 from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 
@@ -177,7 +179,7 @@ def _tables(
 
 def _takes_maximum(algo: str) -> bool:
     if algo not in ("max", "most_recent"):
-        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
+        raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")
     return algo == "max"
 
 

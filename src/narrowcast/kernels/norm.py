@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
@@ -248,7 +250,9 @@ def _statistics_launch(
     M, K = _sizes(x)
     shape, dtype = x  # type: ignore[misc]
     if normalization not in NORMALIZATIONS:
-        raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+        raise ValueError(
+            f"unknown normalization {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}"
+        )
     _check(shape, dtypes=(dtype,), residual=residual)
     _check((K,), weight=weight, bias=bias)
     if weight is None and (amax_partials or writes):

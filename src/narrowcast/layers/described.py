@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import module as checked_module
 from ..functional.collectives import gather_rows, group_size
 from ..tensors import DequantizingTensor, local, spread_like
@@ -149,7 +151,7 @@ def describe_parameter(model: nn.Module, name: str) -> ParameterRecord:
     records = describe_parameters(model)
     found = records.get(name) or next((one for one in records.values() if one.name == name), None)
     if found is None:
-        raise ValueError(f"the model has no parameter {name!r}; pass a name of model.named_parameters()")
+        raise ValueError(f"the model has no parameter {shown(name)}; pass a name of model.named_parameters()")
     return found
 
 

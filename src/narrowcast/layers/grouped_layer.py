@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import flags, positive, text
 from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
@@ -314,7 +316,7 @@ class GroupedLinearLayer(LinearLayer):
                 wanted.append(weight)
                 if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
                     raise ValueError(
-                        f"main_grad of parameter {part!r} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
+                        f"main_grad of parameter {shown(part)} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
                         f"torch.float32 or torch.bfloat16 {tuple(weight.shape)}"
                     )
             main_grads.append(main_grad)
@@ -369,7 +371,8 @@ class GroupedLinearLayer(LinearLayer):
                 isinstance(rows, int) or hasattr(rows, "__index__") for rows in splits
             ):
                 raise TypeError(
-                    f"{label} is {splits!r}; give the rows of each group as a list of ints, or an int32 or int64 tensor"
+                    f"{label} is {shown(splits)}; give the rows of each group as a list of ints, or an int32 or "
+                    "int64 tensor"
                 )
             known = list(splits)
         elif splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):

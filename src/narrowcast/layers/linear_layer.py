@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import function
 from .._determinism import DETERMINISM
 from .._tracing import record, records_transforms, refuse_in_transform, warn
@@ -346,10 +348,10 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if lacks_columns and not self._makes_columns(weight):
                 kind = plan.kept_weight.storage_name.rpartition(":")[2]
                 raise RuntimeError(
-                    f"parameter {stage.weight!r} of {self.name or type(self).__name__} has no column-wise data for the "
-                    f"gradient of the input, and the layer does not make it from the row-wise data of {kind}; "
-                    "make the layer with gradients enabled, or quantize the weight with columnwise=True, or run it "
-                    "under torch.no_grad()"
+                    f"parameter {shown(stage.weight)} of {self.name or type(self).__name__} has no column-wise data "
+                    "for the gradient of the input, and the layer does not make it from the row-wise data of "
+                    f"{kind}; make the layer with gradients enabled, or quantize the weight with columnwise=True, or "
+                    "run it under torch.no_grad()"
                 )
         wgrad = TO_AUTOGRAD
         if (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) and plan.needs_weight:
@@ -376,8 +378,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             wanted = resolve_storage_class(operand.storage_name)
             if not isinstance(weight, wanted):
                 raise RuntimeError(
-                    f"parameter {stage.weight!r} of {self.name or type(self).__name__} is a {type(weight).__name__}, "
-                    f"the recipe in force wants {wanted.__name__}; use the recipe of quantized_model_init or shard"
+                    f"parameter {shown(stage.weight)} of {self.name or type(self).__name__} is a "
+                    f"{type(weight).__name__}, the recipe in force wants {wanted.__name__}; use the recipe of "
+                    "quantized_model_init or shard"
                 )
             return buffers_of(weight)
         made_from = [weight] if self._placed else self._parts_of(stage.weight)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
+from narrowcast._checks import shown
+
 
 class NormOptions(TypedDict, total=False):
     """Further options of norms."""
@@ -84,6 +86,6 @@ def check_neutral(layer: str, options: Mapping[str, Any], declared: type) -> Non
         accepted = get_args(hints[name])
         if accepted and not any(value is own or (own is not None and value == own) for own in accepted):
             raise NotImplementedError(
-                f"{layer}({name}={value!r}) is not supported by this layer; leave {name} out, or pass "
+                f"{layer}({name}={shown(value)}) is not supported by this layer; leave {name} out, or pass "
                 f"{' or '.join(map(repr, accepted))}"
             )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, in_range, positive
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
@@ -26,8 +28,8 @@ def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> 
     Raises:
         ValueError: an unknown normalization, or an eps that is no number of 0 or more.
     """
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization is {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+    if not is_one_of(normalization, NORMALIZATIONS):
+        raise ValueError(f"normalization is {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}")
     in_range("eps", eps, "use a number, at least 0")
     flags(zero_centered_gamma=zero_centered_gamma)
     return NormSettings(normalization, float(eps), bool(zero_centered_gamma))
@@ -76,14 +78,14 @@ class NormParameters(nn.Module):
         check_neutral(type(self).__name__, options, NormOptions)
         if (normalized_shape is None) == (hidden_size is None):
             raise ValueError(
-                f"normalized_shape is {normalized_shape!r} and hidden_size is {hidden_size!r}; give one of them, "
-                "the size of the last dim"
+                f"normalized_shape is {shown(normalized_shape)} and hidden_size is {shown(hidden_size)}; give one of "
+                "them, the size of the last dim"
             )
         normalized_shape = hidden_size if normalized_shape is None else normalized_shape
         assert normalized_shape is not None
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
         if len(shape) != 1:
-            raise ValueError(f"normalized_shape is {normalized_shape!r}; give the size of the last dim")
+            raise ValueError(f"normalized_shape is {shown(normalized_shape)}; give the size of the last dim")
         positive(normalized_shape=shape[0])
         nn.Module.__init__(self)
         self.settings = norm_settings(self._normalization, eps, zero_centered_gamma)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import function, tensor
 from .._device import default_device
 from .._tracing import is_eager
@@ -50,7 +52,7 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
             return torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"device is {device!r}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
+                f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
             ) from error
     if is_default_device_set():
         return torch.get_default_device()
@@ -66,7 +68,7 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
     """
     for label, given in (("params_dtype", params_dtype), ("dtype", dtype)):
         if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
-            raise TypeError(f"{label} is {given!r}; use torch.bfloat16, torch.float16 or torch.float32")
+            raise TypeError(f"{label} is {shown(given)}; use torch.bfloat16, torch.float16 or torch.float32")
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype is {params_dtype} and dtype is {dtype}; give one of them")
     return params_dtype or dtype or torch.get_default_dtype()
@@ -133,8 +135,8 @@ def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, s
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise RuntimeError(
-            f"parameter {name!r} of {owner} needs a main_grad, where its gradient is to be accumulated; assign a fp32 "
-            "tensor of its shape before the forward"
+            f"parameter {shown(name)} of {owner} needs a main_grad, where its gradient is to be accumulated; assign "
+            "a fp32 tensor of its shape before the forward"
         )
     dummy = ""
     if hasattr(weight, "grad_added_to_main_grad"):
@@ -208,8 +210,8 @@ def weight_quantizer(recipe: Recipe, name: str, module_type: str) -> Quantizer:
     quantizer = linear_plan(recipe, name, True, True, module_type=module_type).kept_weight.quantizer
     if quantizer.internal:
         raise RuntimeError(
-            f"the weight quantizer of {name or 'a layer'} has internal=True: {quantizer!r} makes a bare storage, and a "
-            "parameter must be a tensor; use quantizer.replace(internal=False) for weights"
+            f"the weight quantizer of {name or 'a layer'} has internal=True: {shown(quantizer)} makes a bare "
+            "storage, and a parameter must be a tensor; use quantizer.replace(internal=False) for weights"
         )
     return quantizer
 

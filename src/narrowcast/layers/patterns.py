@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 Selector = str | Callable[[str, nn.Module], bool]
 """A pattern of module names, or a function of (name, module)."""
 
@@ -32,7 +34,7 @@ def selected_names(
     """
     listed: Any = [selectors] if isinstance(selectors, str) or callable(selectors) else selectors
     if not isinstance(listed, Iterable) or isinstance(listed, Tensor):
-        raise TypeError(f"{selectors!r} chooses no modules; {_ACCEPTED}")
+        raise TypeError(f"{shown(selectors)} chooses no modules; {_ACCEPTED}")
     found: list[str] = []
     for one in listed:
         if isinstance(one, str):
@@ -40,7 +42,7 @@ def selected_names(
         elif callable(one):
             found += [name for name, module in modules.items() if one(name, module)]
         else:
-            raise TypeError(f"{one!r} chooses no modules; {_ACCEPTED}")
+            raise TypeError(f"{shown(one)} chooses no modules; {_ACCEPTED}")
     return found
 
 
@@ -65,7 +67,7 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
         )
     if not found:
         raise ValueError(
-            f"{pattern!r} matches no {kind} of this {type(model).__name__}; {_hint(pattern, names, model)}"
+            f"{shown(pattern)} matches no {kind} of this {type(model).__name__}; {_hint(pattern, names, model)}"
         )
     return found
 
@@ -80,7 +82,7 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     matching = _regular_expression(pattern)
     for name, module in model.named_modules():
         if matching.match(name):
-            return f"it matches {name!r} ({type(module).__name__}), which is none"
+            return f"it matches {shown(name)} ({type(module).__name__}), which is none"
     whole = {prefix for name in names for prefix in _prefixes(name)}
     alike = difflib.get_close_matches(pattern.replace("**.", ""), sorted(whole), n=len(whole), cutoff=0.5)
     if alike:

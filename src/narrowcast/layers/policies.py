@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from narrowcast._checks import shown
+
 from ..recipe import Recipe
 
 Shapes = list[tuple[int, int, int]]
@@ -26,10 +28,10 @@ def policy_named(name: str, rows: int | None) -> Policy:
         ValueError: an unknown name, or no ``rows`` of a positive number.
     """
     if not isinstance(name, str) or name not in POLICIES:
-        raise ValueError(f"policy is {name!r}; use None or one of {', '.join(map(repr, POLICIES))}")
+        raise ValueError(f"policy is {shown(name)}; use None or one of {', '.join(map(repr, POLICIES))}")
     if not isinstance(rows, int) or rows < 1:
         raise ValueError(
-            f"policy={name!r} with rows={rows}; give the rows that a layer sees per call, batch x tokens"
+            f"policy={shown(name)} with rows={rows}; give the rows that a layer sees per call, batch x tokens"
         )
     return POLICIES[name]
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags
 from ..autograd.tensor_parallel import MODES, TensorParallel
 from ..functional.collectives import group_name, group_size, registered_name
@@ -90,12 +92,12 @@ def parallel_of(
     """
     flags(sequence_parallel=sequence_parallel)
     for mode in modes.values():
-        if mode not in MODES:
-            raise ValueError(f"parallel_mode is {mode!r}; use None, 'column' or 'row'")
+        if not is_one_of(mode, MODES):
+            raise ValueError(f"parallel_mode is {shown(mode)}; use None, 'column' or 'row'")
     size = checked_size(tp_group, tp_size)
     if tracker_name is not None and tracker is None:
         raise ValueError(
-            f"rng_tracker_name is {tracker_name!r} without get_rng_state_tracker; give both or neither"
+            f"rng_tracker_name is {shown(tracker_name)} without get_rng_state_tracker; give both or neither"
         )
     group = NO_GROUP if tp_group is None else group_name(tp_group)
     return Parallel(modes, size, group, bool(sequence_parallel), tracker, tracker_name)
@@ -241,7 +243,7 @@ def checked_size(tp_group: Any, tp_size: int) -> int:
         TypeError, RuntimeError: no process group, or one without a name.
     """
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
-        raise ValueError(f"tp_size is {tp_size!r}; use a positive number of processes")
+        raise ValueError(f"tp_size is {shown(tp_size)}; use a positive number of processes")
     if tp_group is None:
         return tp_size
     size = group_size(group_name(tp_group))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import positive, tensors
 from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
@@ -111,8 +113,8 @@ def linear_cross_entropy(
         TypeError: ``recipe`` is not a recipe.
         RuntimeError: the gradient is differentiated.
     """
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; use one of {', '.join(map(repr, _REDUCTIONS))}")
+    if not is_one_of(reduction, _REDUCTIONS):
+        raise ValueError(f"reduction is {shown(reduction)}; use one of {', '.join(map(repr, _REDUCTIONS))}")
     if chunk_size is not None:
         positive(chunk_size=chunk_size)
     tensors(hidden=hidden)

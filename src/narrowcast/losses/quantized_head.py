@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import once_differentiable
 from ..autograd import fprop
 from ..functional import (
@@ -44,7 +46,7 @@ def head_plan(recipe: Recipe, hidden: Tensor, weight: Tensor) -> LinearPlan:
         )
     if plan.backward_override is not None:
         raise ValueError(
-            f"linear_cross_entropy: recipe is {name} with backward_override={plan.backward_override!r}; the head "
+            f"linear_cross_entropy: recipe is {name} with backward_override={shown(plan.backward_override)}; the head "
             "quantizes its backward, too: leave backward_override out, or recipe=None"
         )
     if plan.weight.stochastic:

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import in_range, numbers, positive, tensors, whole
 from .._device import HIGH_PRECISION
 from ..functional import product
@@ -169,8 +171,8 @@ def moe_drop_tokens(
     """
     tensors(probs=probs, routing_map=routing_map)
     positive(capacity=capacity, experts_per_group=experts_per_group)
-    if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
+    if not is_one_of(policy, POLICIES):
+        raise ValueError(f"policy is {shown(policy)}; use one of {', '.join(POLICIES)}")
     if probs.dim() != 2 or routing_map.shape != probs.shape or routing_map.dtype != torch.bool:
         raise ValueError(
             f"probs has shape {tuple(probs.shape)} and routing_map is {routing_map.dtype} "

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import warn_of_old_name
@@ -52,7 +54,7 @@ def moe_permute(
         TypeError: an argument of another type, or a quantized input whose rows share scales.
         RuntimeError: a quantized input in compiled code.
     """
-    if map_type == "mask":
+    if is_one_of(map_type, ("mask",)):
         row_map, positions, _ = checked_places(inp, routing_map, num_out_tokens, "moe_permute")
     else:
         _check(inp, "moe_permute")
@@ -198,7 +200,7 @@ def moe_unpermute(
         tensor("pad_offsets", pad_offsets)
         if map_type != "mask" or pad_offsets.shape != row_id_map.shape[1:]:
             raise ValueError(
-                f"pad_offsets has shape {tuple(pad_offsets.shape)} with map_type={map_type!r} and a map of shape "
+                f"pad_offsets has shape {tuple(pad_offsets.shape)} with map_type={shown(map_type)} and a map of shape "
                 f"{tuple(row_id_map.shape)}; pass what moe_permute_and_pad_with_probs returned"
             )
         row_id_map = _padded(row_id_map, pad_offsets)
@@ -207,11 +209,15 @@ def moe_unpermute(
         not isinstance(restore_shape, (tuple, list))
         or not all(isinstance(size, (int, torch.SymInt)) for size in restore_shape)
     ):
-        raise TypeError(f"restore_shape is {restore_shape!r}; pass the sizes of the result, such as {shape}")
+        raise TypeError(
+            f"restore_shape is {shown(restore_shape)}; pass the sizes of the result, such as {shape}"
+        )
     if restore_shape is not None and (
         restore_shape[-1] != shape[1] or torch.Size(restore_shape).numel() != shape[0] * shape[1]
     ):
-        raise ValueError(f"restore_shape is {tuple(restore_shape)}; the tokens of this map are {shape}")
+        raise ValueError(
+            f"restore_shape is {tuple(restore_shape)}; the tokens of this map are {shape}, pass that"
+        )
     out = Unpermute.apply(inp, merging_probs, kept(row_id_map, inp.shape[0]))
     return out if restore_shape is None else out.view(tuple(restore_shape))
 
@@ -274,8 +280,8 @@ def _check(inp: Any, name: str) -> None:
 
 
 def _check_type(map_type: str) -> None:
-    if map_type not in MAP_TYPES:
-        raise ValueError(f"map_type is {map_type!r}; use 'mask' or 'index'")
+    if not is_one_of(map_type, MAP_TYPES):
+        raise ValueError(f"map_type is {shown(map_type)}; use 'mask' or 'index'")
 
 
 def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
@@ -284,7 +290,7 @@ def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
     dtypes = (torch.int32, torch.bool) if map_type == "mask" else (torch.int32,)
     if routing_map.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(f"routing_map is {routing_map.dtype}; with map_type={map_type!r} pass {wanted}")
+        raise ValueError(f"routing_map is {routing_map.dtype}; with map_type={shown(map_type)} pass {wanted}")
     if routing_map.dim() != 2 or routing_map.shape[0] != tokens:
         wanted = "E" if map_type == "mask" else "topk"
         raise ValueError(f"routing_map has shape {tuple(routing_map.shape)}; pass ({tokens}, {wanted})")
@@ -314,4 +320,6 @@ def _check_tokens(tokens: Tensor | Sequence[int] | None, experts: int) -> None:
         counts = tokens if isinstance(tokens, (tuple, list)) else ()
         fits = len(counts) == experts and all(isinstance(count, (int, torch.SymInt)) for count in counts)
     if not fits:
-        raise ValueError(f"tokens_per_expert is {tokens!r}; give the number of tokens of {experts} experts")
+        raise ValueError(
+            f"tokens_per_expert is {shown(tokens)}; give the number of tokens of {experts} experts"
+        )

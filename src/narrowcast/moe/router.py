@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, numbers, positive, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads, is_eager
@@ -280,8 +282,10 @@ def _check(
     whole(topk=topk)
     if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
-    if score_function not in SCORE_FUNCTIONS:
-        raise ValueError(f"score_function is {score_function!r}; use one of {', '.join(SCORE_FUNCTIONS)}")
+    if not is_one_of(score_function, SCORE_FUNCTIONS):
+        raise ValueError(
+            f"score_function is {shown(score_function)}; use one of {', '.join(SCORE_FUNCTIONS)}"
+        )
     map_format = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
     if logits.dim() < 2 or not 1 <= topk <= logits.shape[-1]:
         raise ValueError(
@@ -300,14 +304,16 @@ def _member(kind: type[enum.IntEnum], name: str, value: Any) -> enum.IntEnum:
     if member is not None:
         return member
     names = " or ".join(repr(member.name.lower()) for member in kind)
-    raise ValueError(f"{name} is {value!r}; use {names}, or a member of {kind.__name__}")
+    raise ValueError(f"{name} is {shown(value)}; use {names}, or a member of {kind.__name__}")
 
 
 def _check_groups(experts: int, topk: int, num_groups: int | None, group_topk: int | None) -> None:
     if num_groups is None and group_topk is None:
         return
     if num_groups is None or group_topk is None:
-        raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}; give both or neither")
+        raise ValueError(
+            f"num_groups is {shown(num_groups)} and group_topk {shown(group_topk)}; give both or neither"
+        )
     whole(num_groups=num_groups, group_topk=group_topk)
     fits = num_groups >= 1 and experts % num_groups == 0 and 1 <= group_topk <= min(num_groups, topk)
     if not fits or topk > group_topk * (experts // num_groups):
@@ -329,7 +335,7 @@ def _check_tensors(
             tensor(label, given)
     if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
         raise ValueError(
-            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={score_function!r}; it is "
+            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={shown(score_function)}; it is "
             f"({experts},), for 'sigmoid' and 'sqrtsoftplus'"
         )
     if topk_indices is not None and (
@@ -358,7 +364,7 @@ def _check_histogram(
     if score_function != "sigmoid" or expert_bias is None or num_groups is not None or topk >= experts:
         raise ValueError(
             "qb_histogram only supports score_function='sigmoid' with expert_bias, no groups, and topk below the "
-            f"number of experts; got {score_function!r}, topk={topk} of {experts}"
+            f"number of experts; got {shown(score_function)}, topk={topk} of {experts}"
         )
     _member(QBHistogramMode, "qb_histogram_mode", mode)
     if histogram.dim() != 2 or histogram.shape[0] != experts or histogram.dtype != torch.int32:

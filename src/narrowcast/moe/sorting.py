@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._checks import tensor
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
@@ -105,5 +107,5 @@ def _integers(label: str, given: Any) -> Tensor:
     if isinstance(given, Tensor):
         return given
     raise TypeError(
-        f"{label} is {given!r}, of type {type(given).__name__}; pass integers, a tensor or a list"
+        f"{label} is {shown(given)}, of type {type(given).__name__}; pass integers, a tensor or a list"
     )

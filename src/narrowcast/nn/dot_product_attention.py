@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import flags, in_range, positive
 from ..attention import (
     BIAS_TYPES,
@@ -104,7 +106,9 @@ class DotProductAttention(nn.Module):
         if not isinstance(kv_channels, (tuple, list)):
             kv_channels = (kv_channels, kv_channels)
         if len(kv_channels) != 2:
-            raise ValueError(f"kv_channels is {kv_channels!r}; give one size, or those of keys and values")
+            raise ValueError(
+                f"kv_channels is {shown(kv_channels)}; give one size, or those of keys and values"
+            )
         of_keys, of_values = kv_channels
         self.kv_channels = (of_keys, of_values)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -140,8 +144,8 @@ class DotProductAttention(nn.Module):
         """Return sizes and mask, as printed by the module."""
         return (
             f"num_attention_heads={self.num_attention_heads}, kv_channels={self.kv_channels}, "
-            f"num_gqa_groups={self.num_gqa_groups}, qkv_format={self.qkv_format!r}, "
-            f"attn_mask_type={self.attn_mask_type!r}, softmax_type={self.softmax_type!r}"
+            f"num_gqa_groups={self.num_gqa_groups}, qkv_format={shown(self.qkv_format)}, "
+            f"attn_mask_type={shown(self.attn_mask_type)}, softmax_type={shown(self.softmax_type)}"
         )
 
     def _split_of(self, name: str) -> Split | None:
@@ -340,12 +344,14 @@ class DotProductAttention(nn.Module):
         one_of("core_attention_bias_type", kind, BIAS_TYPES)
         if (bias is None) != (kind in ("no_bias", "alibi")):
             raise ValueError(
-                f"core_attention_bias_type is {kind!r} and core_attention_bias is "
+                f"core_attention_bias_type is {shown(kind)} and core_attention_bias is "
                 f"{'not given' if bias is None else 'given'}; pre_scale_bias and post_scale_bias take one"
             )
         if kind != "alibi":
             if slopes is not None:
-                raise ValueError(f"alibi_slopes belong to core_attention_bias_type='alibi', not {kind!r}")
+                raise ValueError(
+                    f"alibi_slopes belong to core_attention_bias_type='alibi', not {shown(kind)}"
+                )
             return bias if kind != "pre_scale_bias" or bias is None else bias * self.softmax_scale, None
         heads = self.num_attention_heads
         if slopes is None:

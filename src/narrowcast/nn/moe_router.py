@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, in_range, positive
 from ..layers.parameters import parameter_device, parameter_dtype
 from ..moe import (
@@ -94,12 +96,14 @@ class MoERouter(nn.Module):
         super().__init__()
         positive(hidden_size=hidden_size, num_experts=num_experts, topk=topk)
         flags(bias=bias, use_pre_softmax=use_pre_softmax)
-        if score_function not in SCORE_FUNCTIONS:
-            raise ValueError(f"score_function is {score_function!r}; use one of {', '.join(SCORE_FUNCTIONS)}")
+        if not is_one_of(score_function, SCORE_FUNCTIONS):
+            raise ValueError(
+                f"score_function is {shown(score_function)}; use one of {', '.join(SCORE_FUNCTIONS)}"
+            )
         if topk > num_experts:
             raise ValueError(f"topk is {topk}; use 1 to the {num_experts} experts")
-        if drop_policy not in POLICIES:
-            raise ValueError(f"drop_policy is {drop_policy!r}; use one of {', '.join(POLICIES)}")
+        if not is_one_of(drop_policy, POLICIES):
+            raise ValueError(f"drop_policy is {shown(drop_policy)}; use one of {', '.join(POLICIES)}")
         in_range("aux_loss_coeff", aux_loss_coeff, "use 0 or a positive number")
         in_range("z_loss_coeff", z_loss_coeff, "use 0 or a positive number")
         if bias_update_rate is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, positive, tensor, text
 from ..attention import (
     InferenceParams,
@@ -361,18 +363,19 @@ class MultiheadAttention(OfParts):
             other = "" if encoder_output is None else f", encoder_output {tuple(encoder_output.shape)}"
             raise ValueError(
                 f"hidden_states has shape {tuple(hidden_states.shape)}{other}; with "
-                f"qkv_format={self.qkv_format!r} each must have {rank} dims"
+                f"qkv_format={shown(self.qkv_format)} each must have {rank} dims"
             )
         cross = self.attention_type == "cross"
         if cross != (encoder_output is not None):
             raise ValueError(
-                f"encoder_output is {'missing' if cross else 'given'} with attention_type={self.attention_type!r}; "
-                "cross attention needs it, self attention does not take it"
+                f"encoder_output is {'missing' if cross else 'given'} with "
+                f"attention_type={shown(self.attention_type)}; cross attention needs it, self attention does not "
+                "take it"
             )
         if inference_params is not None and (cross or self.layer_number is None):
             raise ValueError(
                 "inference_params needs self attention and a layer_number, which names the layer in the cache; "
-                f"attention_type is {self.attention_type!r}, layer_number is {self.layer_number!r}"
+                f"attention_type is {shown(self.attention_type)}, layer_number is {shown(self.layer_number)}"
             )
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -470,8 +473,8 @@ class MultiheadAttention(OfParts):
 def _check_kind(
     attention_type: str, qkv_format: str, layer_number: int | None, fuse_wgrad: bool, fuse_qkv: bool
 ) -> None:
-    if attention_type not in ("self", "cross"):
-        raise ValueError(f"attention_type is {attention_type!r}; use 'self' or 'cross'")
+    if not is_one_of(attention_type, ("self", "cross")):
+        raise ValueError(f"attention_type is {shown(attention_type)}; use 'self' or 'cross'")
     checked_format(qkv_format)
     flags(fuse_wgrad_accumulation=fuse_wgrad, fuse_qkv_params=fuse_qkv)
     if layer_number is not None:

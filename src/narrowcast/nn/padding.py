@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import positive
 from ..formats import round_up
 from ..functional.grouped import pad_rows, unpad_rows
@@ -47,7 +49,7 @@ class _Padding(nn.Module):
     def _checked(self, m_splits: Sequence[int]) -> list[int]:
         if isinstance(m_splits, Tensor) or not all(isinstance(rows, int) for rows in m_splits):
             raise TypeError(
-                f"m_splits is {m_splits!r}; the result has as many rows as they say, so give a list of ints"
+                f"m_splits is {shown(m_splits)}; the result has as many rows as they say, so give a list of ints"
             )
         if len(m_splits) != self.num_gemms:
             raise ValueError(

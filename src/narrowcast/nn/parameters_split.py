@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from narrowcast._checks import shown, whole
+
 from ..state import THREAD
 
 ParametersSplit = Sequence[str] | Mapping[str, int]
@@ -41,7 +43,7 @@ def parts_of(
         )
     names = [name.rstrip("_") for name, _ in sizes]
     if len(set(names)) < len(names):
-        raise ValueError(f"parameters_split has names {names}; use every name once")
+        raise ValueError(f"parameters_split has names {shown(names)}; use every name once")
     parts = {kind: [f"{name}_{kind}" for name in names] for kind in ("weight", "bias")}
     return [rows for _, rows in sizes], parts
 
@@ -59,13 +61,14 @@ def _sizes(parameters_split: ParametersSplit, out_features: int) -> list[tuple[s
         sizes = [(name, out_features // count) for name in parameters_split]
     else:
         raise TypeError(
-            f"parameters_split is {parameters_split!r}; give a sequence of names or a dict from names to rows"
+            f"parameters_split is {shown(parameters_split)}; give a sequence of names or a dict from names to rows"
         )
     if not sizes:
         raise ValueError("parameters_split is empty; give at least one name, or None")
+    whole(**{f"parameters_split[{shown(name)}]": rows for name, rows in sizes})
     if any(rows < 1 for _, rows in sizes) or sum(rows for _, rows in sizes) != out_features:
         raise ValueError(
-            f"parameters_split has rows {[rows for _, rows in sizes]}; use positive numbers that sum to "
+            f"parameters_split has rows {shown([rows for _, rows in sizes])}; use positive numbers that sum to "
             f"out_features={out_features}"
         )
     return sizes

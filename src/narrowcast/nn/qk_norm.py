@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from ..autograd import NormSettings, normalize
 from .norm import LayerNorm, RMSNorm
 
@@ -47,11 +49,11 @@ def qk_norms(
     """
     if kind is None:
         return None, None
-    if kind == "L2Normalization":
+    if is_one_of(kind, ("L2Normalization",)):
         norm = HeadL2Norm(size, eps)  # has no parameters: one is enough for both
         return norm, norm
-    if kind not in QK_NORMS:
-        raise ValueError(f"qk_norm_type is {kind!r}; use None or one of {', '.join(QK_NORMS)}")
+    if not is_one_of(kind, QK_NORMS):
+        raise ValueError(f"qk_norm_type is {shown(kind)}; use None or one of {', '.join(QK_NORMS)}")
     norm_class = RMSNorm if kind == "RMSNorm" else LayerNorm
     return (
         norm_class(size, eps, dtype=dtype, device=place),

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, in_range, text
 from ..attention import InferenceParams
 from ..layers import parameter_device
@@ -212,8 +214,8 @@ class TransformerLayer(OfParts):
             self.layernorm = norm_class(size, eps, **{name: shared[name] for name in names})
 
     def _check_kind(self, drop_path_rate: float, post_layernorm: bool) -> None:
-        if self.layer_type not in ("encoder", "decoder"):
-            raise ValueError(f"layer_type is {self.layer_type!r}; use 'encoder' or 'decoder'")
+        if not is_one_of(self.layer_type, ("encoder", "decoder")):
+            raise ValueError(f"layer_type is {shown(self.layer_type)}; use 'encoder' or 'decoder'")
         flags(apply_residual_connection_post_layernorm=post_layernorm, output_layernorm=self.output_layernorm)
         flags(parallel_attention_mlp=self.parallel_attention_mlp)
         for label, rate in (("hidden_dropout", self.hidden_dropout), ("drop_path_rate", drop_path_rate)):

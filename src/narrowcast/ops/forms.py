@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from narrowcast._checks import shown
+
 PAIRS = (
     ("op_forward_compute", "op_forward_save_ctx"),
     ("fuser_forward_compute", "fuser_forward_save_ctx"),
@@ -108,6 +110,6 @@ def check_no_extra_io(op: Any) -> None:
 def something_returned(op: Any, returned: Any) -> RuntimeError:
     """Return the error for an ``op_forward_save_ctx`` that returns something."""
     return RuntimeError(
-        f"{type(op).__name__}.op_forward_save_ctx returned {returned!r:.60}; it must return None: what the "
+        f"{type(op).__name__}.op_forward_save_ctx returned {shown(returned)}; it must return None: what the "
         "backward needs goes on the context, tensors by ctx.save_for_backward"
     )

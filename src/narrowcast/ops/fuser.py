@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._checks import flags
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
@@ -38,7 +40,7 @@ def _refuse_computed_parameters(op: BasicOperation) -> None:
             computed.append(name)
     if computed:
         raise RuntimeError(
-            f"{computed[0]!r} of this {type(op).__name__} is computed from other parameters (parametrize, prune, "
+            f"{shown(computed[0])} of this {type(op).__name__} is computed from other parameters (parametrize, prune, "
             "weight_norm, spectral_norm), whose gradients an operation cannot give; use the module of that name "
             "in narrowcast.nn"
         )
@@ -68,7 +70,7 @@ class OperationFuser:
         outgoing: Collection[str] = (),
     ) -> None:
         if not isinstance(ops, Sequence) or not all(hasattr(op, "is_fused_op") for op in ops):
-            raise TypeError(f"ops is {ops!r}, of type {type(ops).__name__}; pass a list of operations")
+            raise TypeError(f"ops is {shown(ops)}, of type {type(ops).__name__}; pass a list of operations")
         flags(capture=capture)
         self.basic_ops = tuple(taken_apart(ops))
         if not self.basic_ops:

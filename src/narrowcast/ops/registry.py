@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from narrowcast._checks import is_one_of, shown
+
 if TYPE_CHECKING:
     from .op import FusibleOperation
 
@@ -72,11 +74,10 @@ def unregister_fusion(func: FusionFunction) -> None:
     Raises:
         ValueError: it is not registered.
     """
-    found = [
-        functions for functions in (REGISTRY.joint, REGISTRY.forward, REGISTRY.backward) if func in functions
-    ]
+    registered = (REGISTRY.joint, REGISTRY.forward, REGISTRY.backward)
+    found = [functions for functions in registered if is_one_of(func, functions)]
     if not found:
-        raise ValueError(f"{func!r} is not registered as a fusion")
+        raise ValueError(f"{shown(func)} is not registered as a fusion; pass a function that is")
     for functions in found:
         functions.remove(func)
     REGISTRY.version += 1

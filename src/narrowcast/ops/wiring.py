@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 if TYPE_CHECKING:
     from .op import BasicOperation
 
@@ -81,7 +83,7 @@ class Wiring:
         source = next(out.op for out in self.outlets if out.channel == inlet.channel)
         if source not in run:
             raise RuntimeError(
-                f"operation {inlet.op} reads channel {inlet.channel!r}, for which the previous fused operation "
+                f"operation {inlet.op} reads channel {shown(inlet.channel)}, for which the previous fused operation "
                 "returned None; it may do so only where it holds all readers"
             )
         return None
@@ -159,8 +161,9 @@ def wire(basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoin
             inside = channel in given
             if channel is not None and not inside and channel not in incoming:
                 raise ValueError(
-                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel {channel!r}, "
-                    "which no operation in front of it gives; call set_extra_output_channel on an earlier one"
+                    f"extra input {index} of {type(op).__name__} (operation {number}) comes from channel "
+                    f"{shown(channel)}, which no operation in front of it gives; call set_extra_output_channel on an "
+                    "earlier one"
                 )
             inlets.append(Inlet(number, index, channel, -1 if inside else from_caller))
             from_caller += not inside
@@ -170,7 +173,7 @@ def wire(basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoin
                 if channel in given:
                     raise ValueError(
                         f"extra output {index} of {type(op).__name__} (operation {number}) goes to channel "
-                        f"{channel!r}, which an earlier operation gives already; use another name"
+                        f"{shown(channel)}, which an earlier operation gives already; use another name"
                     )
                 given.append(channel)
             to_user = index not in op._channel_only_outputs

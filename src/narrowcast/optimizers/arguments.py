@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._checks import in_range, tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,11 +23,11 @@ def checked_parameters(params: Any) -> list[Any]:
     """
     remedy = "pass model.parameters(), or a list of groups"
     if isinstance(params, (str, Tensor, dict)) or not isinstance(params, Iterable):
-        raise TypeError(f"params is {params!r}, of type {type(params).__name__}; {remedy}")
+        raise TypeError(f"params is {shown(params)}, of type {type(params).__name__}; {remedy}")
     listed = list(params)
     for one in listed:
         if not isinstance(one, (Tensor, dict, tuple)):
-            raise TypeError(f"params has {one!r}, of type {type(one).__name__}; {remedy}")
+            raise TypeError(f"params has {shown(one)}, of type {type(one).__name__}; {remedy}")
     return listed
 
 
@@ -58,8 +60,8 @@ def check_lists(noop_flag: Any, tensor_lists: Any, least: int) -> None:
     fits = len(lists) >= least and all(isinstance(one, (list, tuple)) for one in lists)
     if not fits or not all(isinstance(x, Tensor) for one in lists for x in one):
         raise TypeError(
-            f"tensor_lists is {tensor_lists!r}, of type {type(tensor_lists).__name__}; pass {least} or more lists of "
-            "tensors"
+            f"tensor_lists is {shown(tensor_lists)}, of type {type(tensor_lists).__name__}; pass {least} or more "
+            "lists of tensors"
         )
 
 
@@ -100,7 +102,7 @@ def check_numbers(lr: Any, betas: tuple[float, float], eps: float, weight_decay:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         check_rate(name, value)
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas is {betas!r}; use two numbers from 0 to below 1")
+        raise ValueError(f"betas is {shown(betas)}; use two numbers from 0 to below 1")
     for beta in betas:
         if not isinstance(beta, Tensor):
             in_range("betas", beta, "use two numbers from 0 to below 1", below=1.0)

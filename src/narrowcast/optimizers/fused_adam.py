@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, module
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
@@ -122,8 +124,8 @@ class FusedAdam(torch.optim.Optimizer):
             ("exp_avg_dtype", exp_avg_dtype, _MOMENT_DTYPES),
             ("exp_avg_sq_dtype", exp_avg_sq_dtype, _MOMENT_DTYPES),
         ):
-            if dtype not in allowed:
-                raise ValueError(f"{name} is {dtype}; use one of {', '.join(map(str, allowed))}")
+            if not is_one_of(dtype, allowed):
+                raise ValueError(f"{name} is {shown(dtype)}; use one of {', '.join(map(str, allowed))}")
         if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
             raise RuntimeError(
                 "store_param_remainders keeps the rest of fp32 master weights: it needs master_weights=True and "

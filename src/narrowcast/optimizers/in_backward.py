@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .._checks import module
 from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
@@ -106,7 +108,9 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is {optimizer!r}, of type {type(optimizer).__name__}; pass an optimizer")
+        raise TypeError(
+            f"optimizer is {shown(optimizer)}, of type {type(optimizer).__name__}; pass an optimizer"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS calls the model several times in a step; use another optimizer, " + _WITHOUT)
     if getattr(optimizer, "use_decoupled_grad", False):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import can_check
 from ..functional import amax_to_share, quantize
 from ..functional.collectives import largest_of
@@ -56,8 +58,8 @@ class AmaxReducing(Quantizer):
         """
         if self.with_amax_reduction:
             raise ValueError(
-                f"{self!r} reduces its amax over a process group; call its quantize with amax_reduction_group, or use "
-                "with_amax_reduction=False"
+                f"{shown(self)} reduces its amax over a process group; call its quantize with amax_reduction_group, "
+                "or use with_amax_reduction=False"
             )
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 import torch
+
+from narrowcast._checks import shown
 
 from .._tracing import users_level
 from ..formats import DType
@@ -33,7 +36,7 @@ def to_dtype_enum(dtype: DType | torch.dtype | int) -> DType:
         if dtype not in TORCH_DTYPES:
             raise ValueError(f"no quantized element type for {dtype}; use one of {list(TORCH_DTYPES)}")
         return TORCH_DTYPES[dtype]
-    return DType(dtype)
+    return DType(dtype if isinstance(dtype, Hashable) else shown(dtype))
 
 
 def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: DType) -> DType:
@@ -45,7 +48,7 @@ def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: 
     element = to_dtype_enum(dtype)
     if element not in allowed:
         choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
-        raise ValueError(f"{argument} is {element!r}; use {choices}")
+        raise ValueError(f"{argument} is {shown(element)}; use {choices}")
     return element
 
 
@@ -74,7 +77,7 @@ def field_value(name: str, held: Any, value: Any) -> Any:
     if isinstance(held, float) and type(value) is int:
         return float(value)
     if isinstance(held, (bool, int, float, str)) and type(value) is not type(held):
-        raise TypeError(f"{name} is {value!r}; use a value of type {type(held).__name__}")
+        raise TypeError(f"{name} is {shown(value)}; use a value of type {type(held).__name__}")
     return value
 
 

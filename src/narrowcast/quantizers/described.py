@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from narrowcast._checks import shown
+
 from .float8 import Float8CurrentScalingQuantizer
 from .float8_blockwise import Float8BlockQuantizer
 from .mx import MXFP8Quantizer
@@ -52,6 +54,6 @@ def quantizer_of(
     for field, value in fields.items():
         if getattr(described, field) != type(getattr(described, field))(value):
             raise ValueError(
-                f"{name}: {field} is {value!r}, but the quantizer given has {getattr(described, field)!r}"
+                f"{name}: {field} is {shown(value)}, but the quantizer given has {shown(getattr(described, field))}"
             )
     return described

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import flags, numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..functional import Prologue
@@ -69,8 +71,10 @@ class Float8BlockQuantizer(Quantizer):
 
     def _check_fields(self) -> None:
         super()._check_fields()
-        if self.block_scaling_dim not in (1, 2):
-            raise ValueError(f"block_scaling_dim is {self.block_scaling_dim!r}; use 1 (1x128) or 2 (128x128)")
+        if not is_one_of(self.block_scaling_dim, (1, 2)):
+            raise ValueError(
+                f"block_scaling_dim is {shown(self.block_scaling_dim)}; use 1 (1x128) or 2 (128x128)"
+            )
 
     def is_quantizable(self, tensor: Tensor) -> bool:
         return tensor.dim() >= 2 and self._takes(tensor)  # a vector is, but no GEMM takes one

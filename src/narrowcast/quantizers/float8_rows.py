@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .._checks import numbers
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
 from ..functional import GemmOperand, NativeOperand
@@ -20,11 +22,11 @@ from .quantizer import Quantizer
 
 
 def _check_rule(rule: str, smallest_scale: float) -> None:
-    if rule not in float8_rows.RULES:
-        raise ValueError(f"rule is {rule!r}; use one of {', '.join(map(repr, float8_rows.RULES))}")
+    if not is_one_of(rule, float8_rows.RULES):
+        raise ValueError(f"rule is {shown(rule)}; use one of {', '.join(map(repr, float8_rows.RULES))}")
     if rule in float8_rows.TRAINING_RULES and smallest_scale:
         raise ValueError(
-            f"smallest_scale is {smallest_scale}; rule={rule!r} has amax_epsilon alone, leave it 0"
+            f"smallest_scale is {smallest_scale}; rule={shown(rule)} has amax_epsilon alone, leave it 0"
         )
 
 

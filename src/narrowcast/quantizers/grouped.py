@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._device import default_device
 from ..functional import grouped_quantize
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, quantize_members
@@ -94,7 +96,7 @@ def make_grouped_tensor_with_shapes(
     """
     if len(shapes) != num_tensors or any(len(shape) != 2 for shape in shapes):
         raise ValueError(
-            f"shapes is {list(shapes)}; give (rows, columns) for each of the {num_tensors} members"
+            f"shapes is {shown(list(shapes))}; give (rows, columns) for each of the {num_tensors} members"
         )
     rows, columns = [shape[0] for shape in shapes], {shape[1] for shape in shapes}
     if len(columns) > 1:

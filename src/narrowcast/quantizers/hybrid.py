@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..functional.quantizer_value import QuantizerValue, quantizer_of_text
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage, grouped_layout
@@ -69,9 +71,9 @@ class HybridQuantizer(Quantizer):
         self._freeze(rowwise_value=rowwise._class_and_value(), columnwise_value=columnwise._class_and_value())
 
     def _check_fields(self) -> None:
-        if self.columnwise_source not in _SOURCES:
+        if not is_one_of(self.columnwise_source, _SOURCES):
             raise ValueError(
-                f"columnwise_source is {self.columnwise_source!r}; use 'original' or 'rowwise_dequantized'"
+                f"columnwise_source is {shown(self.columnwise_source)}; use 'original' or 'rowwise_dequantized'"
             )
 
     def replace(self, **changes: Any) -> Quantizer:
@@ -193,12 +195,12 @@ def _half_of(quantizer: Any, columnwise: bool) -> Quantizer:
     """
     if isinstance(quantizer, Quantizer) and quantizer.with_amax_reduction:
         raise ValueError(
-            f"{quantizer!r} cannot be half of a hybrid, which has no process group; use with_amax_reduction=False"
+            f"{shown(quantizer)} cannot be half of a hybrid, which has no process group; use with_amax_reduction=False"
         )
     if not isinstance(quantizer, Quantizer) or quantizer._is_delayed():
         raise TypeError(
-            f"{quantizer!r} cannot be half of a hybrid; use a quantizer, of delayed scaling one that holds its state: "
-            "Float8Quantizer(scale, amax, fp8_dtype)"
+            f"{shown(quantizer)} cannot be half of a hybrid; use a quantizer, of delayed scaling one that holds its "
+            "state: Float8Quantizer(scale, amax, fp8_dtype)"
         )
     return quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
 

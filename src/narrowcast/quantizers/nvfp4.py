@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import kernels, reference
 from .._checks import flags, whole
 from ..formats import (
@@ -143,8 +145,10 @@ class NVFP4Quantizer(AmaxReducing):
                 )
         if self.nvfp4_e4m3_max not in (448, 256):
             raise ValueError(f"nvfp4_e4m3_max is {self.nvfp4_e4m3_max}; use 448 or 256")
-        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
+        if not is_one_of(self.nvfp4_4over6_err_mode, ("MAE", "MSE")):
+            raise ValueError(
+                f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; use 'MAE' or 'MSE'"
+            )
 
     @property
     def with_random_sign_mask(self) -> bool:

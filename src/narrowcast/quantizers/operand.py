@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import record, slice_of
 from ..functional import draw_seed, quantize
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of
@@ -70,8 +72,8 @@ class Operand:
         """
         if quantizer.with_amax_reduction:
             raise ValueError(
-                f"{quantizer!r} in a recipe: layers quantize what each rank has and have no process group to give; use "
-                "with_amax_reduction=False"
+                f"{shown(quantizer)} in a recipe: layers quantize what each rank has and have no process group to "
+                "give; use with_amax_reduction=False"
             )
         quantizer._seal()
         quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .. import _checks
 from .._device import HIGH_PRECISION, default_device
 from .._sealing import Sealable
@@ -123,7 +125,8 @@ class Quantizer(Sealable, QuantizerValue):
         fields = self._value_fields()
         if fields is not None and name not in (*fields, "amax_reduction_group"):
             raise AttributeError(
-                f"{type(self).__qualname__} has no field {name!r}; annotate it in the class, before that is registered"
+                f"{type(self).__qualname__} has no field {shown(name)}; annotate it in the class, before that is "
+                "registered"
             )
         return field_value(name, vars(self).get(name), value)
 
@@ -207,8 +210,8 @@ class Quantizer(Sealable, QuantizerValue):
 
     def __repr__(self) -> str:
         fields = self._value_fields() or tuple(vars(self))
-        shown = ", ".join(f"{name}={getattr(self, name)!s}" for name in fields if name not in QUIET_FIELDS)
-        return f"{type(self).__name__}({shown})"
+        values = ", ".join(f"{name}={getattr(self, name)!s}" for name in fields if name not in QUIET_FIELDS)
+        return f"{type(self).__name__}({values})"
 
     def replace(self, **changes: Any) -> Quantizer:
         """Return another quantizer with some fields changed.
@@ -221,7 +224,7 @@ class Quantizer(Sealable, QuantizerValue):
         unknown = [name for name in changes if name not in held]
         if unknown:
             raise AttributeError(
-                f"{type(self).__qualname__} has no field {unknown[0]!r}; fields: {sorted(held)}"
+                f"{type(self).__qualname__} has no field {shown(unknown[0])}; fields: {sorted(held)}"
             )
         changes = {name: field_value(name, held[name], value) for name, value in changes.items()}
         replaced = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from narrowcast._checks import shown
+
 from .base import Format, MMParams, QParams, Recipe
 from .names import ALIASES, NAMES, recipe_from_name
 
@@ -59,7 +61,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(
-            f"{next(name for name in names if names.count(name) > 1)!r} stands in an object twice"
+            f"{shown(next(name for name in names if names.count(name) > 1))} stands in an object twice"
         )
     return found
 
@@ -90,7 +92,7 @@ def _described(value: Any) -> Any:
         return {"type": type(value).__name__, **fields}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{value!r} has no JSON; give recipes with functions in code")
+    raise TypeError(f"{shown(value)} has no JSON; give recipes with functions in code")
 
 
 _NO_JSON = "a CustomRecipe has no JSON: its factory is a function; give it in code"
@@ -110,22 +112,22 @@ def _recipe(value: Any, pattern: str) -> Any:
         try:
             return recipe_from_name(value)
         except ValueError as error:
-            raise ValueError(f"{pattern!r}: {error}") from error
+            raise ValueError(f"{shown(pattern)}: {error}") from error
     known = {**NAMES, **{alias: NAMES[name] for alias, (name, preset) in ALIASES.items() if not preset}}
     known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
-    cls, given = _class_and_fields(value, known, f"{pattern!r} has recipe type")
+    cls, given = _class_and_fields(value, known, f"{shown(pattern)} has recipe type")
     if cls._family == "custom":
-        raise ValueError(f"{pattern!r}: {_NO_JSON}")
+        raise ValueError(f"{shown(pattern)}: {_NO_JSON}")
     fields = {}
     for name, default in _known_fields(cls, given, pattern).items():
-        fields[name] = _field(given[name], default, f"{pattern!r}: {cls.__name__}.{name}")
-    return _made(cls, fields, f"{pattern!r}: {cls.__name__}")
+        fields[name] = _field(given[name], default, f"{shown(pattern)}: {cls.__name__}.{name}")
+    return _made(cls, fields, f"{shown(pattern)}: {cls.__name__}")
 
 
 def _class_and_fields(value: Any, known: dict[str, type], what: str) -> tuple[type, dict[str, Any]]:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{what} {kind!r}; use one of {sorted(known)}")
+        raise ValueError(f"{what} {shown(kind)}; use one of {sorted(known)}")
     return known[kind], {name: given for name, given in value.items() if name != "type"}
 
 
@@ -134,7 +136,7 @@ def _known_fields(cls: type, given: dict[str, Any], pattern: str) -> dict[str, A
     defaults = _defaults(cls)
     unknown = sorted(given.keys() - defaults.keys())
     if unknown:
-        raise ValueError(f"{pattern!r}: {cls.__name__} has no field {unknown[0]!r}")
+        raise ValueError(f"{shown(pattern)}: {cls.__name__} has no field {shown(unknown[0])}")
     return {name: defaults[name] for name in given}
 
 
@@ -142,7 +144,7 @@ def _field(value: Any, default: Any, where: str) -> Any:
     """Return the value of a field, of the kind that its default is of."""
     if isinstance(default, Format):
         if value not in [one.value for one in Format]:
-            raise ValueError(f"{where} is {value!r}; use one of {[one.value for one in Format]}")
+            raise ValueError(f"{where} is {shown(value)}; use one of {[one.value for one in Format]}")
         return Format(value)
     if isinstance(value, dict):
         cls, given = _class_and_fields(value, _VALUES, f"{where} has type")
@@ -156,11 +158,13 @@ def _field(value: Any, default: Any, where: str) -> Any:
     if isinstance(default, (MMParams, QParams)):
         if isinstance(default, QParams) and value is None:
             return None
-        raise ValueError(f"{where} is {value!r}; use an object with the type {type(default).__name__!r}")
+        raise ValueError(
+            f"{where} is {shown(value)}; use an object with the type {shown(type(default).__name__)}"
+        )
     kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str, type(None))}
     wanted = kinds.get(type(default), (str, type(None), *([int, float] if default is None else [])))
     if type(value) not in wanted or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{where} is {value!r}; use a {' or '.join(kind.__name__ for kind in wanted)}")
+        raise ValueError(f"{where} is {shown(value)}; use a {' or '.join(kind.__name__ for kind in wanted)}")
     least, most = _BOUNDS.get(where.rpartition(".")[2], (value, value))
     if value is not None and not least <= value <= most:
         raise ValueError(f"{where} is {value}; in a file it may be {least} to {most}")

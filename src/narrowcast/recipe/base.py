@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import _environment as environment
 from .._checks import in_range
 from .._sealing import Sealable
@@ -74,7 +76,7 @@ def check_flags(settings: Any, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
-            raise ValueError(f"{type(settings).__name__}: {name} is {value!r}; use True or False")
+            raise ValueError(f"{type(settings).__name__}: {name} is {shown(value)}; use True or False")
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Recipe(Sealable):
     def _taken(self, name: str, value: Any) -> Any:
         names = [each.name for each in fields(self)]
         if name not in names:
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}; fields: {names}")
+            raise AttributeError(f"{type(self).__name__} has no field {shown(name)}; fields: {names}")
         return value
 
     def _assigned(self, name: str) -> None:
@@ -247,12 +249,12 @@ class Recipe(Sealable):
 
     def _check(self) -> None:
         override = self.backward_override
-        if override not in (None, "high_precision", "dequantized"):
+        if not is_one_of(override, (None, "high_precision", "dequantized")):
             raise ValueError(
-                f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'"
+                f"backward_override is {shown(override)}; use None, 'high_precision' or 'dequantized'"
             )
-        if self.saved_activations not in (None, "fp8"):
-            raise ValueError(f"saved_activations is {self.saved_activations!r}; use None or 'fp8'")
+        if not is_one_of(self.saved_activations, (None, "fp8")):
+            raise ValueError(f"saved_activations is {shown(self.saved_activations)}; use None or 'fp8'")
         for name in ("fp8_dpa", "fp8_mha"):
             if getattr(self, name, False):
                 raise NotImplementedError(
@@ -353,9 +355,9 @@ def fp8_dtype(fp8_format: Format, tensor_type: str) -> DType:
 
 
 def refuse_pure_e5m2(recipe: Recipe, fp8_format: Format) -> None:
-    if fp8_format not in (Format.E4M3, Format.HYBRID):
+    if not is_one_of(fp8_format, (Format.E4M3, Format.HYBRID)):
         raise ValueError(
-            f"{type(recipe).__name__} got fp8_format={fp8_format}; training uses Format.E4M3 or Format.HYBRID"
+            f"{type(recipe).__name__} got fp8_format={shown(fp8_format)}; training uses Format.E4M3 or Format.HYBRID"
         )
 
 
@@ -367,7 +369,7 @@ def own_qparams(recipe: Any, name: str) -> QParams | None:
     """
     given = getattr(recipe, name)
     if given is not None and not isinstance(given, QParams):
-        raise ValueError(f"{type(recipe).__name__}: {name} is {given!r}; use a QParams or None")
+        raise ValueError(f"{type(recipe).__name__}: {name} is {shown(given)}; use a QParams or None")
     return None if given is None or given.derived else given
 
 

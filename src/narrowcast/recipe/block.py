@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import _environment as environment
 from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
 from .base import (
@@ -75,8 +77,8 @@ class Float8BlockScaling(Recipe):
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
         for name, dim in self._dims().items():
-            if dim not in (1, 2):
-                raise ValueError(f"{name} is {dim!r}; use 1 (1x128) or 2 (128x128)")
+            if not is_one_of(dim, (1, 2)):
+                raise ValueError(f"{name} is {shown(dim)}; use 1 (1x128) or 2 (128x128)")
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(f"{name}: 128-block FP8 always accumulates split; use MMParams(True)")
@@ -153,21 +155,23 @@ class NVFP4BlockScaling(Recipe):
         super()._check()
         if self.fp4_format is not Format.E2M1 or self.fp8_format is not Format.E4M3:
             raise ValueError(
-                f"fp4_format is {self.fp4_format!r} and fp8_format {self.fp8_format!r}; NVFP4 is E2M1 elements with "
-                "E4M3 scales, leave both out"
+                f"fp4_format is {shown(self.fp4_format)} and fp8_format {shown(self.fp8_format)}; NVFP4 is E2M1 "
+                "elements with E4M3 scales, leave both out"
             )
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
-            if getattr(self, name) not in ("none", "weights", "activations", "all"):
+            if not is_one_of(getattr(self, name), ("none", "weights", "activations", "all")):
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; use 'none', 'weights', 'activations' or 'all'"
+                    f"{name} is {shown(getattr(self, name))}; use 'none', 'weights', 'activations' or 'all'"
                 )
-        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}; use 'MAE' or 'MSE'")
+        if not is_one_of(self.nvfp4_4over6_err_mode, ("MAE", "MSE")):
+            raise ValueError(
+                f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; use 'MAE' or 'MSE'"
+            )
 
     def _check_together(self) -> None:
         if not self.disable_rht and self.nvfp4_4over6 in ("activations", "all"):
             raise ValueError(
-                f"nvfp4_4over6={self.nvfp4_4over6!r} does not combine with the Hadamard rotation of activations; "
+                f"nvfp4_4over6={shown(self.nvfp4_4over6)} does not combine with the Hadamard rotation of activations; "
                 "pass disable_rht=True, or nvfp4_4over6='weights'"
             )
         if not self.disable_rht and self.row_scaled_activation:

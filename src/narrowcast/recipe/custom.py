@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
+from narrowcast._checks import shown
+
 from .._tracing import can_check
 from ..quantizers import Quantizer
 from ..roles import QuantizerRole
@@ -57,7 +59,7 @@ class CustomRecipe(Recipe):
     def _check(self) -> None:
         super()._check()
         if not callable(self.qfactory):
-            raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {self.qfactory!r}")
+            raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {shown(self.qfactory)}")
         if self.quantization_alignment <= 0:
             raise ValueError(
                 f"quantization_alignment is {self.quantization_alignment}; use a positive number"

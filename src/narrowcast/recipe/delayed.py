@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from narrowcast._checks import is_one_of, shown
+
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from .base import (
     DELAYED_SLOTS,
@@ -55,25 +57,29 @@ class DelayedScaling(Recipe):
     saved_activations: SavedActivations = None
 
     def _check(self) -> None:
-        if self.initial_scale not in ("range", "one"):
-            raise ValueError(f"initial_scale is {self.initial_scale!r}; use 'range' or 'one'")
+        if not is_one_of(self.initial_scale, ("range", "one")):
+            raise ValueError(f"initial_scale is {shown(self.initial_scale)}; use 'range' or 'one'")
         if self.backward_override is not None:
             raise ValueError("DelayedScaling takes no backward_override; use another recipe or None")
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
         if not isinstance(self.margin, int):
             raise ValueError(
-                f"margin is {self.margin!r}; use a whole number, the scale is divided by 2**margin"
+                f"margin is {shown(self.margin)}; use a whole number, the scale is divided by 2**margin"
             )
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len!r}; use a whole number, at least 1")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}; use 'max', 'most_recent' or a callable"
+                f"amax_history_len is {shown(self.amax_history_len)}; use a whole number, at least 1"
+            )
+        if not callable(self.amax_compute_algo) and not is_one_of(
+            self.amax_compute_algo, ("max", "most_recent")
+        ):
+            raise ValueError(
+                f"amax_compute_algo is {shown(self.amax_compute_algo)}; use 'max', 'most_recent' or a callable"
             )
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise ValueError(
-                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}; use None or a callable"
+                f"scaling_factor_compute_algo is {shown(self.scaling_factor_compute_algo)}; use None or a callable"
             )
 
     def delayed_scaling(self) -> DelayedScaling:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
+from narrowcast._checks import is_one_of, shown
+
 from ..quantizers import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer, Quantizer
 from ..roles import QuantizerRole
 from .base import (
@@ -103,9 +105,9 @@ class MXFP6BlockScaling(Recipe):
     def _check(self) -> None:
         super()._check()
         for name in ("forward_format", "backward_format"):
-            if getattr(self, name) not in (Format.E2M3, Format.E3M2):
+            if not is_one_of(getattr(self, name), (Format.E2M3, Format.E3M2)):
                 raise ValueError(
-                    f"MXFP6BlockScaling got {name}={getattr(self, name)}; use Format.E2M3 or Format.E3M2"
+                    f"MXFP6BlockScaling got {name}={shown(getattr(self, name))}; use Format.E2M3 or Format.E3M2"
                 )
 
     def make_quantizer(self, tensor_type: str) -> Quantizer:

@@ -8,6 +8,8 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from narrowcast._checks import shown
+
 from .base import Recipe
 from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
@@ -48,7 +50,7 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
     name, preset = ALIASES.get(name, (name, {}))
     cls = NAMES.get(name)
     if cls is None:
-        raise ValueError(f"no recipe is named {name!r}{nearest_recipe(name)}; {_KNOWN}")
+        raise ValueError(f"no recipe is named {shown(name)}{nearest_recipe(name)}; {_KNOWN}")
     return cls(**{**preset, **fields})
 
 
@@ -64,8 +66,8 @@ def recipe_name(recipe: Recipe | None) -> str:
     changed = [
         each.name for each in fields(recipe) if getattr(recipe, each.name) != getattr(default, each.name)
     ]
-    shown = ", ".join(f"{field}={getattr(recipe, field)!r}" for field in changed)
-    return f"{name}({shown})" if shown else name
+    values = ", ".join(f"{field}={getattr(recipe, field)!r}" for field in changed)
+    return f"{name}({values})" if values else name
 
 
 def nearest_recipe(name: str) -> str:

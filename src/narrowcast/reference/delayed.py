@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..formats import FLT_MAX
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]
@@ -48,7 +50,7 @@ def update(
     elif algo == "most_recent":
         amax = last
     else:
-        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max' or 'most_recent'")
+        raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")
     used = last != 0.0
     new_scale = torch.where(used, scale_from_amax(amax, scale, fp8_max, margin), scale)
     return new_scale, torch.where(used, _rolled(history), history)
@@ -89,7 +91,7 @@ def update_always_roll(
     elif algo == "most_recent":
         amax = history[0]
     else:
-        raise ValueError(f"unknown amax_compute_algo {algo!r}; use 'max', 'most_recent' or a function")
+        raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max', 'most_recent' or a function")
     if scale_algo is None:
         new_scale = scale_from_amax(amax, scale, fp8_max, margin)
     else:

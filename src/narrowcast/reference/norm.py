@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._device import HIGH_PRECISION
 from .reduction import canonical_nan, column_sum, round_to_dtype, row_sum
 
@@ -36,7 +38,9 @@ def statistics(
         ``d = x - mean``, or ``x``.
     """
     if normalization not in NORMALIZATIONS:
-        raise ValueError(f"unknown normalization {normalization!r}; use one of {', '.join(NORMALIZATIONS)}")
+        raise ValueError(
+            f"unknown normalization {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}"
+        )
     values = _rows(x)
     summed = None
     if residual is not None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
+from narrowcast._checks import shown
+
 from ..functional import taking_apart
 from ..tensors import QuantizedTensor
 
@@ -34,8 +36,8 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
         raise TypeError(f"program is a {type(program).__name__}; pass what torch.export.export returns")
     if decomp_table is not None and not isinstance(decomp_table, dict):
         raise TypeError(
-            f"decomp_table is {decomp_table!r}, of type {type(decomp_table).__name__}; pass a dict from operators to "
-            "functions, or None"
+            f"decomp_table is {shown(decomp_table)}, of type {type(decomp_table).__name__}; pass a dict from "
+            "operators to functions, or None"
         )
     for name, value in program.state_dict.items():
         if value.is_cuda:

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import _checks
 from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..distributed.together import Together
@@ -126,8 +128,8 @@ def _without_adapters(model: Any, merge: str | None) -> Any:
     Raises:
         TypeError, ValueError: as for :func:`export`.
     """
-    if merge not in (None, "kept", "new", "beside"):
-        raise ValueError(f"merge is {merge!r}; use 'kept', 'new' or 'beside'")
+    if not is_one_of(merge, (None, "kept", "new", "beside")):
+        raise ValueError(f"merge is {shown(merge)}; use 'kept', 'new' or 'beside'")
     if merge is None:
         if has_adapters(model):
             raise ValueError(

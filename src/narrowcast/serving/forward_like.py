@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from narrowcast._checks import is_one_of, shown
+
 from .. import _checks
 from ..formats import E4M3, DType
 from ..layers import LinearLayer
@@ -119,10 +121,10 @@ def forward_like(
         ValueError: the engine or format is unknown, they do not go together, or no layer has a recipe.
     """
     _checks.module("model", model)
-    if engine not in ENGINES:
-        raise ValueError(f"engine is {engine!r}; use one of {', '.join(map(repr, ENGINES))}")
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, FORMATS))}")
+    if not is_one_of(engine, ENGINES):
+        raise ValueError(f"engine is {shown(engine)}; use one of {', '.join(map(repr, ENGINES))}")
+    if not is_one_of(format, FORMATS):
+        raise ValueError(f"format is {shown(format)}; use one of {', '.join(map(repr, FORMATS))}")
     names = {
         name: layer._module_type == "grouped_linear"
         for name, layer in model.named_modules()
@@ -131,13 +133,15 @@ def forward_like(
     if not names:
         raise ValueError("no layer of the model has a recipe; convert it first: nc.convert(model, recipe)")
     if format == STATIC and engine == WEIGHT_ONLY:
-        raise ValueError(f"format={format!r} scales inputs, which engine={engine!r} leaves in high precision")
+        raise ValueError(
+            f"format={shown(format)} scales inputs, which engine={shown(engine)} leaves in high precision"
+        )
     if format == STATIC:
         return set_recipe(model, dict.fromkeys(names, DelayedScaling(emulate=bool(emulate))))
     by_row = format != "hf-fp8-block128"
     if engine == DECODING and not by_row:
         raise ValueError(
-            f"format={format!r} is not one of engine={engine!r}; use 'fp8-channel' or 'fp8-tensor'"
+            f"format={shown(format)} is not one of engine={shown(engine)}; use 'fp8-channel' or 'fp8-tensor'"
         )
     dtypes = {parameter.dtype for name in names for parameter in model.get_submodule(name).parameters(False)}
     factory = EngineQuantizers(engine, format, engine == DECODING and dtypes == {torch.bfloat16})

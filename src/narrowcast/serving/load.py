@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import is_one_of, shown, some
+
 from .. import _checks
 from .._device import HIGH_PRECISION
 from ..convert import convert
@@ -90,12 +92,12 @@ def load_quantized(
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
-    if weights is not None and weights not in ("stored", *FOUR_BITS):
-        raise ValueError(f"weights is {weights!r}; use 'stored', 'nvfp4' or 'mxfp4'")
-    if config is not None and (weights, skip) != (None, None):
+    if weights is not None and not is_one_of(weights, ("stored", *FOUR_BITS)):
+        raise ValueError(f"weights is {shown(weights)}; use 'stored', 'nvfp4' or 'mxfp4'")
+    if config is not None and not (weights is None and skip is None):
         raise ValueError(
-            f"weights={weights!r} and skip={skip!r} are for checkpoints in high precision, and this one has a "
-            "quantization_config; leave them out"
+            f"weights={shown(weights)} and skip={shown(skip)} are for checkpoints in high precision, and this one "
+            "has a quantization_config; leave them out"
         )
     if config is None and weights is None:
         raise ValueError(
@@ -226,15 +228,17 @@ def _tensors(path: Path) -> dict[str, Tensor]:
                         continue  # a stale copy: the index says where a tensor is
                     if name in places:
                         raise ValueError(
-                            f"{path} has {name!r} in {places[name]} and in {file.name}, and no {INDEX} says which; "
-                            "remove the file that does not belong to the checkpoint"
+                            f"{path} has {shown(name)} in {places[name]} and in {file.name}, and no {INDEX} says "
+                            "which; remove the file that does not belong to the checkpoint"
                         )
                     tensors[name], places[name] = opened.get_tensor(name), file.name
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or no safetensors file: {error}") from error
     lost = sorted(set(named or ()) - set(tensors))
     if lost:
-        raise ValueError(f"{INDEX} of {path} names {lost[0]!r}, which {(named or {})[lost[0]]} does not have")
+        raise ValueError(
+            f"{INDEX} of {path} names {shown(lost[0])}, which {(named or {})[lost[0]]} does not have"
+        )
     return tensors
 
 
@@ -253,7 +257,7 @@ def _index(path: Path) -> dict[str, str] | None:
             or not file.endswith(".safetensors")
         ):
             raise ValueError(
-                f"{path / INDEX} has {name!r} in {file!r}, which is no safetensors file beside it"
+                f"{path / INDEX} has {shown(name)} in {shown(file)}, which is no safetensors file beside it"
             )
     return named
 
@@ -281,12 +285,16 @@ def _linear_of(
     module, reason = linears.get(name, (None, ""))
     if type(module) is not nn.Linear or not key.endswith("weight"):
         raise ValueError(
-            f"{key!r} is in {format}, and {name!r} of the model is {type(module).__name__}, not nn.Linear"
+            f"{shown(key)} is in {format}, and {shown(name)} of the model is {type(module).__name__}, not nn.Linear"
         )
     if reason:
-        raise ValueError(f"{key!r} is in {format}, and {name!r} of the model cannot be converted: {reason}")
+        raise ValueError(
+            f"{shown(key)} is in {format}, and {shown(name)} of the model cannot be converted: {reason}"
+        )
     if module.weight.shape != shape:
-        raise ValueError(f"{key!r} is {shape} in the checkpoint, {tuple(module.weight.shape)} in the model")
+        raise ValueError(
+            f"{shown(key)} is {shape} in the checkpoint, {tuple(module.weight.shape)} in the model"
+        )
     return module
 
 
@@ -300,18 +308,20 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[s
     empty = [key for key, value in model.named_buffers() if value.is_meta and key not in state]
     if empty:
         raise RuntimeError(
-            f"the buffers {empty} are on the meta device, and no checkpoint holds what is not in the state dict; make "
-            "the model with real buffers, as accelerate.init_empty_weights() and then model.tie_weights() do"
+            f"the buffers {some(empty)} are on the meta device, and no checkpoint holds what is not in the state "
+            "dict; make the model with real buffers, as accelerate.init_empty_weights() and then model.tie_weights() do"
         )
     given = {id(state[key]) for key in (*tensors, *weights) if key in state}
     missing = [key for key, value in state.items() if id(value) not in given]
     unexpected = [key for key in tensors if key not in state]
     if missing or unexpected:
-        raise RuntimeError(f"the checkpoint lacks {missing} of the model, which lacks its {unexpected}")
+        raise RuntimeError(
+            f"the checkpoint lacks {some(missing)} of the model, and the model {some(unexpected)} of it"
+        )
     for key, value in tensors.items():
         if value.shape != state[key].shape:
             raise ValueError(
-                f"{key!r} is {tuple(value.shape)} in the checkpoint, {tuple(state[key].shape)} in the model"
+                f"{shown(key)} is {tuple(value.shape)} in the checkpoint, {tuple(state[key].shape)} in the model"
             )
         wanted = state[key].dtype
         if wanted in _HIGH_PRECISION:
@@ -321,7 +331,7 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[s
             fits = value.dtype == wanted or (exact and value.dtype.itemsize <= wanted.itemsize)
         if not fits:
             raise ValueError(
-                f"{key!r} is {value.dtype} in the checkpoint, {wanted} in the model; "
+                f"{shown(key)} is {value.dtype} in the checkpoint, {wanted} in the model; "
                 "load_quantized reads quantized weights with their scales, and tensors in high precision"
             )
 

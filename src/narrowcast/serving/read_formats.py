@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..convert.stored import FOUR_BITS, stored_quantizer
 from ..dynamo import TensorProto
 from ..formats import (
@@ -76,7 +78,9 @@ class ReadFormat:
         """
         for suffix in self.scales:
             if key + suffix not in tensors:
-                raise ValueError(f"the checkpoint has {key!r} in {self.name} without {key + suffix!r}")
+                raise ValueError(
+                    f"the checkpoint has {shown(key)} in {self.name} without {shown(key + suffix)}"
+                )
         for name in self.inputs:
             tensors.pop(key.removesuffix("weight") + name, None)
         return {suffix: tensors.pop(key + suffix) for suffix in (self.codes, *self.scales)}
@@ -128,23 +132,23 @@ def _check_shape(label: str, found: Tensor, expected: list[int]) -> None:
 def _check_numbers(key: str, scale: Tensor, wrong: Tensor) -> None:
     if wrong.any():
         raise ValueError(
-            f"the scales of {key!r} hold {scale[wrong][0].item()}; they must be finite and positive, so the file is "
-            "damaged or of another format"
+            f"the scales of {shown(key)} hold {scale[wrong][0].item()}; they must be finite and positive, so the "
+            "file is damaged or of another format"
         )
 
 
 def _eight_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tuple[int, int]) -> list[Tensor]:
     scale = found[fmt.scales[0]]
     if not scale.is_floating_point():
-        raise ValueError(f"the scales of {key!r} are {scale.dtype}; floating point is read")
+        raise ValueError(f"the scales of {shown(key)} are {scale.dtype}; floating point is read")
     if fmt.tiles:
         expected = [cdiv(size, FLOAT8_BLOCK) for size in shape]
         if list(scale.shape) != expected:
             raise ValueError(
-                f"the scales of {key!r} are {tuple(scale.shape)}, of its tiles there are {expected}"
+                f"the scales of {shown(key)} are {tuple(scale.shape)}, of its tiles there are {expected}"
             )
     elif scale.numel() != 1:
-        raise ValueError(f"the scales of {key!r} are {tuple(scale.shape)}; one scale per tensor is read")
+        raise ValueError(f"the scales of {shown(key)} are {tuple(scale.shape)}; one scale per tensor is read")
     scale = scale.to(torch.float32, copy=True)
     _check_numbers(key, scale, ~(scale.isfinite() & (scale > 0)))
     if fmt.tiles:
@@ -157,14 +161,14 @@ def _four_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tuple
     """Return codes as they are on disk, and the scales of blocks padded as tensor cores read them."""
     block = FOUR_BITS[fmt.weights]._format_layout().scale_group[1]
     if shape[1] % block:
-        raise ValueError(f"{key!r} is {shape}, and {fmt.name} is read in multiples of {block} columns")
+        raise ValueError(f"{shown(key)} is {shape}, and {fmt.name} is read in multiples of {block} columns")
     codes, scale = found[fmt.codes], found[fmt.scales[0]]
-    _check_shape(f"the codes of {key!r}", codes, [shape[0], shape[1] // 2])
-    _check_shape(f"the scales of {key!r}", scale, [shape[0], shape[1] // block])
+    _check_shape(f"the codes of {shown(key)}", codes, [shape[0], shape[1] // 2])
+    _check_shape(f"the scales of {shown(key)}", scale, [shape[0], shape[1] // block])
     nvfp4 = fmt.weights == "nvfp4"
     if scale.dtype not in ((torch.float8_e4m3fn,) if nvfp4 else (torch.uint8, torch.float8_e8m0fnu)):
         raise ValueError(
-            f"the scales of {key!r} are {scale.dtype}; {fmt.name} has {_SCALE_DTYPES[fmt.weights]}"
+            f"the scales of {shown(key)} are {scale.dtype}; {fmt.name} has {_SCALE_DTYPES[fmt.weights]}"
         )
     if nvfp4:
         wrong = scale.float()
@@ -184,7 +188,8 @@ def _amax(fmt: ReadFormat, key: str, second: Tensor) -> Tensor:
     """Return the amax that a tensor's second scale stands for, fp32 (1,): within one unit of fp32."""
     if second.numel() != 1 or not second.is_floating_point():
         raise ValueError(
-            f"{key + fmt.scales[1]!r} is {second.dtype} of {tuple(second.shape)}; one floating-point scale is read"
+            f"{shown(key + fmt.scales[1])} is {second.dtype} of {tuple(second.shape)}; one floating-point scale is "
+            "read"
         )
     second = second.to(torch.float32, copy=True).reshape(1)
     _check_numbers(key, second, ~(second.isfinite() & (second > 0)))
@@ -237,12 +242,11 @@ def read_format(config: Any) -> ReadFormat:
         known = _compressed(found.get("format"), [one if isinstance(one, dict) else {} for one in schemes])
         if known is not None:
             return known
-    shown = repr(config)
+    told = {name: found[name] for name in ("quant_method", "quant_algo", "format") if name in found} or config
     raise ValueError(
-        f"the checkpoint's quantization_config is {shown if len(shown) < 2000 else shown[:2000] + '...'}; "
-        "load_quantized reads FP8 with 128 x 128 tiles (quant_method 'fp8', or compressed-tensors' strategy 'block') "
-        "and with one scale per tensor (compressed-tensors' strategy 'tensor', ModelOpt's FP8), and NVFP4 and MXFP4 "
-        "of compressed-tensors and ModelOpt"
+        f"the checkpoint's quantization_config is {shown(told)}; load_quantized reads FP8 with 128 x 128 tiles (fp8, "
+        "compressed-tensors' 'block') or one scale per tensor (compressed-tensors' 'tensor', ModelOpt), and NVFP4 and "
+        "MXFP4 (compressed-tensors, ModelOpt)"
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
@@ -216,8 +218,8 @@ class Served:
         rows, columns = shape_of(layer, stage)
         if columns % written_as.multiple:
             raise ValueError(
-                f"{found.name or 'the model'} has a weight of {(rows, columns)}, and format={self.format!r} takes "
-                f"multiples of {written_as.multiple} columns; give it no recipe before exporting: "
+                f"{found.name or 'the model'} has a weight of {(rows, columns)}, and format={shown(self.format)} "
+                f"takes multiples of {written_as.multiple} columns; give it no recipe before exporting: "
                 "set_recipe(model, {name: None})"
             )
         named = self._rows_of(layer, stage, keys, rows)
@@ -243,7 +245,7 @@ class Served:
         )
         if operand is None or written_as is None:
             raise ValueError(
-                f"{found.name or 'the model'} has the recipe {recipe_name(recipe)}; format={self.format!r} "
+                f"{found.name or 'the model'} has the recipe {recipe_name(recipe)}; format={shown(self.format)} "
                 f"holds the weights of {self.kind.recipes}: choose another format, or give export a recipe="
             )
         return operand, written_as

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from narrowcast._checks import shown
+
 from .. import _checks
 from ..convert.adapters import layer_with_adapters
 from ..distributed.together import ALONE, Together
@@ -79,18 +81,18 @@ def checked(
     adapted = layer_with_adapters(model)
     if adapted is not None:
         raise ValueError(
-            f"{adapted!r} has adapters of PEFT, under whose names no server finds its weight; call "
+            f"{shown(adapted)} has adapters of PEFT, under whose names no server finds its weight; call "
             "narrowcast.merge_adapters(model) first, or write files with narrowcast.export(model, path, merge='kept')"
         )
     local = next((name for name, module in model.named_modules() if vars(module).get("_local_experts")), None)
     if local is not None:
         raise ValueError(
-            f"{local!r} holds this rank's experts beside MoEDispatch, and no rank has the others; save with "
+            f"{shown(local)} holds this rank's experts beside MoEDispatch, and no rank has the others; save with "
             "narrowcast.distributed.save_checkpoint, load into a model of all experts, and export that"
         )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
-        raise ValueError(f"format is {format!r}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
+        raise ValueError(f"format is {shown(format)}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values to export")
+            raise ValueError(f"parameter {shown(name)} is on the meta device and has no values to export")
     return Served(model, format, checked_recipe(recipe, "export"), dtype, together)

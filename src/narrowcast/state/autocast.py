@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from narrowcast._checks import shown
+
 from .._checks import flags
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
@@ -180,9 +182,9 @@ class autocast:
     ) -> None:
         for value in (enabled, calibrating):
             if isinstance(value, (Recipe, str)):
-                shown = repr(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
+                given = shown(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
                 raise TypeError(
-                    f"autocast got {shown} as a positional argument; write autocast(recipe={shown})"
+                    f"autocast got {given} as a positional argument; write autocast(recipe={given})"
                 )
         flags(enabled=enabled, calibrating=calibrating)
         if recipe is None and (enabled or calibrating):

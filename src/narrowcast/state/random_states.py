@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from narrowcast._checks import shown
+
 from .._device import default_device
 from .._tracing import refuse_in_graphs
 
@@ -70,10 +72,12 @@ class CudaRNGStatesTracker:
             RuntimeError: the seed or the name is taken.
         """
         if seed in self._seeds:
-            raise RuntimeError(f"the seed {seed} is taken by another state; use one of its own for {name!r}")
+            raise RuntimeError(
+                f"the seed {seed} is taken by another state; use one of its own for {shown(name)}"
+            )
         if name in self._states:
             raise RuntimeError(
-                f"there is a random state {name!r} already; use another name, or reset() before"
+                f"there is a random state {shown(name)} already; use another name, or reset() before"
             )
         self._seeds.add(seed)
         generator = _default_generator(self.device)
@@ -94,7 +98,7 @@ class CudaRNGStatesTracker:
         refuse_in_graphs("CudaRNGStatesTracker.fork cannot be compiled; leave it out of the graph")
         if name not in self._states:
             raise KeyError(
-                f"there is no random state {name!r}; add() it first, there are {sorted(self._states)}"
+                f"there is no random state {shown(name)}; add() it first, there are {sorted(self._states)}"
             )
         generator = _default_generator(self.device)
         if self.graph_safe:

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
@@ -38,7 +40,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> None:
         if mode not in ("forward", "backward"):
-            raise ValueError(f"mode is {mode!r}; use 'forward' or 'backward'")
+            raise ValueError(f"mode is {shown(mode)}; use 'forward' or 'backward'")
         if not isinstance(recipe, Recipe):
             raise ValueError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
         if self._family not in ("", recipe._family):

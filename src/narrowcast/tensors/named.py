@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .. import formats
 from ..functional import transpose_codes
 from ..upstream.functionalization import FunctionalTensor
@@ -318,7 +320,8 @@ def _with_halves(rowwise: Any, columnwise: Any, described: dict[str, Any]) -> di
     quantizer: Any = described.get("quantizer")
     if not hasattr(quantizer, "_half"):
         raise TypeError(
-            f"a hybrid of two storages got quantizer={quantizer!r}; pass the HybridQuantizer whose halves made them"
+            f"a hybrid of two storages got quantizer={shown(quantizer)}; pass the HybridQuantizer whose halves made "
+            "them"
         )
     described = {"fake_dtype": there[0]._dtype, "shape": tuple(there[0].size()), **described}
     described["quantizer"] = quantizer.with_usage(**{side: half is not None for side, half in halves.items()})

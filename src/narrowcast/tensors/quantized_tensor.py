@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..functional import QuantizerValue
 from ..functional.grouped_places import part_of
 from ..upstream.functionalization import FunctionalTensor
@@ -338,7 +340,7 @@ def rebuild_quantized_tensor(
     """
     if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
         raise ValueError(
-            f"the file holds a quantized tensor of class {cls!r}; it was not saved by narrowcast"
+            f"the file holds a quantized tensor of class {shown(cls)}; it was not saved by narrowcast"
         )
     tensor = cls(**metadata)
     tensor._begins = begins

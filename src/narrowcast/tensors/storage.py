@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .._tracing import can_overwrite, can_remember
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
@@ -35,7 +37,7 @@ def resolve_storage_class(identifier: str) -> type[QuantizedTensorStorage]:
     """
     if identifier not in STORAGE_CLASSES:
         known = ", ".join(sorted(STORAGE_CLASSES))
-        raise KeyError(f"unknown quantized storage class {identifier!r}; known: {known}")
+        raise KeyError(f"unknown quantized storage class {shown(identifier)}; known: {known}")
     return STORAGE_CLASSES[identifier]
 
 
@@ -360,7 +362,7 @@ class QuantizedTensorStorage(BufferHolder):
             ValueError: the two differ in format, in which buffers exist, or in their shapes.
         """
         if not self._matches(source):
-            raise ValueError(f"cannot copy {source!r} into {self!r}: the buffers differ")
+            raise ValueError(f"cannot copy {shown(source)} into {shown(self)}: the buffers differ")
         overwrite(self.get_data_tensors(), source.get_data_tensors())
         self._mark_written()
 

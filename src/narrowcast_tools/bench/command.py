@@ -11,6 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
+from narrowcast._checks import shown
 from narrowcast._version import __version__
 
 from .account import measure_ceilings, take_account
@@ -41,7 +42,7 @@ def bench(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     suite = suite or ("tiny" if device == "cpu" else "all")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device is {device!r}; use cuda with a GPU that torch sees, or cpu")
+        raise typer.BadParameter(f"--device is {shown(device)}; use cuda with a GPU that torch sees, or cpu")
     if seconds < 0 or minutes < 0:
         raise typer.BadParameter(f"--seconds is {seconds} and --minutes {minutes}; use 0 or more")
     if resume and out is None:
@@ -112,7 +113,7 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
     if model not in ACCOUNT_MODELS:
         raise typer.BadParameter(
-            f"--model is {model!r}; bench account takes one of {', '.join(ACCOUNT_MODELS)}"
+            f"--model is {shown(model)}; bench account takes one of {', '.join(ACCOUNT_MODELS)}"
         )
     try:
         running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages

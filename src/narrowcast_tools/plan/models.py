@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from narrowcast._checks import shown
+
 
 @dataclass(frozen=True)
 class Model:
@@ -117,5 +119,5 @@ def find_model(name: str) -> Model:
         ValueError: the name is unknown.
     """
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; --model takes one of {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {shown(name)}; --model takes one of {', '.join(MODELS)}")
     return MODELS[name]

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from rich.table import Table
 
+from narrowcast._checks import shown
+
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .flops import flops_per_token
@@ -65,7 +67,7 @@ def find_preset(name: str) -> TrainConfig:
         SettingsError: the name is unknown.
     """
     if name not in PRESETS:
-        raise SettingsError(f"unknown preset {name!r}; --preset takes one of {', '.join(PRESETS)}")
+        raise SettingsError(f"unknown preset {shown(name)}; --preset takes one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from .config import ModelConfig
 from .errors import SettingsError
 from .model import NORM_EPS, Decoder
@@ -54,8 +56,8 @@ def shape_of(folder: Path, start: ModelConfig) -> ModelConfig:
     for name, (value, accepted) in fixed.items():
         if value != accepted:
             raise SettingsError(
-                f"{folder / CONFIG} has {name} {value!r}; --init takes a Llama with {accepted!r}, others are trained "
-                "with nc.convert and a trainer of yours"
+                f"{folder / CONFIG} has {name} {shown(value)}; --init takes a Llama with {shown(accepted)}, others "
+                "are trained with nc.convert and a trainer of yours"
             )
     return replace(
         start,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast import _environment as environment
+from narrowcast._checks import shown
 
 from .config import TrainConfig
 from .errors import SettingsError
@@ -122,7 +123,7 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
             )
         return
     if mode not in MODES:
-        raise SettingsError(f"unknown mode {mode!r}; --parallel takes {', '.join(MODES)}")
+        raise SettingsError(f"unknown mode {shown(mode)}; --parallel takes {', '.join(MODES)}")
     if not dist.is_available():
         raise SettingsError("--parallel needs a PyTorch with torch.distributed; leave --parallel out")
     if dist.is_initialized():

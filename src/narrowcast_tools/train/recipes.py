@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 
 import narrowcast as nc
+from narrowcast._checks import shown
 from narrowcast.recipe import NAMES
 
 from .errors import SettingsError
@@ -68,7 +69,7 @@ def recipe_name(word: str) -> str:
     if name not in CHOICES:
         known = ", ".join([*CHOICES, *ALIASES])
         nearest = nc.recipe.nearest_recipe(word)
-        raise SettingsError(f"unknown recipe {word!r}{nearest}; --recipe takes one of {known}")
+        raise SettingsError(f"unknown recipe {shown(word)}{nearest}; --recipe takes one of {known}")
     return name
 
 
@@ -94,7 +95,7 @@ def build_recipe(
     emulated = emulate and not choice.availability()[0]
     options = {"saved_activations": saved_activations} if saved_activations else {}
     recipe = choice.recipe(emulate=True, **options) if emulated else choice.recipe(**options)
-    _require_kernels(recipe, choice, f"recipe {name!r}", device, "add --emulate")
+    _require_kernels(recipe, choice, f"recipe {shown(name)}", device, "add --emulate")
     return recipe
 
 
@@ -137,7 +138,7 @@ def recipe_table(
         for choice in CHOICES.values():
             if recipe is not None and type(recipe) is choice.recipe:
                 _require_kernels(
-                    recipe, choice, f"the recipe of {pattern!r}", device, 'give it "emulate": true'
+                    recipe, choice, f"the recipe of {shown(pattern)}", device, 'give it "emulate": true'
                 )
     for pattern in filter(None, (word.strip() for word in keep_bf16.split(","))):
         recipes.pop(pattern, None)  # to come last, after what would override it

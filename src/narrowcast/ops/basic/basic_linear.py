@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..._checks import flags, positive, text
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
@@ -114,7 +116,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
 
     def extra_repr(self) -> str:
         """Return sizes and split, as printed by the module."""
-        split = f", tensor_parallel_mode={self.parallel.mode!r}" if self.parallel.mode else ""
+        split = f", tensor_parallel_mode={shown(self.parallel.mode)}" if self.parallel.mode else ""
         return f"in_features={self.in_features}, out_features={self.out_features}{split}"
 
     def _split_of(self, name: str) -> Split | None:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowcast._checks import is_one_of, shown
+
 from ..._device import HIGH_PRECISION
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
@@ -34,8 +36,10 @@ def kept_directions(
     Raises:
         ValueError: another override.
     """
-    if override not in OVERRIDES:
-        raise ValueError(f"backward_override is {override!r}; use None, 'high_precision' or 'dequantized'")
+    if not is_one_of(override, OVERRIDES):
+        raise ValueError(
+            f"backward_override is {shown(override)}; use None, 'high_precision' or 'dequantized'"
+        )
     rowwise, columnwise = override == "dequantized", override is None
     return (
         Saved(weight_requires_grad and rowwise, weight_requires_grad and columnwise),
@@ -168,7 +172,7 @@ def check_out(
         if quantizer is not None:
             _check_alone(quantizer)
             if not any(quantizer.get_usages().values()):
-                raise ValueError(f"{quantizer!r} has both directions switched off; ask for at least one")
+                raise ValueError(f"{shown(quantizer)} has both directions switched off; ask for at least one")
         return
     storage = None if quantizer is None else quantizer._storage_class
     described: Any = out.quantizer if isinstance(out, TensorProto) else getattr(out, "_quantizer", None)
@@ -210,7 +214,7 @@ def _check_quantizer(name: str, quantizer: Quantizer | None, dtype: torch.dtype)
 def _check_alone(quantizer: Quantizer) -> None:
     if quantizer._is_delayed():
         raise ValueError(
-            f"{quantizer!r} needs the state of a layer; use Float8Quantizer(scale, amax, fp8_dtype)"
+            f"{shown(quantizer)} needs the state of a layer; use Float8Quantizer(scale, amax, fp8_dtype)"
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ..._checks import numbers, whole
 from ..forms import SavesTensors
 from ..op import BasicOperation
@@ -36,7 +38,7 @@ class Reshape(SavesTensors, BasicOperation, values=("shape",)):
         super().__init__()
         if not isinstance(shape, (tuple, list)):
             raise TypeError(
-                f"shape is {shape!r}, of type {type(shape).__name__}; use sizes, such as (-1, 64)"
+                f"shape is {shown(shape)}, of type {type(shape).__name__}; use sizes, such as (-1, 64)"
             )
         for size in shape:
             whole(shape=size)

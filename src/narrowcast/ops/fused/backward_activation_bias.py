@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from narrowcast._checks import shown
+
 from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.activation import ActivationOperation
@@ -49,7 +51,7 @@ def _match(ops: Sequence[FusibleOperation], start: int, recipe: Recipe | None) -
     if recipe is None:
         return NearMiss("no recipe is in force, so nothing is quantized")
     if recipe.backward_override is not None:  # type: ignore[attr-defined]
-        return NearMiss(f"backward_override={recipe.backward_override!r} leaves gradients unquantized")  # type: ignore[attr-defined]
+        return NearMiss(f"backward_override={shown(recipe.backward_override)} leaves gradients unquantized")  # type: ignore[attr-defined]
     if activation.glu_interleave_size is not None:  # type: ignore[attr-defined]
         return NearMiss("glu_interleave_size moves the gradient's channels, so the kernel cannot quantize it")
     return Match(2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from narrowcast._checks import shown
+
 from ..._activations import ACTIVATIONS
 from ...autograd.groups import GatedActivation
 from ...recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
@@ -101,7 +103,7 @@ def _reason(
         name = "none" if recipe is None else type(recipe).__name__
         return f"the recipe is {name}; {', '.join(kind.__name__ for kind in RECIPES)} get it"
     if recipe.backward_override is not None:
-        return f"the recipe has backward_override={recipe.backward_override!r}"
+        return f"the recipe has backward_override={shown(recipe.backward_override)}"
     if fc1.use_bias:
         return "the first layer has biases, whose gradients sum what is not written"
     reason = groups_reason(fc1, fc2) or features_reason(fc1, fc2, True)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from narrowcast._checks import shown
+
 from ...autograd.gemms import after
 from ...dynamo import TensorProto
 from ...functional import scaled_act
@@ -193,7 +195,7 @@ def _recipe_reason(recipe: Recipe | None) -> str | None:
         name = "none" if recipe is None else type(recipe).__name__
         return f"the recipe is {name}; MXFP8BlockScaling and NVFP4BlockScaling get it"
     if recipe.backward_override is not None:
-        return f"the recipe has backward_override={recipe.backward_override!r}"
+        return f"the recipe has backward_override={shown(recipe.backward_override)}"
     return None
 
 

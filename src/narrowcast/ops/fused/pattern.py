@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from narrowcast._checks import shown
+
 from ...recipe import Recipe
 from ..fuser import inner_channel
 from ..op import BasicOperation, FusedOperation, FusibleOperation
@@ -62,7 +64,7 @@ class Fusion:
         if isinstance(found, Match):
             channel = inner_channel(ops[start : start + found.length])
             if channel is not None:
-                return NearMiss(f"channel {channel!r} begins and ends inside")
+                return NearMiss(f"channel {shown(channel)} begins and ends inside")
         return found
 
 
