@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from narrowcast._checks import shown
+from ._checks import shown
 
 
 @dataclass(frozen=True, slots=True)

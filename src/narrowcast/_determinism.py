@@ -6,7 +6,7 @@ another thread runs, reads the mode of its forward. Compiled code is guarded on 
 
 from __future__ import annotations
 
-from narrowcast._checks import is_one_of, shown
+from ._checks import is_one_of, shown
 
 BATCH_INVARIANT = "batch-invariant"
 MODES = (None, BATCH_INVARIANT)

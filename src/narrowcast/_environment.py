@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from narrowcast._checks import shown
+from ._checks import shown
 
 _PREFIXES = ("NARROWCAST_", "NVTE_")
 _TRUE = ("1", "true", "yes", "on")

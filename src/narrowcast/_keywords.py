@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any
 
-from narrowcast._checks import shown
+from ._checks import shown
 
 _PACKAGE = __name__.partition(".")[0]
 _LISTED = 200  # characters of the names that a message lists

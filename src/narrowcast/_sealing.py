@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast._checks import shown
+from ._checks import shown
 
 _ABSENT = object()
 

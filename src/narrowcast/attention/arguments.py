@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule

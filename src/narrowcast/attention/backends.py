@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
-from narrowcast._checks import shown
-
 from .. import kernels
+from .._checks import shown
 from .._environment import read_flag, read_text
 from .._tracing import can_check
 

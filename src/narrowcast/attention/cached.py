@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import can_remember, warn
 from .kv_cache import InferenceParams
 from .masks import MaskRule

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..autograd.tensor_parallel import GatherRows
 from ..functional.collectives import group_name, group_size
 from .masks import Geometry, MaskRule, Tokens

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import tensor
+from .._checks import is_one_of, shown, tensor
 from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")

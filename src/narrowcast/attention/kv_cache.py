@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from .._checks import flags, positive
+from .._checks import flags, positive, shown
 from .._device import default_device
 from ..layers.parameters import parameter_device
 from ..upstream.compiler import keep_address

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 MASK_TYPES = (
     "no_mask",

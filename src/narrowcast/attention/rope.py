@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import functional
-from .._checks import flags, in_range, numbers, positive, tensor, tensors, whole
+from .._checks import flags, in_range, is_one_of, numbers, positive, shown, tensor, tensors, whole
 from .._device import default_device
 from .._tracing import host_reads, once_differentiable
 from ..upstream.modules import own_buffers, undo_casts

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from .._tracing import has_addresses, once_differentiable
 from ..functional import amax_to_share, quantize, transpose_codes
 from ..functional.collectives import (

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from ..formats import round_up
 
 Parts = tuple[Tensor, Tensor, Tensor]

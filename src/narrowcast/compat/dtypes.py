@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..formats import DType
 from ..quantizers.arguments import TORCH_DTYPES
 from ..recipe import Format, Recipe

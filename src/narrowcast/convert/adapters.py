@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import _checks
+from .._checks import is_one_of, shown
 from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
 from ..layers.described import ParameterRecord, describe_parameters

@@ -7,9 +7,8 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
-from narrowcast._checks import is_one_of, shown, some
-
 from .. import _checks
+from .._checks import is_one_of, shown, some
 from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..layers.parameters import weight_quantizer
 from ..quantizers import MXFP4Quantizer, NVFP4Quantizer, Operand, Quantizer
 from ..recipe import Recipe

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..layers import LinearLayer
 from ..recipe import Recipe
 from ..upstream.modules import own_buffers

@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from narrowcast._checks import shown
-
 from .. import _checks
+from .._checks import shown
 from ..layers import DelayedLayer, GroupedLinearLayer
 from ..layers.described import ParameterRecord, describe_parameters, places
 from ..tensors import DequantizingTensor

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 LARGEST_METADATA = 2**30  # bytes
 

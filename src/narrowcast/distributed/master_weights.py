@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._checks import tensor as tensor_given
 from ..layers.described import parts_of
 from ..quantizers import Float8Quantizer, Quantizer

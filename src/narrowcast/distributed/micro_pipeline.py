@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..functional.collectives import group_name
 from ..upstream.c10d import all_gather_op, group_named, reduce_scatter_op, wait_op
 from ..upstream.micro_pipeline import (

@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import can_return_quantized, once_differentiable
 from ..formats import DType
 from ..functional import (

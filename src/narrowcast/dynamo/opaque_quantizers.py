@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..quantizers import VALUE_QUANTIZERS, Quantizer
 from ..quantizers.value import value_fields
 from ..upstream import opaque

@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from narrowcast._checks import shown
-
 from .. import kernels, reference
+from .._checks import shown
 from .._device import is_native
 from .._tracing import can_overwrite
 from ..upstream import opaque

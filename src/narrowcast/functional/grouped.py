@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..formats import padded_rows, round_up
 from ._library import define, give_backward
 from .grouped_quantize import splits_on_device

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._environment import read_flag
 from .._version import __version__
 from ..upstream import opaque

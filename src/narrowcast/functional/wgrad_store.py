@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ._library import QUANTIZER, define
 from .quantizer_value import QuantizerValue
 

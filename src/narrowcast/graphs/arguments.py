@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import users_level
 from ..upstream.modules import has_backward_hooks
 from ..upstream.tensors import tree_flatten

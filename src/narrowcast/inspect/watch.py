@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
 from .. import _checks
+from .._checks import shown
 from .._determinism import DETERMINISM
 from .._table import aligned
 from ..autograd import DelayedScales

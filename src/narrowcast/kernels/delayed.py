@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..formats import FLT_MAX, cdiv
 from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
 from .._checks import module as checked_module
+from .._checks import shown
 from ..functional.collectives import gather_rows, group_size
 from ..tensors import DequantizingTensor, local, spread_like
 from ..upstream.fsdp import is_distributed, sharded_parameters

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import flags, positive, text
+from .._checks import flags, positive, shown, text
 from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import function
+from .._checks import function, shown
 from .._determinism import DETERMINISM
 from .._tracing import record, records_transforms, refuse_in_transform, warn
 from ..autograd import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 
 class NormOptions(TypedDict, total=False):

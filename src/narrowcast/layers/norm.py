@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, in_range, positive
+from .._checks import flags, in_range, is_one_of, positive, shown
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style

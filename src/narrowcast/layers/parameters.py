@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import function, tensor
+from .._checks import function, shown, tensor
 from .._device import default_device
 from .._tracing import is_eager
 from ..quantizers import Quantizer

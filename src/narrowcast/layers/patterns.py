@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 Selector = str | Callable[[str, nn.Module], bool]
 """A pattern of module names, or a function of (name, module)."""

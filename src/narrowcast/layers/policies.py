@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..recipe import Recipe
 
 Shapes = list[tuple[int, int, int]]

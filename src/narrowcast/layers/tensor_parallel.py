@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags
+from .._checks import flags, is_one_of, shown
 from ..autograd.tensor_parallel import MODES, TensorParallel
 from ..functional.collectives import group_name, group_size, registered_name
 from ..upstream.c10d import group_named

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import positive, tensors
+from .._checks import is_one_of, positive, shown, tensors
 from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
 from .._tracing import once_differentiable

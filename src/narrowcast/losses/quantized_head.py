@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import once_differentiable
 from ..autograd import fprop
 from ..functional import (

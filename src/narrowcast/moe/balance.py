@@ -23,9 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import in_range, numbers, positive, tensors, whole
+from .._checks import in_range, is_one_of, numbers, positive, shown, tensors, whole
 from .._device import HIGH_PRECISION
 from ..functional import product
 

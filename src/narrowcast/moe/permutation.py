@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import positive, tensor, tensors, whole
+from .._checks import is_one_of, positive, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import warn_of_old_name
 from ..formats import round_up

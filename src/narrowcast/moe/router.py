@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, numbers, positive, tensor, tensors, whole
+from .._checks import flags, is_one_of, numbers, positive, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads, is_eager
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from .._checks import tensor
+from .._checks import shown, tensor
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Reorder

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import flags, in_range, positive
+from .._checks import flags, in_range, positive, shown
 from ..attention import (
     BIAS_TYPES,
     SOFTMAX_TYPES,

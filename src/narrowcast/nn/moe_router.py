@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, in_range, positive
+from .._checks import flags, in_range, is_one_of, positive, shown
 from ..layers.parameters import parameter_device, parameter_dtype
 from ..moe import (
     fused_compute_score_for_moe_aux_loss,

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, positive, tensor, text
+from .._checks import flags, is_one_of, positive, shown, tensor, text
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,

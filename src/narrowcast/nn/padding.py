@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import positive
+from .._checks import positive, shown
 from ..formats import round_up
 from ..functional.grouped import pad_rows, unpad_rows
 from ..state import THREAD, get_default_recipe

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from narrowcast._checks import shown, whole
-
+from .._checks import shown, whole
 from ..state import THREAD
 
 ParametersSplit = Sequence[str] | Mapping[str, int]

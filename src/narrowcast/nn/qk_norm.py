@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from ..autograd import NormSettings, normalize
 from .norm import LayerNorm, RMSNorm
 

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, in_range, text
+from .._checks import flags, in_range, is_one_of, shown, text
 from ..attention import InferenceParams
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 PAIRS = (
     ("op_forward_compute", "op_forward_save_ctx"),

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from .._checks import flags
+from .._checks import flags, shown
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..layers import read_together

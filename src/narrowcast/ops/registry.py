@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from narrowcast._checks import is_one_of, shown
+from .._checks import is_one_of, shown
 
 if TYPE_CHECKING:
     from .op import FusibleOperation

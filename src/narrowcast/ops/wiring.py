@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
+from .._checks import shown
 
 if TYPE_CHECKING:
     from .op import BasicOperation

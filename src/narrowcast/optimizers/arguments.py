@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from .._checks import in_range, tensor
+from .._checks import in_range, shown, tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, module
+from .._checks import flags, is_one_of, module, shown
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_, adam_quantize_

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
-from .._checks import module
+from .._checks import module, shown
 from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
 from .fused_adam import FusedAdam

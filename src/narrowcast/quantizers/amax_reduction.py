@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import can_check
 from ..functional import amax_to_share, quantize
 from ..functional.collectives import largest_of

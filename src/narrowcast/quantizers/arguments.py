@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import users_level
 from ..formats import DType
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .float8 import Float8CurrentScalingQuantizer
 from .float8_blockwise import Float8BlockQuantizer
 from .mx import MXFP8Quantizer

@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import flags, numbers
+from .._checks import flags, is_one_of, numbers, shown
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, DType, Layout
 from ..functional import Prologue
 from ..tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage

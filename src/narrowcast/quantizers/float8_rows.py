@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
-from .._checks import numbers
+from .._checks import is_one_of, numbers, shown
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
 from ..functional import GemmOperand, NativeOperand
 from ..reference import float8_rows

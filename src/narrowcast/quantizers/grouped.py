@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._device import default_device
 from ..functional import grouped_quantize
 from ..tensors import GroupedTensor, GroupedTensorStorage, grouped_layout, quantize_members

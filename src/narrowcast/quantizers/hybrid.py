@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from ..functional import BufferTable, GemmOperand, NativeOperand
 from ..functional.quantizer_value import QuantizerValue, quantizer_of_text
 from ..tensors import HybridQuantizedTensor, HybridQuantizedTensorStorage, grouped_layout

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import kernels, reference
-from .._checks import flags, whole
+from .._checks import flags, is_one_of, shown, whole
 from ..formats import (
     NVFP4,
     NVFP4_EXCLUSIONS,

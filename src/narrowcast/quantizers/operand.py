@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import record, slice_of
 from ..functional import draw_seed, quantize
 from ..tensors import QuantizedTensor, QuantizedTensorStorage, storage_of

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
 from .. import _checks
+from .._checks import shown
 from .._device import HIGH_PRECISION, default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing

@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .base import Format, MMParams, QParams, Recipe
 from .names import ALIASES, NAMES, recipe_from_name
 

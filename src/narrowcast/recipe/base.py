@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import _environment as environment
-from .._checks import in_range
+from .._checks import in_range, is_one_of, shown
 from .._sealing import Sealable
 from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat
 from ..quantizers import Quantizer

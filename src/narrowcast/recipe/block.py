@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import _environment as environment
+from .._checks import is_one_of, shown
 from ..quantizers import Float8BlockQuantizer, NVFP4Quantizer, Quantizer
 from .base import (
     BACKWARD_TENSOR_TYPES,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import can_check
 from ..quantizers import Quantizer
 from ..roles import QuantizerRole

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from .base import (
     DELAYED_SLOTS,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from narrowcast._checks import is_one_of, shown
-
+from .._checks import is_one_of, shown
 from ..quantizers import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer, Quantizer
 from ..roles import QuantizerRole
 from .base import (

@@ -8,8 +8,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .base import Recipe
 from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..formats import FLT_MAX
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]

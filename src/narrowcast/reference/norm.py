@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._device import HIGH_PRECISION
 from .reduction import canonical_nan, column_sum, round_to_dtype, row_sum
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..functional import taking_apart
 from ..tensors import QuantizedTensor
 

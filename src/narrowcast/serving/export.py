@@ -22,9 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import _checks
+from .._checks import is_one_of, shown
 from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..distributed.together import Together
 from ..recipe import Recipe

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from narrowcast._checks import is_one_of, shown
-
 from .. import _checks
+from .._checks import is_one_of, shown
 from ..formats import E4M3, DType
 from ..layers import LinearLayer
 from ..layers.set_recipe import set_recipe

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import is_one_of, shown, some
-
 from .. import _checks
+from .._checks import is_one_of, shown, some
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.find import gemm_modules

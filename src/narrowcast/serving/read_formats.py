@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..convert.stored import FOUR_BITS, stored_quantizer
 from ..dynamo import TensorProto
 from ..formats import (

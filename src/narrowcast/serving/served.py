@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules

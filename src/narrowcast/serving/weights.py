@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from narrowcast._checks import shown
-
 from .. import _checks
+from .._checks import shown
 from ..convert.adapters import layer_with_adapters
 from ..distributed.together import ALONE, Together
 from ..recipe import Recipe

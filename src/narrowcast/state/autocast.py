@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from narrowcast._checks import shown
-
-from .._checks import flags
+from .._checks import flags, shown
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..recipe import (

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._device import default_device
 from .._tracing import refuse_in_graphs
 

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at

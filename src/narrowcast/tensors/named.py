@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
 from .. import formats
+from .._checks import shown
 from ..functional import transpose_codes
 from ..upstream.functionalization import FunctionalTensor
 from .quantized_tensor import QuantizedTensor

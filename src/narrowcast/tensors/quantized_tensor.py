@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from ..functional import QuantizerValue
 from ..functional.grouped_places import part_of
 from ..upstream.functionalization import FunctionalTensor

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from .._checks import shown
 from .._tracing import can_overwrite, can_remember
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize

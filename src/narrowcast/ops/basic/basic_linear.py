@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from ..._checks import flags, positive, text
+from ..._checks import flags, positive, shown, text
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import (

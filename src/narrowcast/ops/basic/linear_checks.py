@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast._checks import is_one_of, shown
-
+from ..._checks import is_one_of, shown
 from ..._device import HIGH_PRECISION
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto

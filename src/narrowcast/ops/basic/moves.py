@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast._checks import shown
-
-from ..._checks import numbers, whole
+from ..._checks import numbers, shown, whole
 from ..forms import SavesTensors
 from ..op import BasicOperation
 

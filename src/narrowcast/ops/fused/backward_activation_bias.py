@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast._checks import shown
-
+from ..._checks import shown
 from ...recipe import Recipe
 from ...tensors import TensorOrQuantized
 from ..basic.activation import ActivationOperation

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast._checks import shown
-
 from ..._activations import ACTIVATIONS
+from ..._checks import shown
 from ...autograd.groups import GatedActivation
 from ...recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from ...tensors import TensorOrQuantized

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from narrowcast._checks import shown
-
+from ..._checks import shown
 from ...autograd.gemms import after
 from ...dynamo import TensorProto
 from ...functional import scaled_act

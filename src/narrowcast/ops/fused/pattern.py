@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from narrowcast._checks import shown
-
+from ..._checks import shown
 from ...recipe import Recipe
 from ..fuser import inner_channel
 from ..op import BasicOperation, FusedOperation, FusibleOperation
