@@ -10,12 +10,6 @@ it on tensors without any. There are two levels of the same pair:
 
 The legacy form of either pair is one method with a context, ``op_forward`` or ``fuser_forward``.
 
-The packed form is that of Transformer Engine's main branch, for users' operations that are written so. A method with
-contexts packs the arguments into a record of the class's own, a class method computes from the record alone, and a
-second method puts on the contexts what the backward needs:
-
-    pack_forward_args, forward_compute, forward_setup_context; pack_backward_args, backward_compute
-
 A class defines one form; what a subclass defines last is what runs.
 
 What operations hand each other is a tensor, or a ``QuantizedTensorStorage`` where the receiver says by
@@ -42,15 +36,7 @@ from ..state import checked_recipe
 from ..tensors import TensorOrQuantized
 from ..upstream.modules import own_children
 from .context import OperationContext
-from .forms import (
-    check_no_extra_io,
-    check_one_form,
-    check_packed,
-    check_pairs,
-    form_defined_by,
-    packs_backward,
-    something_returned,
-)
+from .forms import check_no_extra_io, check_one_form, check_pairs, form_defined_by, something_returned
 from .fuser import OperationFuser
 from .handover import ScaledOperand
 from .operands import operation_plan
@@ -73,9 +59,6 @@ class FusibleOperation:
     _framework_base: ClassVar[bool] = True
     _use_split_forward: ClassVar[bool] = True
     """Whether compute and save run, or one method with contexts: what the class defines last."""
-    _packs_forward: ClassVar[bool] = False
-    _packs_backward: ClassVar[bool] = False
-    """Whether that method, and the backward, are the packed form's."""
     quantizes_output: bool = False
     """Whether the forward hands over quantized data where the next operation asks for it."""
     quantizes_grad_input: bool = False
@@ -103,11 +86,9 @@ class FusibleOperation:
             return
         check_one_form(cls)
         check_pairs(cls)
-        check_packed(cls)
         defined = next((form for base in cls.__mro__ if (form := form_defined_by(base)) is not None), None)
         cls._has_forward = defined is not None
-        cls._use_split_forward = defined not in ("legacy", "packed")
-        cls._packs_forward, cls._packs_backward = defined == "packed", packs_backward(cls)
+        cls._use_split_forward = defined != "legacy"
         cls._prepares_forward = cls.pre_fuser_forward is not FusibleOperation.pre_fuser_forward
 
     @property
@@ -142,30 +123,11 @@ class FusibleOperation:
         Of a split operation it runs both halves. Args: contexts of the basic operations, which know about
         ``requires_grad``, and the others of :meth:`fuser_forward_compute`.
         """
-        if self._packs_forward:
-            return self._packed_forward(basic_op_ctxs, input_, **kwargs)
         kwargs["requires_grad"] = any(ctx.requires_grad for ctx in basic_op_ctxs)
         output, extra_outputs, tensors_to_save = self.fuser_forward_compute(input_, **kwargs)
         if kwargs["requires_grad"]:
             self.fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **kwargs)
         return output, extra_outputs
-
-    def _packed_forward(
-        self: Any, basic_op_ctxs: list[OperationContext], input_: TensorOrQuantized, **kwargs: Any
-    ) -> tuple[TensorOrQuantized, ExtraTensors]:
-        args = self.pack_forward_args(basic_op_ctxs, input_, **kwargs)
-        output, extra_outputs, saved = self.forward_compute(args)
-        if any(ctx.requires_grad for ctx in basic_op_ctxs):
-            self.forward_setup_context(basic_op_ctxs, args, saved)
-        # None for what would be the input itself, which an operator of the compiler may not return
-        return input_ if output is None else output, extra_outputs
-
-    def _packed_backward(
-        self: Any, basic_op_ctxs: list[OperationContext], grad_output: TensorOrQuantized, **kwargs: Any
-    ) -> Gradients:
-        args = self.pack_backward_args(basic_op_ctxs, grad_output, **kwargs)
-        grad_input, grad_params, grad_extra_inputs = self.backward_compute(args)
-        return grad_output if grad_input is None else grad_input, grad_params, grad_extra_inputs
 
     def fuser_forward_compute(
         self,
@@ -219,10 +181,6 @@ class FusibleOperation:
             (gradient of the main input; None if it is not needed, gradients of the parameters in the order of
             ``parameters()``, gradients of the extra inputs), the latter two with one tuple per basic operation.
         """
-        if self._packs_backward:
-            return self._packed_backward(
-                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
-            )
         raise NotImplementedError(
             f"{type(self).__name__} has no backward: define fuser_backward, or op_backward in a basic operation"
         )
@@ -261,8 +219,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         if not self._has_forward:
             raise TypeError(
                 f"{type(self).__name__} has no forward: define op_forward_compute and op_forward_save_ctx, or "
-                "op_forward; with extra inputs or outputs, the methods of the same names with the prefix fuser_; or "
-                "Transformer Engine's pack_forward_args, forward_compute and forward_setup_context"
+                "op_forward; with extra inputs or outputs, the methods of the same names with the prefix fuser_"
             )
         # index of an extra input or output -> name of the channel that connects it
         self._input_channels: dict[int, str] = {}
@@ -456,7 +413,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: TensorOrQuantized, **kwargs: Any
     ) -> Any:
-        if self._use_split_forward or self._packs_forward:
+        if self._use_split_forward:
             return super().fuser_forward(basic_op_ctxs, input_, **kwargs)
         check_no_extra_io(self)
         (own,) = kwargs.pop("basic_op_kwargs")
@@ -500,10 +457,6 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> Gradients:
-        if self._packs_backward:
-            return super().fuser_backward(
-                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
-            )
         if self.num_extra_inputs or self.num_extra_outputs:
             check_no_extra_io(self)
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
