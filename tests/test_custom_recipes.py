@@ -345,9 +345,20 @@ def test_two_recipes_do_not_share_graphs_or_quantizers() -> None:
 # -- wrong answers ----------------------------------------------------------------------------------------------------
 
 
+class WithItsOwnGemm(nc.MXFP8Quantizer):
+    def qgemm(self, *operands: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
 @pytest.mark.parametrize("kind", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize(
-    "wrong, error", [(None, ValueError), (nc.MXFP8Quantizer, TypeError), ("mxfp8", TypeError)]
+    "wrong, error",
+    [
+        (None, ValueError),
+        (nc.MXFP8Quantizer, TypeError),
+        ("mxfp8", TypeError),
+        (WithItsOwnGemm(nc.DType.kFloat8E4M3), TypeError),
+    ],
 )
 def test_wrong_answers_name_the_role(kind: str, wrong: Any, error: type[Exception]) -> None:
     recipe = CustomRecipe(qfactory=lambda role: wrong if role.tensor_type == kind else nc.IdentityQuantizer())

@@ -15,6 +15,7 @@ _SCALES = (
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
 _CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
+_OWN_GEMM = "a quantizer has no GEMM of its own; derive one whose codes are decoded for the GEMM"
 _DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
 _BACKENDS = "use narrowcast.DotProductAttention; NVTE_FLASH_ATTN and the others like it choose its backend"
 _ATTENTION = "only softmax attention is here; use another library's module"
@@ -45,7 +46,9 @@ ABSENT: dict[str, str] = {
     "prepare_te_modules_for_fsdp": "narrowcast.distributed.shard takes layers as they are; saved activations are not "
     'scattered, give the recipe saved_activations="fp8"',
     "symmetric_all_reduce": "use torch.distributed.all_reduce",
-    "custom_gemm": "layers call the qgemm of a quantizer that has one",
+    "custom_gemm": _OWN_GEMM,
+    "gemm": _OWN_GEMM,
+    "GEMMType": _OWN_GEMM,
     "nvfp4_linear_fp8_dpa_factory": _DPA,
     "nvfp4_linear_mixed_fp8_dpa_factory": _DPA,
     "nvfp4_linear_mxfp8_dpa_factory": _DPA,

@@ -214,7 +214,6 @@ _MIXTURES = _of(
     "nvfp4_row_scaled_fwd_high_precision_bwd_factory",
     "nvfp4_row_scaled_fwd_mxfp8_bwd_factory",
 )
-_OWN_GEMM = _of(quantizers, "GEMMType", "MMParams")
 _BY_LAYER = _of(custom_recipes, "nvfp4_linear_mxfp8_grouped_linear_factory")
 _OPS = {**_of(ops, *(name for name in ops.__all__ if name not in ("basic", "fused"))), **_FUSED}
 _FUSIBLE = _of(ops, "BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext")
@@ -262,8 +261,6 @@ MODULES: dict[str, Names] = {
     "pytorch.cpu_offload": _OFFLOAD,
     "pytorch.cross_entropy": _LOSS,
     "pytorch.custom_recipes": {**_FACTORIES, **_MIXTURES, **_BY_LAYER},
-    "pytorch.custom_recipes.gemm": _OWN_GEMM,
-    "pytorch.custom_recipes.quantization": _OWN_GEMM,
     "pytorch.custom_recipes.quantization_factory_examples": _BY_LAYER,
     "pytorch.custom_recipes.quantizer_factories": _FACTORIES,
     "pytorch.custom_recipes.quantizer_factory_zoo": {**_MIXTURES, **_BY_LAYER},

@@ -305,10 +305,9 @@ def _check_values(given: Iterable[Any]) -> None:
 
 
 def is_ours(quantizer: QuantizerValue) -> bool:
-    """Return whether only code of this package quantizes and multiplies."""
+    """Return whether only code of this package quantizes."""
     parts = [value for value in vars(quantizer).values() if isinstance(value, QuantizerValue)]
-    ours = type(quantizer).__module__.startswith("narrowcast.") and not quantizer._multiplies
-    return ours and all(map(is_ours, parts))
+    return type(quantizer).__module__.startswith("narrowcast.") and all(map(is_ours, parts))
 
 
 def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,9 +55,6 @@ def _gemm(
     emulate: bool,
 ) -> Tensor:
     left_columnwise, right_columnwise = COLUMNWISE.get(kind) or gemm_directions(kind)
-    if left_quantizer._multiplies:
-        out = left_quantizer._multiply(kind, left, right, right_quantizer, bias, dtype, fast_accumulation)
-        return out[:rows, :columns].to(dtype).contiguous()
     if emulate or not left[0].is_cuda:
         directions = left_columnwise, right_columnwise
         x, y, scales = decoded_operands(
@@ -87,8 +84,6 @@ def _is_library_gemm(*arguments: Any) -> bool:
     An emulated one would be fused with its scaling, and while it tunes GEMMs the compiler takes kernels of its own.
     MXFP8 and NVFP4, whose scales are bytes, stay whole: their dtypes were never compiled on a GPU that multiplies them.
     """
-    if any(isinstance(argument, QuantizerValue) and argument._multiplies for argument in arguments):
-        return False
     left: Any = next(argument for argument in arguments if isinstance(argument, (list, tuple)))
     if len(left) > 1 and left[1].dtype == torch.uint8:
         return False

@@ -29,11 +29,6 @@ class Decoded(NamedTuple):
     scale: Tensor | None
 
 
-def can_decode(layout: str, quantizer: Any) -> bool:
-    """Return whether the device finds these groups, which their quantizer does not multiply itself."""
-    return layout != "split" and not quantizer._multiplies
-
-
 def group_of_row(splits: Tensor, rows: int) -> Tensor:
     """Return the group of every row, int64 (rows,); the number of groups for rows of none."""
     return torch.searchsorted(splits.cumsum(0), torch.arange(rows, device=splits.device), right=True)

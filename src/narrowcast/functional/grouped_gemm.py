@@ -31,7 +31,6 @@ from .gemm import gemm, gemm_directions, no_native_gemm
 from .grouped_decoded import (
     ALIGNMENT,
     Decoded,
-    can_decode,
     dequantized_rows,
     group_of_row,
     padded_rows_of_groups,
@@ -69,7 +68,7 @@ class _Operand(NamedTuple):
 
     def is_decoded(self) -> bool:
         """Return whether the device decodes all groups at once."""
-        return can_decode(self.layout, self.quantizer)
+        return self.layout != "split"
 
     def is_plain(self) -> bool:
         """Return whether the values were not quantized at all."""
@@ -137,7 +136,7 @@ def _grouped_gemm(
     bias = _stacked(biases)
     if left[0].is_cuda and a.is_decoded() and b.is_decoded() and (emulate or (a.is_plain() and b.is_plain())):
         return _multiply_decoded(kind, a, b, splits, bias, dtype, whole)
-    if emulate or not left[0].is_cuda or left_quantizer._multiplies:
+    if emulate or not left[0].is_cuda:
         how = fast_accumulation, emulate
         return _multiply_each(kind, a, b, splits, bias, dtype, whole, lambda *group: gemm(*group, *how))
     return _multiply_native(kind, a, b, splits, bias, dtype, whole, fast_accumulation, covered)

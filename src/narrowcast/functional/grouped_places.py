@@ -48,11 +48,7 @@ class Direction(NamedTuple):
             RuntimeError: a GPU would be waited for at every call, for a quantizer of the user's.
         """
         found = self.layout != "split" or self.of_groups() is not None
-        if (
-            like.device.type != "cuda"
-            or is_ours(self.quantizer)
-            or (found and not self.quantizer._multiplies)
-        ):
+        if like.device.type != "cuda" or is_ours(self.quantizer) or found:
             return
         raise RuntimeError(
             f"{type(self.quantizer).__name__} takes the rows of each group by themselves: a graph would wait for the "

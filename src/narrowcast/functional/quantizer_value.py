@@ -84,9 +84,6 @@ class QuantizerValue(opaque.Base):
     _has_prologue: ClassVar[bool] = False
     """Whether the kernel of a GEMM can encode in its place; see :meth:`_prologue`."""
 
-    _multiplies: ClassVar[bool] = False
-    """Whether it computes GEMMs itself, by ``_multiply``, with a right operand whose quantizer does, too."""
-
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -211,19 +208,6 @@ class QuantizerValue(opaque.Base):
     def _encode_keeping_amax(self, numerics: ModuleType, x: Tensor) -> list[Tensor]:
         """Encode like ``_encode``, with the amax of ``x``, in parts, as the last output; only if ``_needs_amax``."""
         raise NotImplementedError(f"{type(self).__qualname__} needs no amax")
-
-    def _multiply(
-        self,
-        kind: str,
-        left: list[Tensor],
-        right: list[Tensor],
-        right_quantizer: QuantizerValue,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        fast_accumulation: bool,
-    ) -> Tensor:
-        """Return the product of two operands, (rows, columns) of ``dtype``, with the bias added."""
-        raise NotImplementedError(f"{type(self).__qualname__} does not multiply")
 
     def _prologue(self) -> Prologue | None:
         """Return how the kernel of a GEMM quantizes its left operand as this quantizer does; None if none can."""

@@ -21,7 +21,6 @@ from .identity import IdentityQuantizer
 from .mx import MXFP4Quantizer, MXFP6Quantizer, MXFP8Quantizer
 from .nvfp4 import NVFP4Quantizer
 from .operand import Operand, OperandBuffers, buffers_of
-from .own_gemm import GEMMType, MMParams, OwnGemmQuantizer, with_own_gemm
 from .quantizer import Quantizer
 
 VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
@@ -36,7 +35,6 @@ VALUE_QUANTIZERS: tuple[type[Quantizer], ...] = (
     NVFP4Quantizer,
     IdentityQuantizer,
     HybridQuantizer,
-    OwnGemmQuantizer,
 )
 """The classes that are compile-time values: all that hold neither tensors nor process groups."""
 
@@ -61,22 +59,18 @@ __all__ = [
     "Float8GroupsQuantizer",
     "Float8Quantizer",
     "Float8RowsQuantizer",
-    "GEMMType",
     "HybridQuantizer",
     "IdentityQuantizer",
-    "MMParams",
     "MXFP4Quantizer",
     "MXFP6Quantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Operand",
     "OperandBuffers",
-    "OwnGemmQuantizer",
     "Quantizer",
     "buffers_of",
     "make_grouped_tensor",
     "make_grouped_tensor_from_rowwise_data",
     "make_grouped_tensor_with_shapes",
     "make_tensor_offsets",
-    "with_own_gemm",
 ]

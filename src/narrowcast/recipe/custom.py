@@ -71,7 +71,7 @@ class CustomRecipe(Recipe):
 
         Raises:
             ValueError: the factory returned None, or requests that differ.
-            TypeError: it returned something else than a quantizer or a request.
+            TypeError: it returned something else than a quantizer or a request, or a quantizer with a ``qgemm``.
         """
         results = [self._result_for(role) for role in roles]
         requests = [request for request in results if isinstance(request, DelayedScalingRequest)]
@@ -94,6 +94,11 @@ class CustomRecipe(Recipe):
         if can_check() and not isinstance(result, (Quantizer, DelayedScalingRequest)):
             raise TypeError(
                 f"qfactory returned {type(result).__qualname__} for {role}; return a Quantizer or request"
+            )
+        if can_check() and hasattr(result, "qgemm"):
+            raise TypeError(
+                f"qfactory returned {type(result).__qualname__} for {role}, whose qgemm no layer calls; return a "
+                "quantizer whose codes are decoded for the GEMM"
             )
         return result
 

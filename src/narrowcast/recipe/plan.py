@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._determinism import DETERMINISM, PROCESSES
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
-from ..quantizers import IdentityQuantizer, Operand, Quantizer, with_own_gemm
+from ..quantizers import IdentityQuantizer, Operand, Quantizer
 from ..roles import QuantizerRole
 from .base import remember
 
@@ -171,8 +171,7 @@ def _build(
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
     override = recipe.backward_override
-    operands = [*forward[:2], backward[0]]
-    inp, weight, grad = with_own_gemm(operands, name) if recipe.custom() else operands
+    inp, weight, grad = *forward[:2], backward[0]
     if batch_invariant:
         _check_rows_alone(recipe, inp)
     if save_original_input and inp._is_delayed():
@@ -209,17 +208,17 @@ def _build(
         backward_state=backward_state,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
         batch_invariant=batch_invariant,
-        few_rows=0 if needs_input or needs_weight or batch_invariant else _few_rows(recipe, inp, weight),
+        few_rows=0 if needs_input or needs_weight or batch_invariant else _few_rows(recipe, inp),
     )
     if not repeatable:
         return plan
     return replace(plan, weight_once=replace(plan, weight=plan.kept_weight, dgrad_weight=None))
 
 
-def _few_rows(recipe: Recipe, inp: Quantizer, weight: Quantizer) -> int:
+def _few_rows(recipe: Recipe, inp: Quantizer) -> int:
     """Return up to how many rows the GEMM quantizes its input itself."""
     prologue = inp._prologue()
-    return 0 if prologue is None or recipe.emulate or weight._multiplies else prologue.rows
+    return 0 if prologue is None or recipe.emulate else prologue.rows
 
 
 def _check_rotations(recipe: Recipe, of_wgrad: tuple[Quantizer, ...], weight: Quantizer | None) -> None:
@@ -244,7 +243,7 @@ def _check_rows_alone(recipe: Recipe, quantizer: Quantizer) -> None:
     Raises:
         ValueError: other rows change its codes.
     """
-    if quantizer._multiplies or quantizer._spans_rows() or quantizer._is_stochastic():
+    if quantizer._spans_rows() or quantizer._is_stochastic():
         raise ValueError(
             f"{type(recipe).__name__} quantizes a row of the input by {type(quantizer).__name__}, whose result depends "
             "on the rows beside it; in the batch-invariant mode use Float8BlockScaling, MXFP8BlockScaling, "
