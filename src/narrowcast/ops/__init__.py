@@ -3,10 +3,11 @@
 from . import basic, fused
 from .basic import *  # noqa: F403  (the operations, as its __all__ names them)
 from .context import OperationContext
+from .contract import FusibleOperation
 from .fuser import OperationFuser
 from .handover import ScaledOperand
 from .linear import Linear
-from .op import BasicOperation, CompositeOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, CompositeOperation, FusedOperation
 from .registry import (
     register_backward_fusion,
     register_forward_backward_fusion,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +33,11 @@ from ..tensors import (
 )
 from ..upstream.tensors import is_view_of
 from .context import OperationContext, RestoredContext
+from .contract import BasicOperationLike, ExtraTensors, FusibleOperation
 from .handover import ScaledOperand
 from .wiring import Wiring, wrong_count
 
-if TYPE_CHECKING:
-    from .op import BasicOperation, ExtraTensors, FusibleOperation
-
-Placed = tuple["FusibleOperation", tuple[int, ...]]
+Placed = tuple[FusibleOperation, tuple[int, ...]]
 """An operation with the positions of its basic operations in the fuser's list."""
 
 
@@ -60,7 +58,7 @@ class Call:
     input's gradient. ``key``: values that determine all; None if operations may do more. ``eager_only``: not in graphs.
     """
 
-    basic_ops: Sequence[BasicOperation]
+    basic_ops: Sequence[BasicOperationLike]
     fused: Fused
     wiring: Wiring
     first_with_backward: int
@@ -124,7 +122,7 @@ class Kept(Metadata):
 
 
 def observed_gradient(
-    ops: Sequence[BasicOperation], observers: dict[int, Any], where: Sequence[int]
+    ops: Sequence[BasicOperationLike], observers: dict[int, Any], where: Sequence[int]
 ) -> int | None:
     """Return the watched operation whose output's gradient an operation of the backward reads first; None without."""
     at = where[-1]

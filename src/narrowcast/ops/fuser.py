@@ -7,10 +7,10 @@ outside of the boundary (:mod:`.boundary`), which gets it as a value.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import flags, shown
 from .._tracing import can_remember, in_eager, refuse_in_transform
@@ -23,14 +23,12 @@ from ..upstream.autograd import forward_level, graph_task_id
 from ..upstream.modules import own_children, own_parameters, own_tables
 from ..upstream.tensors import in_transform
 from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradient, run_forward
+from .contract import FusibleOperation
 from .registry import REGISTRY, FusionFunction
 from .wiring import wire
 
-if TYPE_CHECKING:
-    from .op import BasicOperation, FusibleOperation
 
-
-def _refuse_computed_parameters(op: BasicOperation) -> None:
+def _refuse_computed_parameters(op: nn.Module) -> None:
     """Refuse what PyTorch puts in the place of a parameter: an operation's gradients go to parameters as they are."""
     computed: list[str] = list(own_children(op).get("parametrizations") or ())  # type: ignore[arg-type]
     for name, value in vars(op).items():  # as pruning does it, and the older norms of weights
@@ -369,7 +367,7 @@ def inner_channel(ops: Sequence[Any]) -> str | None:
     return None
 
 
-def taken_apart(ops: Sequence[Any]) -> list[BasicOperation]:
+def taken_apart(ops: Sequence[Any]) -> list[Any]:
     """Return the basic operations that these run."""
     return [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
 

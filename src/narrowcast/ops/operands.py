@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import Operand
 from ..recipe import DelayedScaling, Recipe, eager_only, remember
 from ..roles import QuantizerRole
-
-if TYPE_CHECKING:
-    from .op import BasicOperation
+from .contract import BasicOperationLike
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class OperationPlan:
     backward_state: DelayedScaling | None
 
 
-def operation_plan(recipe: Recipe, op: BasicOperation) -> OperationPlan:
+def operation_plan(recipe: Recipe, op: BasicOperationLike) -> OperationPlan:
     """Return the plan of an operation: built once for the roles of its tensors, then read off the recipe.
 
     Raises:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from .._checks import is_one_of, shown
+from .contract import FusibleOperation
 
-if TYPE_CHECKING:
-    from .op import FusibleOperation
-
-FusionFunction = Callable[..., "list[FusibleOperation]"]
+FusionFunction = Callable[..., list[FusibleOperation]]
 """``function(ops, *, recipe) -> ops``; ``recipe`` is the one in force, or None."""
 
 

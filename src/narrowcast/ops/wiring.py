@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import shown
-
-if TYPE_CHECKING:
-    from .op import BasicOperation
+from .contract import BasicOperationLike
 
 
 class _Marked(torch.autograd.Function):
@@ -94,7 +92,7 @@ class Wiring:
 
     def distribute(
         self,
-        op: BasicOperation,
+        op: BasicOperationLike,
         number: int,
         outputs: Sequence[Tensor | None],
         channels: dict[str, Tensor],
@@ -126,7 +124,7 @@ class Wiring:
 
     def collect(
         self,
-        op: BasicOperation,
+        op: BasicOperationLike,
         number: int,
         grads: Sequence[Any],
         to_caller: list[Tensor | None],
@@ -145,7 +143,9 @@ class Wiring:
                 grad_extra[source] = grad if there is None else there + grad
 
 
-def wire(basic_ops: Sequence[BasicOperation], incoming: Collection[str], outgoing: Collection[str]) -> Wiring:
+def wire(
+    basic_ops: Sequence[BasicOperationLike], incoming: Collection[str], outgoing: Collection[str]
+) -> Wiring:
     """Return which extra input comes from where, and which extra output goes where.
 
     Raises:

@@ -32,8 +32,9 @@ from ...roles import QuantizerRole
 from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
+from ..contract import TensorsToSave
 from ..handover import ScaledOperand
-from ..op import BasicOperation, TensorsToSave
+from ..op import BasicOperation
 from .inputs import plain
 from .linear_functional import functional_backward, functional_forward
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..._checks import numbers
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..contract import TensorsToSave
 from ..handover import ScaledOperand
-from ..op import BasicOperation, TensorsToSave
+from ..op import BasicOperation
 from .inputs import plain, plain_input
 
 

@@ -23,7 +23,8 @@ from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
-from ..op import BasicOperation, ExtraTensors, Gradients, TensorsToSave
+from ..contract import ExtraTensors, Gradients, TensorsToSave
+from ..op import BasicOperation
 from .basic_linear import initialize
 
 

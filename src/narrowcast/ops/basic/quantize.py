@@ -16,8 +16,9 @@ from ...recipe import LinearPlan, Mode, linear_plan
 from ...roles import QuantizerRole
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..contract import TensorsToSave
 from ..handover import ScaledOperand
-from ..op import BasicOperation, TensorsToSave
+from ..op import BasicOperation
 from .inputs import plain, plain_input
 
 

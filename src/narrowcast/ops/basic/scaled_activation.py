@@ -8,8 +8,8 @@ from ..._checks import flags, numbers
 from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
+from ..contract import ExtraTensors, Gradients, TensorsToSave
 from ..handover import ScaledOperand
-from ..op import ExtraTensors, Gradients, TensorsToSave
 from .activation import ActivationBase
 from .glu_channels import channels_from_halves, channels_to_halves, checked_interleave_size
 from .inputs import plain, plain_input

@@ -13,7 +13,8 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.inputs import plain
 from ..context import OperationContext
-from ..op import FusedOperation, FusibleOperation, Gradients
+from ..contract import FusibleOperation, Gradients
+from ..op import FusedOperation
 from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 

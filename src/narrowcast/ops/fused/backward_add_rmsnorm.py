@@ -10,7 +10,8 @@ from ...tensors import TensorOrQuantized
 from ..basic.moves import MakeExtraOutput
 from ..basic.norm import RMSNorm, norm_gradients
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
+from ..contract import ExtraTensors, FusibleOperation, Gradients
+from ..op import FusedOperation
 from .pattern import Fusion, Match, Matched, NearMiss, follows
 
 

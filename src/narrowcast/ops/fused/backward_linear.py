@@ -17,8 +17,9 @@ from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..basic.basic_linear import BasicLinear
 from ..basic.moves import ConstantScale, MakeExtraOutput
 from ..context import OperationContext
+from ..contract import ExtraTensors, FusibleOperation, Gradients
 from ..handover import ScaledOperand
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients
+from ..op import FusedOperation
 from .forward_linear import added
 from .pattern import Fusion, Match, Matched, NearMiss, exactly
 

@@ -18,7 +18,8 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.moves import AddExtraInput, ConstantScale, check_extra_input
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, TensorsToSave
+from ..contract import ExtraTensors, FusibleOperation, TensorsToSave
+from ..op import FusedOperation
 from .pattern import Fusion, Match, Matched, NearMiss, exactly
 
 

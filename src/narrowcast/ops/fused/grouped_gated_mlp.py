@@ -13,7 +13,8 @@ from ...tensors import TensorOrQuantized
 from ..basic.activation import ActivationOperation
 from ..basic.grouped_linear import GroupedLinear
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
+from ..contract import ExtraTensors, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
+from ..op import FusedOperation
 from .grouped_mlp import features_reason, groups_reason, save_experts
 from .pattern import Fusion, Match, Matched, NearMiss
 

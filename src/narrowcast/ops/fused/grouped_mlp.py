@@ -24,7 +24,8 @@ from ..basic.scaled_activation import (
     ScaledSwiGLU,
 )
 from ..context import OperationContext
-from ..op import ExtraTensors, FusedOperation, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
+from ..contract import ExtraTensors, FusibleOperation, Gradients, ParameterGradients, TensorsToSave
+from ..op import FusedOperation
 from .pattern import Fusion, Match, Matched, NearMiss, exactly
 
 GATED = (ScaledSwiGLU, ScaledClampedQGeGLU, ScaledSiTUGLU)

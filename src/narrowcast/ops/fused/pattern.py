@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from ..._checks import shown
 from ...recipe import Recipe
+from ..contract import FusibleOperation
 from ..fuser import inner_channel
-from ..op import BasicOperation, FusedOperation, FusibleOperation
+from ..op import BasicOperation, FusedOperation
 
 
 @dataclass(frozen=True)
