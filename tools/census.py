@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
+from narrowcast.compat.names import MODULES
 from narrowcast.functional import replay
 
 SOURCE = Path(nc.__file__).parent
@@ -152,6 +153,23 @@ def dtype_sets() -> int:
     return found
 
 
+def wide_functions() -> dict[str, int]:
+    """Functions of more than 12 arguments, and how many; no device code, and no name of Transformer Engine."""
+    theirs = {name for names in MODULES.values() for name in names}
+    found = {}
+    for path, text in files():
+        for node in ast.walk(ast.parse(text)):
+            for one in getattr(node, "body", []) if isinstance(node, (ast.Module, ast.ClassDef)) else []:
+                owner = getattr(node, "name", "")
+                if not isinstance(one, ast.FunctionDef) or (owner or one.name) in theirs:
+                    continue
+                given = one.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs]) - bool(owner)
+                if count > 12 and not any("jit" in ast.unparse(name) for name in one.decorator_list):
+                    found[f"{path.relative_to(SOURCE)}:{owner}{'.' if owner else ''}{one.name}"] = count
+    return found
+
+
 def longest_files() -> str:
     sizes = sorted(((text.count("\n"), path) for path, text in files()), reverse=True)
     return ", ".join(f"{path.relative_to(SOURCE)} {count}" for count, path in sizes[:3])
@@ -211,6 +229,7 @@ def rows() -> Iterator[tuple[str, object]]:
     yield "twins of reference and kernels; described twice", f"{len(pairs)}; {twice}"
     yield "tuples of the three float dtypes", dtype_sets()
     yield "operators", len([name for name in dir(torch.ops.narrowcast) if not name.startswith("_")])
+    yield "functions of more than 12 arguments", len(wide_functions())
     yield "lines", lines()
     yield "lines for delayed scaling", delayed_lines()
     yield "statements of these", statements()
