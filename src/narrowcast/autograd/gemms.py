@@ -281,7 +281,11 @@ def linear_bwd_args(
     saved_input: SavedOperand,
     saved_weight: SavedOperand,
 ) -> LinearBwdArgs:
-    """Return the backward's arguments besides saved tensors; depends on metadata only."""
+    """Return the backward's arguments besides saved tensors; depends on metadata only.
+
+    Args:
+        weight, bias: of groups any weight or bias, or all in one.
+    """
     fields = (
         args.plan,
         args.dtype,
@@ -290,7 +294,7 @@ def linear_bwd_args(
         args.needs_bias,
         None if bias is None else bias.dtype,
         weight.dtype,
-        (weight.shape[0], weight.shape[1]),
+        (weight.shape[-2], weight.shape[-1]),
         (len(saved_input.tensors), saved_input.quantizer),
         (len(saved_weight.tensors), saved_weight.quantizer),
         args.transpose_weight,

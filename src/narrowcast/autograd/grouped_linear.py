@@ -9,11 +9,10 @@ from torch import Tensor
 
 from .._tracing import can_overwrite, once_differentiable, release
 from ..functional import replay_of
-from ..quantizers import Operand, Quantizer
 from ..recipe import LinearPlan
-from ..tensors import grouped_layout, plain
+from ..tensors import plain
 from .arguments import LinearBwdArgs, LinearFwdArgs, scales_of_backward
-from .gemms import linear_backward, linear_forward
+from .gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward
 from .groups import GatedActivation, GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
 from .weight_gradient import begin_main_grads_
@@ -28,8 +27,8 @@ def grouped_forward(
     groups: Groups,
     bias_scales: Tensor | None = None,
     activation: GatedActivation | None = None,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the output (T, N), what to save of the input, and of the weights, without gradient.
+) -> tuple[Tensor, SavedOperand, SavedOperand]:
+    """Return the output (T, N), the input to save, and the weights to save, without gradient.
 
     Args:
         x, splits, weights, biases: as of :func:`grouped_linear`.
@@ -46,7 +45,7 @@ def grouped_forward(
     if bias_scales is not None:
         scaled = biases_of_rows(biases, splits, x.shape[0]).float() * bias_scales.reshape(-1, 1).float()
         out = (out.float() + scaled).to(out.dtype)
-    return _delivered(out, groups.out), saved_input.tensors, saved_weight.tensors
+    return _delivered(out, groups.out), saved_input, saved_weight
 
 
 def _reads_codes(plan: LinearPlan) -> bool:
@@ -64,46 +63,6 @@ def _delivered(result: Tensor, buffer: Tensor | None) -> Tensor:
         return result
     written = buffer.copy_(result)
     return written if can_overwrite() else result
-
-
-def grouped_bwd_args(
-    args: LinearFwdArgs, groups: Groups, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None
-) -> LinearBwdArgs:
-    """Return the backward's arguments besides the groups and saved tensors; depends on metadata only."""
-    plan = args.plan
-    inp: tuple[int, Quantizer | None] = (int(plan.needs_weight), None)
-    weight: tuple[int, Quantizer | None] = (
-        (groups.count if groups.split_weights else 1) * plan.needs_input,
-        None,
-    )
-    if plan.quantized and plan.backward_override != "high_precision":
-        repeated = plan.dgrad_weight
-        if args.workspace is None and repeated is not None:
-            weight = (weight[0] + repeated.current, None)
-        else:
-            quantizer = plan.weight.quantizer if args.workspace is None else args.workspace.quantizer
-            weight = (_count(plan.weight) * plan.needs_input, quantizer)
-        if not (plan.save_original_input and plan.backward_override is None):
-            inp = (_count(plan.input) * plan.needs_weight, plan.input.quantizer)
-    return LinearBwdArgs(
-        plan,
-        args.dtype,
-        args.scales.amax_bwd,
-        args.wgrad,
-        args.needs_bias,
-        bias_dtype,
-        weight_dtype,
-        (groups.out_features, groups.in_features),
-        inp,
-        weight,
-        args.transpose_weight,
-        unseen_bwd=args.scales.unseen_bwd,
-    )
-
-
-def _count(operand: Operand) -> int:
-    """Return how many buffers one direction of grouped operands has."""
-    return 1 if grouped_layout(operand.storage_name) == "split" else 2
 
 
 def grouped_backward(
@@ -165,10 +124,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
         count = groups.count if groups.split_weights else 1
         weights, biases = list(parameters[:count]), list(parameters[count:])
         out, saved_input, saved_weight = grouped_forward(x, splits, weights, biases, args, groups)
-        saved_input = [inp if tensor is x else tensor for tensor in saved_input]
-        ctx.save_for_backward(splits, args.scales.scale_bwd, *saved_input, *saved_weight)
-        bias_dtype = biases[0].dtype if biases else None
-        ctx.backward_objects = grouped_bwd_args(args, groups, weights[0].dtype, bias_dtype)
+        of_input = [inp if tensor is x else tensor for tensor in saved_input.tensors]
+        ctx.save_for_backward(splits, args.scales.scale_bwd, *of_input, *saved_weight.tensors)
+        bias = biases[0] if biases else None
+        ctx.backward_objects = linear_bwd_args(args, weights[0], bias, saved_input, saved_weight)
         ctx.groups = groups
         out = out.view(*inp.shape[:-1], out.shape[-1])
         return out.detach()

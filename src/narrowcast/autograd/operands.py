@@ -6,6 +6,7 @@ operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,23 @@ def saved_operand(
         return plain_or_rowwise(high_precision)
     kept = operand.columnwise if override is None and operand.columnwise else operand.rowwise
     return record(SavedOperand, (kept, operand.quantizer))
+
+
+def saved_operands(args: LinearFwdArgs, tensors: Sequence[Any]) -> tuple[SavedOperand, SavedOperand]:
+    """Return the input and the weight that a forward saved as ``tensors``, those of the input up to a None."""
+    plan, end = args.plan, 0
+    while end < len(tensors) and tensors[end] is not None:
+        end += 1
+    of_input, of_weight = plan.input.quantizer, plan.weight.quantizer
+    if args.workspace is not None:
+        of_weight = args.workspace.quantizer
+    elif plan.dgrad_weight is not None:
+        of_weight = None
+    if not plan.quantized or plan.backward_override == "high_precision":
+        of_input = of_weight = None
+    elif plan.save_original_input and plan.backward_override is None:
+        of_input = None
+    return SavedOperand([*tensors[:end]], of_input), SavedOperand([*tensors[end + 1 :]], of_weight)
 
 
 def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, SavedOperand]:

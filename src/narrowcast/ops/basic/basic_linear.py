@@ -13,13 +13,8 @@ from torch import Tensor
 from ..._checks import flags, positive, shown, text
 from ..._device import HIGH_PRECISION
 from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
-from ...autograd.gemms import (
-    SavedOperand,
-    linear_backward,
-    linear_bwd_args,
-    linear_forward,
-    rows_of,
-)
+from ...autograd.gemms import linear_backward, linear_bwd_args, linear_forward, rows_of
+from ...autograd.operands import saved_operands
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
 from ...functional import calibrate_, replay_of
 from ...functional.collectives import group_size
@@ -237,12 +232,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         if args is None:
             plan = self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
             args = self._args(plan, scales)
-        args, plan, weight = _of_input(args, input_), args.plan, self.weight
-        count = 0
-        while count < len(tensors_to_save) and tensors_to_save[count] is not None:
-            count += 1
-        inp: Any = tensors_to_save[:count]
-        rest: Any = tensors_to_save[count + 1 :]
+        plan, weight = args.plan, self.weight
         # gathered rows are saved as received, unless they were gathered quantized
         gathered = self.parallel.mode is not None and self.parallel.gathers_input
         plain = (
@@ -250,16 +240,14 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
             and plan.backward_override is None
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
-        high_precision = plan.backward_override == "high_precision"
-        saved_input = SavedOperand(inp, None if plain or high_precision else plan.input.quantizer)
+        saved_input, saved_weight = saved_operands(args, tensors_to_save)
         if isinstance(input_, QuantizedTensorStorage):  # the quantizer of the received codes
-            saved_input = SavedOperand(inp, input_._quantizer)  # type: ignore[arg-type]
-        requantized = plan.dgrad_weight is not None
-        saved_weight = SavedOperand(rest, None if requantized or high_precision else plan.weight.quantizer)
+            args = _of_input(args, input_)
+            saved_input = saved_input._replace(quantizer=input_._quantizer)
+        elif plain:
+            saved_input = saved_input._replace(quantizer=None)
         if isinstance(weight, QuantizedTensorStorage):
-            saved_weight = SavedOperand(rest, weight._quantizer)
-        elif args.workspace is not None and not high_precision:  # codes that an optimizer writes
-            saved_weight = SavedOperand(rest, args.workspace.quantizer)
+            saved_weight = saved_weight._replace(quantizer=weight._quantizer)
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
         ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)

@@ -14,8 +14,10 @@ from torch import Tensor
 from ..._checks import flags, positive
 from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
-from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_bwd_args, grouped_forward
+from ...autograd.gemms import linear_bwd_args
+from ...autograd.grouped_linear import biases_of_rows, grouped_backward, grouped_forward
 from ...autograd.groups import GatedActivation
+from ...autograd.operands import saved_operands
 from ...layers import GroupedLinearLayer, parameter_device
 from ...layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ...layers.parameters import casts, parameter_dtype
@@ -191,7 +193,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         if not requires_grad:
             return out, [()], [()]
         kept = biases if self.scale_bias else ()
-        return out, [()], [(splits, bias_scales, *kept, *saved_input, *saved_weight)]
+        # tensors before the None belong to the input
+        saved = splits, bias_scales, *kept, *saved_input.tensors, None, *saved_weight.tensors
+        return out, [()], [saved]
 
     def fuser_forward_save_ctx(
         self,
@@ -210,8 +214,9 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         groups.dgrad_out = None if place is None else place.view(-1, self.in_features)
         ctx.save_for_backward(*tensors_to_save[0])
         ctx.input_dtype, ctx.groups = input_.dtype, groups
-        weight_dtype, bias_dtype = self._parts_of("weight")[0].dtype, biases[0].dtype if biases else None
-        ctx.backward_args = grouped_bwd_args(args, groups, weight_dtype, bias_dtype)
+        operands = saved_operands(args, tensors_to_save[0][self.input_position :])
+        bias = biases[0] if biases else None
+        ctx.backward_args = linear_bwd_args(args, self._parts_of("weight")[0], bias, *operands)
 
     def fuser_backward(
         self,
@@ -232,7 +237,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         tensors = ctx.take()
         splits: Any = tensors[0]
         scales: Any = tensors[1]
-        saved: list[Any] = list(tensors[self.input_position :])
+        saved: list[Any] = [tensor for tensor in tensors[self.input_position :] if tensor is not None]
         dy = grad_output.reshape(-1, grad_output.shape[-1])  # type: ignore[union-attr]
         grad_scales: tuple[Tensor | None, ...] = ()
         if self.scale_bias:

@@ -81,13 +81,14 @@ class GroupedMLP(FusedOperation):
     ) -> None:
         _, activation, fc2 = self._parts
         _, between, last = basic_op_ctxs
-        saved2, save_input = tensors_to_save[2], activation.activation_recompute_in_mlp
+        save_input = activation.activation_recompute_in_mlp
+        save_experts(
+            self._parts, basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs, save_input=save_input
+        )
         recompute = save_input and between.requires_grad and fc2.wants_wgrad
         if recompute:
-            at = fc2.input_position
-            saved2 = (*saved2[:at], None, *saved2[at + 1 :])
-        to_save = [*tensors_to_save[:2], saved2]
-        save_experts(self._parts, basic_op_ctxs, input_, to_save, basic_op_kwargs, save_input=save_input)
+            saved, at = tensors_to_save[2], fc2.input_position
+            last.save_for_backward(*saved[:at], None, *saved[at + 1 :])
         last.recompute = recompute  # type: ignore[attr-defined]
 
     def fuser_backward(
