@@ -72,13 +72,14 @@ read_scales = define(
 
 
 def _calibrate(x: Tensor, splits: Tensor | None, amax: Tensor) -> None:
-    numerics, own = numerics_for(x), amax[: 1 if splits is None else splits.shape[0]].zero_()
+    groups = 1 if splits is None else splits.shape[0]
+    numerics, own = numerics_for(x), amax.view(-1)[:groups].zero_()
     # casts without codes, whose scale does not matter
     if splits is None:
         numerics.float8.quantize(x, own, E4M3, rowwise=False, columnwise=False, amax=own)
     else:
-        groups = {"alignment": ALIGNMENT["tensor"], "amax": own}
-        numerics.grouped_quantize.quantize(x, splits, own, E4M3, rowwise=True, columnwise=False, **groups)
+        options = {"alignment": ALIGNMENT["tensor"], "amax": own}
+        numerics.grouped_quantize.quantize(x, splits, own, E4M3, rowwise=True, columnwise=False, **options)
 
 
 calibrate_ = define(

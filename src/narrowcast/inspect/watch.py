@@ -228,7 +228,7 @@ def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> T
         return None
     layer._keep_states((stage.prefix,), (plan,))  # under an autocast its first forward would
     mode = "forward" if direction == "fwd" else "backward"
-    scale = layer._slots(stage.prefix, direction, mode, delayed).scale
+    scale = getattr(layer, f"{stage.prefix}scale_{direction}")
     shared = layer._parallel is not None or bool(DETERMINISM.batch_invariant)
     return read_scales([scale], [unseen_scale(delayed, mode, shared)])[0]  # type: ignore[no-any-return]
 

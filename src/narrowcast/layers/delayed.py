@@ -164,12 +164,13 @@ class DelayedLayer(RecipeOwner):
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
-        return [
-            self._slots(prefix, direction, delayed)
-            for prefix, states in self._delayed.items()
-            for delayed, direction in zip(states, _DIRECTIONS)
-            if delayed is not None
-        ]
+        slots = []
+        for prefix, states in self._delayed.items():
+            for delayed, (direction, mode) in zip(states, _DIRECTIONS.items()):
+                if delayed is not None:
+                    own: Any = [own_buffers(self)[name] for name in _buffer_names(prefix, direction)]
+                    slots.append(DelayedSlots(delayed, mode, *own))
+        return slots
 
     def follows(self, stepped: Set[int], outside: bool) -> bool:
         """Return whether an optimizer's step renews the layer: one of its parameters was stepped, or none can be."""
@@ -195,11 +196,6 @@ class DelayedLayer(RecipeOwner):
                 brought.append(Reduced(2 * self._groups, amax, scale))
         self.__dict__["_reduced"] = True
         return brought
-
-    def _slots(self, prefix: str, direction: str, delayed: DelayedScaling) -> DelayedSlots:
-        """Return the state of a stage in one direction."""
-        own = [own_buffers(self)[name] for name in _buffer_names(prefix, direction)]
-        return DelayedSlots(delayed, _DIRECTIONS[direction], *own)  # type: ignore[arg-type]
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 

@@ -264,7 +264,7 @@ class Float8Quantizer(_Float8Base):
 
     def calibrate(self, tensor: Tensor) -> None:
         """Overwrite ``amax`` with max|x|."""
-        calibrate_([tensor.detach()], None, self.amax, 0)
+        calibrate_(tensor.detach(), None, self.amax)
 
     def is_requantization_safe(self) -> bool:
         return False
