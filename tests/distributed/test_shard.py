@@ -543,6 +543,22 @@ def one() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_weights_that_are_gathered_as_codes_are_not_stored_so(recipe: str, one: Any) -> None:
+    """The receipt counts them whole, and a model whose class is turned back would compute with the codes."""
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(128, 128)))
+    nc.convert(model, QUANTIZED[recipe])
+    before = str(nc.receipt(model)).partition("under a recipe")[0]
+    receipt = str(nc.receipt(shard(model, one, blocks=[model[0]], recompute=False)))
+    assert receipt.startswith(before.partition("\n")[0]) and ", stored" not in receipt
+    assert "parameters 64.5 KiB, as before" in receipt
+    with pytest.raises(
+        RuntimeError, match=r"0\.0\.weight is gathered by narrowcast.distributed.shard as codes"
+    ):
+        nc.revert(model)
+    assert isinstance(model[0][0], nc.Linear)
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "nvfp4", "mxfp8"])
 def test_one_rank(recipe: str, one: Any) -> None:

@@ -16,12 +16,12 @@ from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import Model, RecipeChoice, recipe_table
 from ..nn import Linear
 from ..recipe import Recipe, recipe_name
-from ..upstream.fsdp import reshard
+from ..upstream.fsdp import is_distributed, reshard
 from .adapters import unmerge_exactly
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import FOUR_BITS, nothing_to_store, restore, store, stored_as, uses_of_parameters, why_not_stored
+from .stored import FOUR_BITS, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
@@ -166,23 +166,23 @@ def revert(model: Model) -> Model:
     Nothing changes if it raises.
 
     Raises:
-        RuntimeError: other code has changed a converted module's class, or a weight stored as codes is sharded.
+        RuntimeError: other code has changed a converted module's class, or a sharded weight is stored or gathered as
+            codes.
     """
     _checks.module("model", model)
-    converted = [(name, module) for name, module in model.named_modules() if is_converted(module)]
+    converted = {module: name for name, module in model.named_modules() if is_converted(module)}
     reshard(model)
-    has_codes = any(stored_as(module) for _, module in converted)
-    described = describe_parameters(model).values() if has_codes else ()
-    records = {(id(one.layer), one.attribute): one for one in described}
-    for name, module in converted:
+    for module, name in converted.items():
         check_turns_back(name, module)
-        if stored_as(module) and records[id(module), "weight"].mesh is not None:
+    sharded = any(is_distributed(parameter) for parameter in model.parameters())
+    for record in describe_parameters(model).values() if sharded else ():
+        if record.layer in converted and record.mesh is not None and record.stored != "plain":
+            how = "stored" if record.stored == "codes" else "gathered by narrowcast.distributed.shard"
             raise RuntimeError(
-                f"{shown(name or 'the model')} has a weight that is stored as codes and sharded; call "
-                "narrowcast.revert before fully_shard, or save a checkpoint and load it into a model that is not "
-                "sharded"
+                f"{shown(record.name)} is {how} as codes and sharded; call narrowcast.revert before sharding, or save "
+                "a checkpoint and load it into a model that is not sharded"
             )
-    for _, module in converted:
+    for module in converted:
         restore(module)
         turn_back(module)
     drop_reasons(model)

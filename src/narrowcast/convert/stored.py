@@ -92,7 +92,7 @@ def uses_of_parameters(model: nn.Module) -> Counter[int]:
 
 def stored_as(module: nn.Module) -> str:
     """Return how the weight of a converted module is stored, as :func:`stored_quantizer` takes it; "" if it is not."""
-    return getattr(module, "_decodes", "") or ("stored" if getattr(module, "_stored_rowwise", False) else "")
+    return vars(module).get("_stored_copy", "")  # type: ignore[no-any-return]
 
 
 def store(layer: Any, weights: str) -> None:
@@ -100,7 +100,7 @@ def store(layer: Any, weights: str) -> None:
     if not isinstance(layer.weight, QuantizedTensor):
         quantized = stored_quantizer(layer.recipe, layer.name, weights).quantize(layer.weight.detach())
         layer.weight = nn.Parameter(quantized, requires_grad=False)
-    layer._stored_rowwise = True
+    layer._stored_rowwise, layer._stored_copy = True, weights
     if weights in FOUR_BITS:
         layer._decodes = weights
 
@@ -110,5 +110,5 @@ def restore(layer: Any) -> None:
     if stored_as(layer):
         value = layer.weight.detach().dequantize()
         layer.weight = nn.Parameter(value, requires_grad=layer.weight.requires_grad)
-        del layer._stored_rowwise
+        del layer._stored_rowwise, layer._stored_copy
         vars(layer).pop("_decodes", None)
