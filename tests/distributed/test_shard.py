@@ -553,7 +553,7 @@ def test_weights_that_are_gathered_as_codes_are_not_stored_so(recipe: str, one: 
     assert receipt.startswith(before.partition("\n")[0]) and ", stored" not in receipt
     assert "parameters 64.5 KiB, as before" in receipt
     with pytest.raises(
-        RuntimeError, match=r"0\.0\.weight is gathered by narrowcast.distributed.shard as codes"
+        RuntimeError, match=r"0\.0\.weight' is gathered by narrowcast.distributed.shard as codes"
     ):
         nc.revert(model)
     assert isinstance(model[0][0], nc.Linear)

@@ -52,8 +52,9 @@ def clip_grad_norm_(
     once = {id(one.parameter): one for one in describe_parameters(model).values()}.values()
     shared: dict[tuple[str, ...], list[Tensor]] = {}  # gradients by the groups whose ranks hold other parts
     for record in once:
-        groups = {registered_name(split.group) for split in record.splits}
-        own = shared.setdefault(tuple(sorted(groups)), [])
+        # in the order of the splits, which all ranks have: names differ between ranks, and so would their order
+        groups = tuple(dict.fromkeys(registered_name(split.group) for split in record.splits))
+        own = shared.setdefault(groups, [])
         grad = _local_gradient(record)
         own += [grad] if grad is not None and grad.numel() else []  # an empty shard has no largest magnitude
     device = next((one.device for own in shared.values() for one in own), torch.device("cpu"))
