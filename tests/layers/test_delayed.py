@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -153,6 +154,33 @@ def test_a_checkpoint_collects_in_evaluation_what_it_does_in_training(use_reentr
         big = x.clone().requires_grad_()
         torch.utils.checkpoint.checkpoint(again, big, use_reentrant=use_reentrant).sum().backward()
         states.append(list(again.state_dict().values()))
+    assert_same(*states)
+
+
+SELECTIVE = functools.partial(
+    torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_reentrant": True}, {"use_reentrant": False}, {"use_reentrant": False, "context_fn": SELECTIVE}],
+    ids=["reentrant", "not reentrant", "selective"],
+)
+def test_a_recomputation_changes_no_rule(options: dict[str, Any]) -> None:
+    """The step renews by the rule of the last forward, whichever was recomputed last."""
+    other, states = DelayedScaling(amax_history_len=5, margin=1), []
+    for recomputed in (True, False):
+        torch.manual_seed(0)
+        layer = nc.set_recipe(nc.Linear(24, 24, device="cpu"), RECIPE)
+        outs = []
+        for context in (contextlib.nullcontext(), nc.autocast(recipe=other)):
+            x = torch.ones(3, 24, requires_grad=True)
+            with context:
+                outs.append(nc.checkpoint(layer, x, **options) if recomputed else layer(x))
+        for y in reversed(outs):
+            y.sum().backward()
+        states.append(list(nc.renew_delayed_scaling(layer).state_dict().values()))
     assert_same(*states)
 
 

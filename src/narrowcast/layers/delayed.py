@@ -27,7 +27,7 @@ from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
 from ..state import OWNERS, DelayedSlots, Reduced, asks_callables, unseen_scale, warn_of_no_renewal
-from ..upstream.autograd import at_end_of_backward, is_in_backward
+from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import own_buffers, own_parameters
 from ..upstream.tensors import version_of
@@ -96,7 +96,11 @@ class DelayedLayer(RecipeOwner):
             self._keep_state(prefix, plan.forward_state, plan.backward_state)
 
     def _keep_state(
-        self, prefix: str, forward: DelayedScaling | None, backward: DelayedScaling | None
+        self,
+        prefix: str,
+        forward: DelayedScaling | None,
+        backward: DelayedScaling | None,
+        recomputed: bool = False,
     ) -> None:
         """Create the buffers that these need, with their history lengths; existing ones stay."""
         wanted, known = (forward, backward), self._delayed.get(prefix)
@@ -104,8 +108,8 @@ class DelayedLayer(RecipeOwner):
             return
         amaxes = [own_buffers(self)[_buffer_names(prefix, direction)[2]] for direction in _DIRECTIONS]
         missing = any(rule is not None and amax is None for rule, amax in zip(wanted, amaxes))
-        if known is not None and not missing and not self.training:
-            return  # an evaluation changes no rule
+        if known is not None and not missing and (recomputed or not self.training):
+            return  # an evaluation changes no rule; the step follows that of the forwards
         for delayed, direction in zip(wanted, _DIRECTIONS):
             if delayed is not None:
                 self._fit_buffers(prefix, direction, delayed)
@@ -228,9 +232,9 @@ class DelayedLayer(RecipeOwner):
         training, buffers = self.training, None
         collects = training or torch.is_grad_enabled()
         if can_read_tables():
-            buffers = own_buffers(self)
+            buffers, recomputed = own_buffers(self), graph_task_id() != -1
             for prefix, plan in zip(prefixes, plans):
-                self._keep_state(prefix, plan.forward_state, plan.backward_state)
+                self._keep_state(prefix, plan.forward_state, plan.backward_state, recomputed)
             if PENDING:
                 leave_state_to_ranks()
             self.__dict__["_forwards"] = self._forwards + training
