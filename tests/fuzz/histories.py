@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import narrowcast as nc
+from narrowcast.layers import LinearLayer
 from narrowcast.state import renew
 
 from . import programs
@@ -144,6 +145,7 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         if wrap and not compiles:
             wrap["compile"] = None
             wrap["inside"] = False
+    program["scaler"] = rng.choice((None,) * 6 + (2.0**8, 2.0**15))
     flags = _flags_fit(program)
     if flags and rng.random() < 0.5:
         program["optimizer"] = rng.choice(("SGD fused", "AdamW fused"))
@@ -155,6 +157,8 @@ def draw(rng: random.Random, inductor: float = 0.04) -> Program:
         draw_autocasts(rng, program)
     elif rng.random() < 0.1:
         draw_written(rng, program)
+    if rng.random() < 0.1:
+        draw_inside(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program
@@ -174,6 +178,7 @@ def _draw_item(rng: random.Random, flags: bool) -> Program:
         item["update"] = rng.random() < 0.8
         item["parts"] = rng.random() < 0.1
         item["between"] = rng.choice((None, None, None, "no_grad", "evaluate"))
+        item |= draw_around_step(rng)
     elif do in ("evaluate", "no_grad", "inference", "dropped"):
         item["batch"] = rng.randrange(10**6)
         item["flag"] = rng.choice((True, False, None)) if flags else None
@@ -186,6 +191,27 @@ def _draw_item(rng: random.Random, flags: bool) -> Program:
     elif do == "freeze":
         item |= {"which": rng.randrange(8), "frozen": rng.random() < 0.5}
     return item
+
+
+def draw_around_step(rng: random.Random) -> Program:
+    """Draw whether ``nc.watch`` sees a step, and whether its gradients are too large for a ``GradScaler``."""
+    return {"watched": rng.random() < 0.1, "void": rng.random() < 0.15}
+
+
+def draw_inside(rng: random.Random, program: Program) -> None:
+    """Let the optimizer step in the backwards of some steps, but in the plain run."""
+    reentrant = any(
+        "reentrant" in str(wrap.get("checkpoint")) + str(wrap.get("inner")) for wrap in _wraps(program)
+    )
+    layers = [layer for block in program["blocks"] for layer in block["layers"]]
+    if program.get("written") or reentrant or any(layer["kind"] == "again" for layer in layers):
+        return
+    program |= {"scaler": None, "stored": False}
+    for item in program["history"]:
+        if item["do"] == "step" and rng.random() < 0.5:
+            plainly = {"retain": False, "parts": False, "between": None, "still": None, "raises": None}
+            item |= plainly | {"inside": True, "update": True, "order": "each"}
+            item |= {name: item[name][:1] for name in ("batches", "flags", "autocasts") if item.get(name)}
 
 
 def draw_edit(rng: random.Random) -> Program:
@@ -213,6 +239,11 @@ def _families(program: Program) -> set[str]:
     return {one["family"] for one in _recipes(program)}
 
 
+def _is_invariant(program: Program) -> bool:
+    """Whether it runs in the batch-invariant mode, which refuses most recipes."""
+    return bool(program.get("invariant")) and _families(program) == {"delayed"}
+
+
 def draw_autocasts(rng: random.Random, program: Program) -> None:
     """Let the forwards of a step run under several autocasts, their backwards outside or in those around the step."""
     families = STATELESS + ("delayed",) * len(STATELESS)
@@ -228,13 +259,9 @@ def draw_autocasts(rng: random.Random, program: Program) -> None:
 
 
 def draw_written(rng: random.Random, program: Program) -> None:
-    """Let the optimizer write the weights' codes, but in the plain run: losses are the same to the bit.
-
-    Not under delayed scaling where layers scale a weight twice between two steps, or as other code has written it.
-    """
+    """Let the optimizer write the weights' codes, but in the plain run: losses are the same to the bit."""
     program |= {"written": True, "optimizer": "FusedAdam", "stored": False, "around": False}
-    program["how"] = rng.choice(("set_recipe", "own"))
-    delayed, stepped = "delayed" in _families(program), False
+    program |= {"how": rng.choice(("set_recipe", "own")), "masters": rng.random() < 0.3}
     compiles = any(wrap.get("compile") for wrap in _wraps(program))
     for item in program["history"]:
         item.pop("outer", None)
@@ -242,32 +269,7 @@ def draw_written(rng: random.Random, program: Program) -> None:
             item["flag"] = None
         if item["do"] == "step":
             item["flags"] = [None for _ in item["batches"]]
-        if delayed:
-            _scale_once(item, stepped)
-            stepped |= item["do"] == "step"
-        # compiled code does not find what has changed; under delayed scaling eager code then scales it, not the step
-        item["told"] = compiles or delayed or rng.random() < 0.5
-    if delayed:
-        program["calibrated"] = False
-        for layer in [layer for block in program["blocks"] for layer in block["layers"]]:
-            if layer["kind"] == "again":
-                layer["kind"] = "relu"
-
-
-def _scale_once(item: Program, stepped: bool) -> None:
-    """Leave out what scales a weight more than once in a step, or what writes it after steps."""
-    do = item["do"]
-    if do == "step":
-        item |= {"batches": item["batches"][:1], "flags": [None], "retain": False, "update": True}
-        item |= {name: None for name in ("still", "raises")}
-        if item.get("between") != "evaluate":
-            item["between"] = None
-    elif do in ("no_grad", "inference", "dropped"):
-        item["do"] = "evaluate"
-    elif do in ("recipe", "calibrate") or (do == "edit" and stepped):
-        item |= {"do": "neutral", "way": "requires"}
-    elif do == "neutral" and item["way"] not in ("hook", "requires", "evaluated"):
-        item["way"] = "requires"  # a layer that is moved or loaded has no codes until the next step
+        item["told"] = compiles or rng.random() < 0.5  # compiled code does not find what has changed
 
 
 def _runs_under_several(program: Program) -> bool:
@@ -332,9 +334,14 @@ class World:
             self._give(self.recipe)
         self.make_run()
         self.optimizer = self._optimizer()
+        scale = program.get("scaler")
+        self.scaler = torch.amp.GradScaler(programs.DEVICE, init_scale=scale) if scale else None
         self.terms: Terms | None = None
         self.measure: Measure | None = None
-        if plain and not torchs and not _runs_under_several(program):
+        alone = not _is_invariant(program) and not _runs_under_several(
+            program
+        )  # else first steps read constants
+        if plain and not torchs and alone:
             self.measure = Measure(self)
 
     def _give(self, recipe: Any) -> None:
@@ -379,9 +386,9 @@ class World:
             if self.torchs:
                 return torch.optim.AdamW(parameters, lr=1e-3)
             codes = self.model if self.writes else None
-            return nc.optimizers.FusedAdam(
-                parameters, lr=1e-3, master_weights=self.stored, weight_codes=codes
-            )
+            masters = self.program.get("masters") and self.program["dtype"] == "bfloat16"
+            masters = self.stored or bool(masters)
+            return nc.optimizers.FusedAdam(parameters, lr=1e-3, master_weights=masters, weight_codes=codes)
         if name == "FusedSGD":
             if self.torchs:
                 return torch.optim.SGD(parameters, lr=1e-3)
@@ -408,12 +415,12 @@ class World:
         return x.to(programs.DEVICE)
 
     def loss(self, y: Tensor, seed: int) -> Tensor:
-        kind = self.program["loss"]
+        kind, loss = self.program["loss"], y.float()
         if kind == "square":
-            return 0.5 * y.float().square().sum()
-        if kind == "weighted":
-            return (y.float() * normal(seed + 1, *y.shape).to(y.device)).sum()
-        return y.float().sum()
+            loss = 0.5 * loss.square()
+        elif kind == "weighted":
+            loss = loss * normal(seed + 1, *y.shape).to(y.device)
+        return loss.sum() if self.scaler is None else self.scaler.scale(loss.sum())
 
     def forward(
         self, x: Tensor, flag: bool | None, parts: bool = False, outer: Program | None = None
@@ -440,21 +447,42 @@ class World:
     def step(self, index: int, item: Program) -> None:
         self.train(item)
         around = self.context() if self.program.get("around") else contextlib.nullcontext()
-        with around:
+        ours = not self.plain and not self.torchs
+        inside, watched = bool(item.get("inside")), bool(item.get("watched")) and ours and self.watchable()
+        steps = nc.optimizers.step_in_backward(self.optimizer, self.model.blocks) if inside and ours else None
+        with around, nc.watch(self.model, every=1) if watched else contextlib.nullcontext():
             self._forwards_and_backwards(index, item)
         if self.terms is not None:
             self.terms.move()
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters() if not inside else ():
             self.record(f"step {index} gradient of {name}", parameter.grad)
         if self.measure is not None:
             self.measure.end_of_step()
         if item["update"]:
-            self.optimizer.step()
-            if self.measure is not None:
+            stepped = self._update(bool(item.get("void")))
+            if steps is not None:
+                steps.remove()
+            if self.measure is not None and stepped:
                 self.measure.renew()
             for name, parameter in self.model.named_parameters():
                 self.record(f"step {index} new {name}", _dense(parameter))
         self.optimizer.zero_grad()
+
+    def watchable(self) -> bool:
+        return any(isinstance(module, LinearLayer) for module in self.model.modules())
+
+    def _update(self, void: bool) -> bool:
+        """Let the optimizer step; return whether a scaler let it."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if self.scaler is None or not grads:
+            self.optimizer.step()
+            return True
+        if void:
+            grads[0].view(-1)[:1].fill_(float("inf"))
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
     def _forwards_and_backwards(self, index: int, item: Program) -> None:
         losses, leaves = [], []
@@ -844,13 +872,17 @@ def play(program: Program, *, plain: bool, torchs: bool = False) -> list[tuple[s
 @contextlib.contextmanager
 def _started(program: Program, ours: bool) -> Iterator[None]:
     torch._dynamo.reset()
+    nc.set_deterministic("batch-invariant" if _is_invariant(program) else None)
     with (
         warnings.catch_warnings(),
         settings(bool(program["replay"]) and ours, bool(program["large"]) and ours),
         few_rows_as_many() if _is_reentrant(program) else contextlib.nullcontext(),
     ):
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        finally:
+            nc.set_deterministic(None)
 
 
 class Rooms:

@@ -12,8 +12,10 @@ import random
 from .histories import (
     NEUTRAL,
     USES,
+    draw_around_step,
     draw_autocasts,
     draw_edit,
+    draw_inside,
     draw_outer,
     draw_written,
     sums_in_another_order,
@@ -49,6 +51,8 @@ def draw(rng: random.Random) -> Program:
         "blocks": [],
         "history": [],
         "calibrated": rng.random() < 0.1,
+        "invariant": rng.random() < 0.05,
+        "scaler": rng.choice((None,) * 6 + (2.0**8, 2.0**15)),
     }
     program["around"] &= program["how"] == "autocast"
     index = 0
@@ -78,6 +82,8 @@ def draw(rng: random.Random) -> Program:
         draw_autocasts(rng, program)
     elif rng.random() < 0.1:
         draw_written(rng, program)
+    if rng.random() < 0.1:
+        draw_inside(rng, program)
     if sums_in_another_order(program):  # bf16 would show nothing but the roundings of sums
         program["dtype"] = "float32"
     return program
@@ -165,4 +171,5 @@ def _step(rng: random.Random) -> Program:
         "between": rng.choice(_BETWEEN) if rng.random() < 0.3 else None,
         "still": rng.randrange(3) if rng.random() < 0.1 else None,
         "raises": stopped,
+        **draw_around_step(rng),
     }
