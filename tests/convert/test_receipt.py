@@ -205,6 +205,16 @@ def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.Mon
     receipt.to_html(tmp_path / "receipt.html")
 
 
+@pytest.mark.parametrize(
+    "budget, counted, warns", [(1.0, False, False), (0.9, False, True), (0.9, True, False)]
+)
+def test_a_memory_budget_that_repeats_gemms_is_said(budget: float, counted: bool, warns: bool) -> None:
+    receipt = nc.receipt(nc.convert(nn.Linear(48, 32), CURRENT))
+    config = {"activation_memory_budget": budget, "is_non_builtin_to_include": counted}
+    with torch._functorch.config.patch(config):
+        assert ("is_non_builtin_to_include = True" in str(receipt)) == warns
+
+
 def test_a_model_without_gemms_is_refused() -> None:
     with pytest.raises(ValueError, match="this ReLU has no module with the weight of a GEMM; pass the model"):
         nc.convert(nn.ReLU(), CURRENT)

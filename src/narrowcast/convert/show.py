@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._table import aligned
+from ..upstream.compiler import repeats_every_gemm
 
 if TYPE_CHECKING:
     from .receipt import GemmRecord, Receipt
@@ -22,6 +23,10 @@ _WRAPPED = (0, 4)  # name, recipe or reason
 _DROPPED = (5, 7, 1)  # on a narrow terminal, in this order: parameters, padding, type
 _NARROWEST = 20  # of a wrapped column
 _FILE_WIDTH = 200  # where there is no terminal
+_BUDGET = (
+    "activation_memory_budget is below 1: torch.compile takes quantized GEMMs for cheap and repeats each in the "
+    "backward; set torch._functorch.config.is_non_builtin_to_include = True, too"
+)
 _COLOURS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
 
 
@@ -174,6 +179,7 @@ def _totals(receipt: Receipt) -> list[str]:
         f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
         f"before {_bytes(memory.saved_per_token_before)}",
         *_saved(receipt),
+        *([_BUDGET] if repeats_every_gemm() else []),
         *([f"sharding:\n{receipt.sharding}"] if receipt.sharding is not None else []),
     ]
 

@@ -31,6 +31,18 @@ _STATIC_LAUNCH = entry(
     without="Inductor starts kernels through Triton's launcher, with the same bits at a higher cost to the host",
     falls_back=True,
 )
+_BUDGET = entry(
+    "torch._functorch.config.activation_memory_budget",
+    follows="torch/_functorch/config.py",
+    without="a receipt does not warn of GEMMs that a memory budget repeats",
+    falls_back=True,
+)
+_COUNTS_ALL = entry(
+    "torch._functorch.config.is_non_builtin_to_include",
+    follows="torch/_functorch/partitioners.py, get_default_op_list",
+    without="a receipt does not warn of GEMMs that a memory budget repeats",
+    falls_back=True,
+)
 
 
 entry(
@@ -38,6 +50,12 @@ entry(
     follows="torch/_dynamo/__init__.py",
     without="traced code raises at the first use of upstream/dynamo.py",
 )
+
+
+def repeats_every_gemm() -> bool:
+    """Return whether a memory budget of the compiler takes quantized GEMMs for cheap, and repeats them in backwards."""
+    is_set = "torch._functorch.config" in sys.modules
+    return is_set and _BUDGET.take_or(1.0) < 1 and not _COUNTS_ALL.take_or(True)
 
 
 def is_dynamo_loaded() -> bool:
