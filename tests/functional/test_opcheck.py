@@ -601,9 +601,15 @@ def softmax_batch_invariant_cases(x: Tensor) -> Iterator[Arguments]:
     yield (x.float(),)
 
 
+@family("running_backward")
+def running_backward_cases(x: Tensor) -> Iterator[Arguments]:
+    yield (torch.full((), -1, dtype=torch.int64),)
+
+
 @family("begin_main_grad_")
 def begin_main_grad_cases(x: Tensor) -> Iterator[Arguments]:
-    yield torch.ones(5, 7, device=x.device), torch.ones(5, 7, device=x.device), -1
+    outer = torch.full((), -1, dtype=torch.int64)
+    yield torch.ones(5, 7, device=x.device), torch.ones(5, 7, device=x.device), outer
 
 
 @family("gemm_accumulate_")

@@ -80,23 +80,24 @@ class Twice(nn.Module):
     def __init__(self, layer: nn.Module, way: str) -> None:
         super().__init__()
         self.layer, self.way = layer, way
-        self.run: Any = (
-            torch.compile(layer, fullgraph=True, backend="aot_eager") if way == "a layer" else layer
-        )
+        backend = {"a layer": "aot_eager", "a layer, reentrant": "aot_eager_decomp_partition"}.get(way)
+        self.run: Any = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
 
     def forward(self, x: Tensor, first: bool | None) -> Tensor:
         for scale in (1.0, 0.5):
             run = functools.partial(self.run, is_first_microbatch=first)
-            if self.way in ("reentrant", "not reentrant"):
-                x = scale * checkpoint(run, x, use_reentrant=self.way == "reentrant")
+            if "reentrant" in self.way:
+                x = scale * checkpoint(run, x, use_reentrant=self.way != "not reentrant")
             else:
                 x = scale * run(x)
         return x
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
-@pytest.mark.parametrize("kind", ["linear", "norm", "high precision"])
-@pytest.mark.parametrize("way", ["eager", "reentrant", "not reentrant", "a layer", "the model"])
+@pytest.mark.parametrize("kind", ["linear", "norm", "high precision", "stored"])
+@pytest.mark.parametrize(
+    "way", ["eager", "reentrant", "not reentrant", "a layer", "a layer, reentrant", "the model"]
+)
 def test_the_first_contribution_of_a_first_microbatch_overwrites(way: str, kind: str, delayed: bool) -> None:
     """Not each: the layer is called twice. Another microbatch accumulates, and so does the next backward."""
 
@@ -104,7 +105,8 @@ def test_the_first_contribution_of_a_first_microbatch_overwrites(way: str, kind:
         torch.manual_seed(0)
         made = nc.LayerNormLinear if kind == "norm" else nc.Linear
         recipe = None if kind == "high precision" else RECIPES["current"]
-        return made(48, 48, device="cpu", recipe=recipe, **options)
+        with nc.quantized_model_init(enabled=kind == "stored", recipe=RECIPES["current"]):
+            return made(48, 48, device="cpu", recipe=recipe, **options)
 
     plain, fused = make(), make(fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
     fused.weight.main_grad = torch.full((48, 48), 100.0)

@@ -62,7 +62,7 @@ class LinearWgrad(NamedTuple):
     store: WeightGradStore | None = None
     ticket: Tensor | None = None
     begins: Sequence[Tensor] = ()
-    recomputed_in: int = -1
+    recomputed_in: Any = -1
 
 
 TO_AUTOGRAD = LinearWgrad()

@@ -19,8 +19,11 @@ def begin_main_grads_(wgrad: LinearWgrad) -> None:
         return
     main_grads = wgrad.main_grad if isinstance(wgrad.main_grad, list) else [wgrad.main_grad]
     wanted = [main_grad for main_grad in main_grads if main_grad is not None]
+    outer = wgrad.recomputed_in
+    if isinstance(outer, int):
+        outer = torch.full((), outer, dtype=torch.int64)
     for main_grad, weight in zip(wanted, wgrad.begins, strict=True):
-        begin_main_grad_(main_grad, weight, wgrad.recomputed_in)
+        begin_main_grad_(main_grad, weight, outer)
 
 
 def weight_gradient(args: LinearBwdArgs, deferred: DeferredWgrad) -> tuple[Any, Tensor | None]:

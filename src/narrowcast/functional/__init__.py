@@ -56,7 +56,7 @@ from .grouped_quantize import (
 )
 from .int8_rows import decode_int8_rows, encode_int8_rows
 from .kept_weights import WeightsNote, are_unchanged, note_weights, note_written, use_kept
-from .main_grad import begin_main_grad_
+from .main_grad import NOT_RECOMPUTED, begin_main_grad_, running_backward
 from .moe import moe_collect, moe_collect_backward, moe_collect_coded, moe_positions, moe_spread
 from .moe_places import moe_arrivals, moe_departures
 from .norm import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import torch
 from torch import Tensor
 
 from ..upstream.autograd import graph_task_id
@@ -17,11 +18,27 @@ from ._library import define
 _REMEMBERED = 8
 """Backwards that may be inside of each other, as those of reentrant checkpoints are."""
 
+NOT_RECOMPUTED = torch.full((), -1, dtype=torch.int64)
+"""``recomputed_in`` of a forward that no backward recomputes."""
+
 _begun: OrderedDict[int, set[int]] = OrderedDict()
 
 
-def _begin(main_grad: Tensor, weight: Tensor, recomputed_in: int) -> None:
-    backward = graph_task_id() if recomputed_in == -1 else recomputed_in
+running_backward = define(
+    "running_backward(Tensor(a!) last) -> Tensor",
+    lambda last: last.fill_(graph_task_id()).clone(),
+    lambda last: torch.empty_like(last),
+)
+"""Return the number of the backward in which a graph's forward runs, int64 (); -1 if it runs in none.
+
+Args:
+    last: gets the number, too: the compiler would move an operator that writes nothing to the backward, which reads it.
+"""
+
+
+def _begin(main_grad: Tensor, weight: Tensor, recomputed_in: Tensor) -> None:
+    outer = int(recomputed_in)
+    backward = graph_task_id() if outer == -1 else outer
     begun = _begun.setdefault(backward, set())
     while len(_begun) > _REMEMBERED:
         _begun.popitem(last=False)
@@ -31,7 +48,7 @@ def _begin(main_grad: Tensor, weight: Tensor, recomputed_in: int) -> None:
 
 
 begin_main_grad_ = define(
-    "begin_main_grad_(Tensor(a!) main_grad, Tensor weight, int recomputed_in) -> ()",
+    "begin_main_grad_(Tensor(a!) main_grad, Tensor weight, Tensor recomputed_in) -> ()",
     _begin,
     lambda main_grad, weight, recomputed_in: None,
 )
@@ -39,5 +56,5 @@ begin_main_grad_ = define(
 
 Args:
     weight: whose gradient it is, or another tensor that stays where it is; its memory tells one from another.
-    recomputed_in: the number of the backward in which the forward is recomputed; -1 if it is not.
+    recomputed_in: int64 (), the number of the backward in which the forward is recomputed; -1 if it is not.
 """

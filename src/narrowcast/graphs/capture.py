@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tracing import once_differentiable
-from ..functional import WeightsNote, are_unchanged, begin_main_grad_, note_weights
+from ..functional import NOT_RECOMPUTED, WeightsNote, are_unchanged, begin_main_grad_, note_weights
 from ..layers import LinearLayer, mark_added_to_main_grad
 from ..state import register_random_states
 from ..upstream.tensors import tree_flatten, tree_unflatten
@@ -198,7 +198,7 @@ class _Graphed(torch.autograd.Function):
                 static.copy_(grad)
         if ctx.first:
             for parameter in captured.fused:  # the graph accumulates
-                begin_main_grad_(parameter.main_grad, parameter, -1)  # type: ignore[attr-defined]
+                begin_main_grad_(parameter.main_grad, parameter, NOT_RECOMPUTED)  # type: ignore[attr-defined]
         captured.replay_backward()
         for parameter in captured.fused:
             mark_added_to_main_grad(parameter)

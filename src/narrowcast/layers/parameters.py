@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._checks import function, shown, tensor
 from .._device import default_device
 from .._tracing import is_eager
+from ..functional import running_backward
 from ..quantizers import Quantizer
 from ..recipe import Recipe, linear_plan
 from ..tensors import GroupedTensor, QuantizedTensor, quantize_members
@@ -142,12 +143,22 @@ def main_grad_of(weight: Tensor, name: str, owner: str) -> tuple[Tensor, bool, s
     return main_grad, getattr(weight, "overwrite_main_grad", False), dummy
 
 
-def begun_main_grads(weights: Sequence[Any], is_first_microbatch: bool | None) -> tuple[list[Any], int]:
+def _with_memory(weight: Any) -> Tensor:
+    """Return what tells a weight from another by its memory, in graphs, too: there ``main_grad`` may be a copy."""
+    if isinstance(weight, QuantizedTensor):
+        return next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+    return weight if type(weight) is nn.Parameter else weight.main_grad
+
+
+_LAST = torch.full((), -1, dtype=torch.int64)
+
+
+def begun_main_grads(weights: Sequence[Any], is_first_microbatch: bool | None) -> tuple[list[Any], Any]:
     """Return ``begins`` and ``recomputed_in`` of ``LinearWgrad`` for weights that have a ``main_grad``."""
     if not is_first_microbatch:
         return [], -1
-    with_memory = [weight if type(weight) is nn.Parameter else weight.main_grad for weight in weights]
-    return with_memory, graph_task_id() if is_eager() else -1
+    with_memory = [_with_memory(weight) for weight in weights]
+    return with_memory, graph_task_id() if is_eager() else running_backward(_LAST)
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:

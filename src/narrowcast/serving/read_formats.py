@@ -243,9 +243,9 @@ def read_format(config: Any) -> ReadFormat:
             return known
     told = {name: found[name] for name in ("quant_method", "quant_algo", "format") if name in found} or config
     raise ValueError(
-        f"the checkpoint's quantization_config is {shown(told)}; load_quantized reads FP8 with 128 x 128 tiles (fp8, "
-        "compressed-tensors' 'block') or one scale per tensor (compressed-tensors' 'tensor', ModelOpt), and NVFP4 and "
-        "MXFP4 (compressed-tensors, ModelOpt)"
+        f"the checkpoint's quantization_config is {shown(told)}; load_quantized reads FP8 with 128 x 128 tiles "
+        "(quant_method 'fp8', compressed-tensors) or one scale per tensor (compressed-tensors, ModelOpt), and their "
+        "NVFP4 and MXFP4"
     )
 
 
