@@ -17,7 +17,7 @@ from .masks import Geometry, MaskRule, Tokens, geometry, packed, padded_rows, ro
 from .scores import Scores
 
 MOST_HEADS = 64
-"""Of queries that share a head of keys, the rows of a tile of ``functional.decode_attention``."""
+"""Most heads of queries that may share a head of keys: the rows of a tile of ``functional.decode_attention``."""
 
 Pair = tuple[Tensor | None, Tensor | None]
 

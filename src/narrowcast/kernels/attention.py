@@ -22,7 +22,7 @@ LARGEST_HEAD = 128
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _COLUMNS: tl.constexpr = tl.constexpr(16)
-"""Of ones, the fewest that a product takes."""
+"""Columns of the matrix of ones: the fewest that a product takes."""
 
 
 @triton.jit

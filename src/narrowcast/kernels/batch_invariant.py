@@ -26,7 +26,7 @@ LARGE_TILE = (128, 128)
 LARGE_FROM = 512
 """Rows from which the larger tile is faster, in 16 bits, and for codes in one part; more parts take its registers."""
 STEP_BYTES = 128
-"""Of an operand's row in a step; fewer where a block of scales has fewer."""
+"""Bytes of an operand's row in a step; fewer if a block of scales has fewer."""
 
 BAND = 8
 SOFTMAX_ROWS = 4

@@ -22,13 +22,13 @@ from .tiles import is_wide, load_elements, load_tile, store_tile, store_transpos
 TILE = 4096
 """Elements of a program's tile."""
 LONGEST = 2048
-"""Of a row's elements, at most as many in one tile."""
+"""The most elements of a row in one tile."""
 TRANSPOSED = 64
 """The same where adjacent rows lie beside each other in memory."""
 AMAX_TILE = 128
 """Rows and columns of a program that takes the amax of rows and columns."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
-"""Of a program that encodes in both directions."""
+"""Rows and columns of a program that encodes in both directions."""
 _FLT_MAX = tl.constexpr(FLT_MAX)
 
 

@@ -322,7 +322,7 @@ class DescribedLaunch:
 
 
 MOST_MAPS = 256
-"""Of a descriptor of a launch, kept at once."""
+"""The most descriptors of launches that are kept at once."""
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:

@@ -29,7 +29,7 @@ PARTS = 4
 PROGRAMS = 256
 MIN_RANK = 16
 LARGEST_RANK = 64
-"""Of thin matrices that these kernels multiply; the library multiplies others."""
+"""Bounds of the rank of thin matrices that these kernels multiply; the library multiplies others."""
 MOST_BASES = 4
 
 

@@ -36,7 +36,7 @@ from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
 
 Rules = tuple[DelayedScaling | None, DelayedScaling | None]
-"""Of a stage: forward and backward."""
+"""The recipes of a stage's forward and backward."""
 
 Reading = tuple[list[Tensor], list[float], list[DelayedScales]]
 """Scales that a forward is to read, what it reads instead of 0, and whose they are."""

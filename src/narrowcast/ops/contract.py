@@ -42,7 +42,7 @@ ExtraTensors = list[tuple[Any, ...]]
 ParameterGradients = list[tuple[Tensor | None, ...]]
 """One tuple per basic operation, in the order of its ``parameters()``."""
 Gradients = tuple[TensorOrQuantized | None, ParameterGradients, ExtraTensors]
-"""Of the main input (None if it is not needed), of the parameters and of the extra inputs."""
+"""Gradients of the main input (None if it is not needed), the parameters and the extra inputs."""
 
 
 class BasicOperationLike(Protocol):

@@ -24,7 +24,7 @@ class BackwardSteps:
     def __init__(self, optimizer: torch.optim.Optimizer, parts: list[list[Tensor]]) -> None:
         self._optimizer, self._parts = optimizer, parts
         self._waiting = [{*part} for part in parts]
-        """Of each part, the parameters whose gradients are to come."""
+        """The parameters of each part whose gradients are to come."""
         self._stepped: set[Tensor] = set()
         """Parameters stepped since the loop's own ``step()``."""
         self._inside = False

@@ -33,7 +33,7 @@ from .served import ExportedWeight, Served
 from .weights import checked, together_of
 
 FILE_BYTES = 5 * 10**9
-"""Of the tensors in one file, and so of those that are made before they are written."""
+"""Bytes of the tensors in one file, which are all made before they are written."""
 
 
 @dataclass(frozen=True)

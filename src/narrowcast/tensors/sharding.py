@@ -34,7 +34,7 @@ class ShardedRows:
     """Whether FSDP2 made this, as this rank's part of a parameter."""
 
     _shards: Any = None
-    """Of a shard that shares its scale with the others: group of all their ranks, over which writes reduce the amax."""
+    """Group of all ranks whose shards share one scale; writes reduce the amax over it. None if each has its own."""
 
     def _mark_as(self, other: Any) -> None:
         """Become a shard if another tensor is one, with the same ranks."""
