@@ -6,8 +6,10 @@ a checksum to its plan, and the rank that joins the plans compares them before a
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +30,7 @@ from ..layers.described import ParameterRecord, Part
 from ..tensors import DequantizingTensor, local
 
 _WORDS = 64  # a checksum weighs rows of so many words, and each word of small tensors
+_SMALL = 2**16  # bytes
 _NAMES_TOLD = 3
 
 
@@ -60,7 +63,7 @@ class SavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         items: list[WriteItem] = []
         checksums: list[tuple[int, Tensor]] = []  # of tensors, by the number of the item
-        digests: dict[int, str] = {}  # of other values
+        digests: dict[int, Any] = {}  # of other values
         for item in plan.items:
             value, path = self.state_dict[item.index.fqn], self.mappings[item.index.fqn]
             record = record_of(path, value, self._records)
@@ -73,7 +76,11 @@ class SavePlanner(DefaultSavePlanner):
                 if held is not None:
                     self._parts[dataclasses.replace(own.index, index=None)] = held
                 if not alone and isinstance(value, Tensor):
-                    checksums.append((len(items), checksum(local(value) if held is None else held)))
+                    written = (local(value) if held is None else held).detach()
+                    if _is_small(written):
+                        digests[len(items)] = _crc(written)
+                    else:
+                        checksums.append((len(items), checksum(written)))
                 elif not alone:
                     digests[len(items)] = self._digests.get(item.index.fqn) or digest(value)
                 items.append(own)
@@ -90,6 +97,8 @@ class SavePlanner(DefaultSavePlanner):
         )
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.offset is None:
+            return super().lookup_object(index)
         held = self._parts.get(dataclasses.replace(index, index=None))
         return super().lookup_object(index) if held is None else held
 
@@ -159,7 +168,7 @@ def record_of(
     record = records.get(str(name))
     if record is None or local(value).shape != record.held.shape:
         return None  # such as a number of steps: whole, and equal on all ranks
-    return record.of(value)
+    return record.of(value) if record.declared else record
 
 
 def _items(
@@ -220,6 +229,17 @@ def is_delayed(name: str) -> bool:
 def _told(names: list[str]) -> str:
     more = len(names) - _NAMES_TOLD
     return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor is in memory that the host reads, and too small to share the start of operators."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    return plain and tensor.nbytes <= _SMALL
+
+
+def _crc(tensor: Tensor) -> int:
+    memory = tensor.contiguous()
+    return zlib.crc32(ctypes.string_at(memory.data_ptr(), memory.nbytes))
 
 
 @torch.no_grad()
