@@ -322,7 +322,7 @@ class DescribedLaunch:
 
 
 MOST_MAPS = 256
-"""The most descriptors of launches that are kept at once."""
+"""The most tensor maps of one descriptor that are kept at once."""
 
 
 def beside(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
