@@ -323,8 +323,9 @@ class _Writing:
                 _remove_unlocked(left)
         self.folder = target.with_name(f"{begin}-{secrets.token_hex(4)}")
         self.folder.mkdir()
-        self._lock = None if fcntl is None else os.open(self.folder, os.O_RDONLY)
-        if self._lock is not None:
+        self._lock = None
+        if fcntl is not None:
+            self._lock = os.open(self.folder, os.O_RDONLY)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
 

@@ -121,7 +121,7 @@ def export(
     return Exported(path, format, tuple(served.weights), size, served.plain_bytes())
 
 
-def _without_adapters(model: Any, merge: str | None) -> Any:
+def _without_adapters(model: Any, merge: Any) -> Any:
     """Return the model to write, which shares its tensors with ``model``.
 
     Raises:
