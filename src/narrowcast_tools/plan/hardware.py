@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from narrowcast._checks import shown
-
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
 
@@ -65,7 +63,7 @@ RESERVE = 0.92  # share of the memory that a plan may fill
 def find_gpu(name: str) -> Gpu:
     """Return a GPU; ValueError for an unknown name."""
     if name not in GPUS:
-        raise ValueError(f"unknown GPU {shown(name)}; --gpu takes one of {', '.join(GPUS)}")
+        raise ValueError(f"unknown GPU {name!r:.60}; --gpu takes one of {', '.join(GPUS)}")
     return GPUS[name]
 
 
@@ -76,7 +74,7 @@ def find_optimizer(name: str) -> tuple[float, float, float]:
         ValueError: the name is unknown.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {shown(name)}; --optimizer takes one of {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"unknown optimizer {name!r:.60}; --optimizer takes one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
 
 
@@ -84,6 +82,6 @@ def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
     if recipe not in RECIPES:
         raise ValueError(
-            f"no measured rates for recipe {shown(recipe)} on these GPUs; --recipe takes one of {', '.join(RECIPES)}"
+            f"no measured rates for recipe {recipe!r:.60} on these GPUs; --recipe takes one of {', '.join(RECIPES)}"
         )
     return RECIPES[recipe]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from narrowcast._checks import shown
-
 from .estimate import Estimate, Layout, check, estimate, gib
 from .hardware import RESERVE, find_gpu, find_optimizer, find_rates
 from .models import find_model
@@ -53,7 +51,7 @@ def plan(
     """
     shape, machine, _ = find_model(model), find_gpu(gpu), find_rates(recipe)
     if saved_activations not in (None, "fp8"):
-        raise ValueError(f"--saved-activations is {shown(saved_activations)}; use fp8, or leave it out")
+        raise ValueError(f"--saved-activations is {saved_activations!r:.60}; use fp8, or leave it out")
     held = {"state": find_optimizer(optimizer), "saved_fp8": saved_activations == "fp8"}
     if gpus < 1:
         raise ValueError(f"--gpus is {gpus}; it must be at least 1")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from narrowcast._checks import shown
-
 
 @dataclass(frozen=True)
 class Model:
@@ -119,5 +117,5 @@ def find_model(name: str) -> Model:
         ValueError: the name is unknown.
     """
     if name not in MODELS:
-        raise ValueError(f"unknown model {shown(name)}; --model takes one of {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {name!r:.60}; --model takes one of {', '.join(MODELS)}")
     return MODELS[name]

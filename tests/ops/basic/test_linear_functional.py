@@ -354,7 +354,11 @@ BAD_BACKWARD = [
     ((COLUMNS.quantize(DY), X, W), BACK_MX, "grad_output is a MXFP8Tensor.* without row-wise data"),
     ((DY, ROWS.quantize(X), W), BACK_MX, "input is a MXFP8Tensor.* without column-wise data"),
     ((DY, X, ROWS.quantize(W)), BACK_MX, "weight is a MXFP8Tensor.* without column-wise data"),
-    ((DY, X, W), {**BACK_MX, "grad_output_quantizer": SLOT}, "DelayedFloat8Quantizer.* needs the state of a layer"),
+    (
+        (DY, X, W),
+        {**BACK_MX, "grad_output_quantizer": SLOT},
+        "DelayedFloat8Quantizer.* needs the state of a layer",
+    ),
     ((DY, X, W), {**BACK_MX, "dtype": torch.float64}, "cannot quantize grad_output from torch.float64"),
     ((DY, X, W), {"grad_input_quantizer": OFF}, "both directions switched off"),
     ((DY, X, W), {"with_quantized_compute": True}, "needs grad_output_quantizer"),
