@@ -185,4 +185,4 @@ def function(label: str, value: Any) -> None:
         TypeError: the value is no function.
     """
     if not callable(value):
-        raise TypeError(f"{label} is {shown(value)}; use a function or None")
+        raise TypeError(f"{label} is {shown(value)}; use a function")

@@ -78,8 +78,10 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
     Args:
         group: process group of the ranks with equal models; None is the default group.
     Raises:
+        TypeError: ``model`` is no module.
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
+    _checks.module("model", model)
     _reduce(model, _layers_of(model), group)
 
 

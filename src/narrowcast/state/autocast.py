@@ -135,6 +135,8 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
         return None
     if isinstance(recipe, str):
         recipe = _recipe_named(recipe, owner)
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or a name such "
@@ -143,6 +145,13 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
     if can_remember():
         share_plans(recipe)
     return recipe
+
+
+def _is_recipe_name(name: str) -> bool:
+    try:
+        return recipe_from_name(name) is not None
+    except ValueError:
+        return False
 
 
 def _recipe_named(name: str, owner: str) -> Recipe:
@@ -179,7 +188,7 @@ class autocast:
         _graph: bool = False,
     ) -> None:
         for value in (enabled, calibrating):
-            if isinstance(value, (Recipe, str)):
+            if isinstance(value, Recipe) or (isinstance(value, str) and _is_recipe_name(value)):
                 given = shown(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
                 raise TypeError(
                     f"autocast got {given} as a positional argument; write autocast(recipe={given})"
