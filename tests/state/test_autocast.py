@@ -168,7 +168,7 @@ def test_calibrating() -> None:
         assert state.is_fp8_enabled()
 
 
-@pytest.mark.parametrize("wrong", [b"current", nc.recipe.Float8CurrentScaling, 8, object()])
+@pytest.mark.parametrize("wrong", [b"current", 8, object()])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
     name = type(wrong).__name__
@@ -176,6 +176,16 @@ def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
         nc.autocast(enabled=enabled, recipe=wrong)
     with pytest.raises(TypeError, match=f"recipe is a {name}"):
         nc.quantized_model_init(recipe=wrong)
+
+
+def test_the_class_of_a_recipe_is_to_be_called() -> None:
+    with pytest.raises(TypeError, match=r"recipe is the class DelayedScaling; call it: DelayedScaling\(\)"):
+        nc.autocast(recipe=nc.recipe.DelayedScaling)  # type: ignore[arg-type]
+
+
+def test_a_text_in_place_of_a_flag_is_no_recipe() -> None:
+    with pytest.raises(TypeError, match="enabled is 'yes'"):
+        nc.autocast(enabled="yes")  # type: ignore[arg-type]
 
 
 def test_group_is_the_innermost_one() -> None:
