@@ -61,7 +61,6 @@ def renew_delayed_scaling(model: nn.Module) -> nn.Module:
         RuntimeError: in compiled code.
     """
     refuse_in_graphs("narrowcast.renew_delayed_scaling(model) belongs outside of compiled code")
-    _checks.module("model", model)
     _renew(_layers_of(model))
     return model
 
@@ -81,11 +80,11 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
         TypeError: ``model`` is no module.
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
-    _checks.module("model", model)
     _reduce(model, _layers_of(model), group)
 
 
 def _layers_of(model: nn.Module) -> list[DelayedLayer]:
+    _checks.module("model", model)
     return [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
 
 
