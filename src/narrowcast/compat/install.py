@@ -22,19 +22,41 @@ VERSION = "2.20.0+narrowcast"  # whose names these are
 
 
 class _Metadata(importlib.metadata.Distribution):
+    def __init__(self, package: str, version: str) -> None:
+        self.package, self.known_as = package, version
+
     def read_text(self, filename: str) -> str | None:
         if filename == "METADATA":
-            return f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {VERSION}\n"
-        return f"{_ROOT}\n" if filename == "top_level.txt" else None
+            name = self.package.replace("_", "-")
+            return f"Metadata-Version: 2.1\nName: {name}\nVersion: {self.known_as}\n"
+        return f"{self.package}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
         return path
 
 
-class _Aliases(importlib.metadata.DistributionFinder):
+class StandIn(importlib.metadata.DistributionFinder):
+    """Tells the version of a package in whose place narrowcast's names are."""
+
+    def __init__(self, package: str, version: str) -> None:
+        self.package, self.version = package, version
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        return None
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        name = getattr(context, "name", None)
+        if name is None or name.lower().replace("-", "_").replace(".", "_") == self.package:
+            yield _Metadata(self.package, self.version)
+
+
+class _Aliases(StandIn):
     """Finds and fills the modules, and says of names that are absent what replaces them."""
 
     def __init__(self, modules: dict[str, dict[str, Any]], extension: dict[str, Any]) -> None:
+        super().__init__(_ROOT, VERSION)
         self.modules = {f"{_ROOT}.{name}" if name else _ROOT: names for name, names in modules.items()}
         self.modules[EXTENSION] = extension
 
@@ -59,13 +81,6 @@ class _Aliases(importlib.metadata.DistributionFinder):
 
         vars(module).update(self.modules[full], __version__=VERSION, __getattr__=missing)
         module.__doc__ = f"narrowcast's names where Transformer Engine has its own ({full})."
-
-    def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context | None = None
-    ) -> Iterator[importlib.metadata.Distribution]:
-        name = getattr(context, "name", None)
-        if name is None or name.lower().replace("-", "_").replace(".", "_") == _ROOT:
-            yield _Metadata()
 
 
 def _installed() -> _Aliases | None:

@@ -10,11 +10,10 @@ import copy
 import enum
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -27,6 +26,7 @@ from .._checks import shown
 from ..convert import convert
 from ..nn import Linear
 from ..recipe import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams, Recipe
+from .install import StandIn
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -371,28 +371,8 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "float8.fsdp_utils": (precompute_float8_dynamic_scale_for_fsdp,),
 }
 """By module below ``torchao``, the names that it gets."""
+_STANDS_IN = StandIn("torchao", VERSION)
 _REPLACED: list[tuple[ModuleType, str, Any]] = []  # module, name, and what it was
-
-
-class _Version(importlib.metadata.Distribution):
-    def read_text(self, filename: str) -> str | None:
-        return (
-            f"Metadata-Version: 2.1\nName: torchao\nVersion: {VERSION}\n" if filename == "METADATA" else None
-        )
-
-    def locate_file(self, path: Any) -> Any:
-        return path
-
-
-class _Finder(importlib.metadata.DistributionFinder):
-    """Tells the version of torchao where narrowcast stands in for it."""
-
-    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
-        if getattr(context, "name", None) in (None, "torchao"):
-            yield _Version()
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        return None
 
 
 def install_torchao_float8() -> None:
@@ -412,7 +392,7 @@ def install_torchao_float8() -> None:
             owner, _, below = name.rpartition(".")
             if owner:
                 setattr(sys.modules[owner], below, module)
-        sys.meta_path.append(_Finder())
+        sys.meta_path.append(_STANDS_IN)
     for below, names in MODULES.items():
         module = importlib.import_module(f"torchao.{below}")
         for one in names:
@@ -425,8 +405,7 @@ def uninstall_torchao_float8() -> None:
     for module, name, before in _REPLACED:
         setattr(module, name, before)
     _REPLACED.clear()
-    stands_in = [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
-    for finder in stands_in:
-        sys.meta_path.remove(finder)
+    if _STANDS_IN in sys.meta_path:
+        sys.meta_path.remove(_STANDS_IN)
         for name in ("torchao", *(f"torchao.{below}" for below in MODULES)):
             sys.modules.pop(name, None)
