@@ -55,7 +55,12 @@ def _steps(
     else:
         module = nc.LayerNormLinear(x.shape[-1], dy.shape[-1], return_layernorm_output=True, **place)
     share = EMULATED if draw.device == "cpu" or (recipe is not None and recipe.emulate) else NATIVE
-    return max(_step(module, x, dy, splits, recipe, share, draw.seed + i) for i in range(2))
+    worst = 0.0
+    for i in range(2):
+        worst = max(worst, _step(module, x, dy, splits, recipe, share, draw.seed + i))
+        if recipe is not None and recipe.delayed():
+            nc.renew_delayed_scaling(module)
+    return worst
 
 
 def _step(
@@ -135,28 +140,29 @@ def _operands(
     if recipe is None:
         x, w, dy = x.double(), w.detach().double(), dy.double()
         return {"y": (x, w), "dx": (dy, w.t()), "dw": (dy.t(), x.t())}
-    sides = (("input", 0, x), ("weight", 1, w.detach()), ("grad_output", 0, dy))
     halves = []
-    for name, slot, tensor in sides:
+    for name, tensor in (("input", x), ("weight", w.detach()), ("grad_output", dy)):
         direction = "backward" if name == "grad_output" else "forward"
-        if recipe.delayed():
-            scales = getattr(module, f"scale_{direction[0]}wd" if direction == "forward" else "scale_bwd")
-            at = slot * groups + group
-            element = nc.DType.kFloat8E5M2 if direction == "backward" else nc.DType.kFloat8E4M3
-            scale = scales.view(-1)[at : at + 1].clone()
-            if not scale and tensor.any():  # nothing was seen yet
-                largest = (
-                    57344.0 if direction == "backward" else 448.0
-                ) / 2 ** recipe.delayed_scaling().margin
-                scale = torch.full_like(scale, largest) / tensor.abs().max().float()
-            quantizer: nc.Quantizer = nc.Float8Quantizer(
-                scale if scale else torch.ones_like(scale), torch.zeros(1, device=tensor.device), element
-            )
-        else:
+        if not recipe.delayed():
             quantizer = recipe.resolve(direction, [nc.QuantizerRole("linear", name, "")])[0][0]
+        elif name == "weight":
+            quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
+        else:
+            scale = (module.scale_fwd if direction == "forward" else module.scale_bwd).view(-1)[group].clone()
+            quantizer = _delayed_quantizer(scale, direction, recipe, tensor)
         halves.append(_both(quantizer, tensor))
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = halves
     return {"y": (x_row, w_row), "dx": (dy_row, w_col[: w.shape[0]].t()), "dw": (dy_col.t(), x_col.t())}
+
+
+def _delayed_quantizer(scale: Tensor, direction: str, recipe: Any, tensor: Tensor) -> nc.Quantizer:
+    """The quantizer of activations or gradients, whose scale is 0 as long as nothing was seen."""
+    backward = direction == "backward"
+    element = nc.DType.kFloat8E5M2 if backward else nc.DType.kFloat8E4M3
+    if not scale:
+        largest = (57344.0 if backward else 448.0) / 2 ** recipe.delayed_scaling().margin
+        scale = torch.full_like(scale, largest) / tensor.abs().max().float() if tensor.any() else scale + 1
+    return nc.Float8Quantizer(scale.view(1), torch.zeros(1, device=tensor.device), element)
 
 
 def _both(quantizer: nc.Quantizer, tensor: Tensor) -> tuple[Tensor, Tensor]:
