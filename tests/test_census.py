@@ -64,44 +64,6 @@ def test_counts_the_calls_of_a_step():
     assert CENSUS["calls"](step) == 1
 
 
-# Rooms that learn from the record of a parameter, layers/described.py, what of it a rank holds and how. Add files here.
-READ_RECORDS = (
-    "distributed/checkpoint.py",
-    "distributed/checkpoint_planner.py",
-    "distributed/clip.py",
-    "distributed/shard_receipt.py",
-    "distributed/together.py",
-    "serving/export.py",
-    "serving/served.py",
-    "serving/weights.py",
-)
-
-
-def asks_a_tensor(call: ast.Call) -> bool:
-    """Whether a call decides by itself what a rank holds: ``to_local()``, or ``isinstance`` with quantized tensors."""
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr == "to_local"
-    named = {node.id for one in call.args[1:] for node in ast.walk(one) if isinstance(node, ast.Name)}
-    return isinstance(call.func, ast.Name) and call.func.id == "isinstance" and "QuantizedTensor" in named
-
-
-def test_what_a_rank_holds_is_read_off_the_record_alone():
-    found = [
-        f"{name}:{node.lineno}"
-        for name in READ_RECORDS
-        for node in ast.walk(ast.parse((Path(CENSUS["SOURCE"]) / name).read_text()))
-        if isinstance(node, ast.Call) and asks_a_tensor(node)
-    ]
-    assert not found
-    for text in (
-        "w.to_local()",
-        "isinstance(w, QuantizedTensor)",
-        "isinstance(w, (Tensor, QuantizedTensor))",
-    ):
-        assert asks_a_tensor(ast.parse(text, mode="eval").body)
-    assert not asks_a_tensor(ast.parse("isinstance(w, Tensor)", mode="eval").body)
-
-
 def test_the_first_sentence_of_a_file_names_what_is_in_it():
     """A noun or an imperative, not a clause that begins with what, which or how."""
     source = Path(CENSUS["SOURCE"]).parent

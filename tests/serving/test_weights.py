@@ -127,6 +127,21 @@ def test_groups_and_parts_have_names_and_scales_of_their_own(single: bool) -> No
     torch.testing.assert_close(whole.bfloat16().float(), multiplied, rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_stored_groups_under_another_recipe_are_quantized_again(single: bool) -> None:
+    with nc.quantized_model_init(recipe=QUANTIZED["block"]):
+        model = nc.GroupedLinear(2, 160, 96, bias=False, single_grouped_weight=single, device=DEVICE)
+    nc.set_recipe(model, QUANTIZED["block"])
+    values = [weight.detach().dequantize() for weight in model.parameters()]
+    served = dict(nc.serving.weights(model, "mxfp8", recipe=QUANTIZED["mxfp8"]))
+    plain = nc.GroupedLinear(2, 160, 96, bias=False, single_grouped_weight=single, device=DEVICE)
+    for weight, value in zip(plain.parameters(), values, strict=True):
+        weight.data.copy_(value)
+    nc.set_recipe(plain, QUANTIZED["mxfp8"])
+    wanted = dict(nc.serving.weights(plain, "mxfp8"))
+    assert list(served) == list(wanted) and all(torch.equal(served[name], wanted[name]) for name in wanted)
+
+
 def peak(model: nn.Module) -> tuple[int, int]:
     """The most bytes alive while a model's tensors are made and dropped, and bytes of all."""
     total = 0

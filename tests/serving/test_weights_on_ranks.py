@@ -184,6 +184,17 @@ def experts_on_ranks(name: str) -> list[str]:
     return differences(dict(nc.serving.weights(shared, format)), expected)
 
 
+def rows_of_ranks() -> list[str]:
+    """A weight of as many rows as there are ranks is one matrix, not one for each rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nc.convert(nn.Sequential(nn.Linear(96, 2)).bfloat16(), QUANTIZED["mxfp8"], heads=True, small=True)
+    expected = served(model, "mxfp8")
+    fully_shard(model, mesh=mesh_of_all())
+    return differences(served(model, "mxfp8"), expected)
+
+
 def checks_of_four(folder: str) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -208,6 +219,7 @@ def checks(folder: str) -> dict[str, Any]:
         "bf16": in_bf16,
         **{f"split {name}": functools.partial(split, name) for name in ("block", "mxfp8", "current")},
         "group": split_by_a_group,
+        "rows": rows_of_ranks,
         **{f"experts {name}": functools.partial(experts_on_ranks, name) for name in SHARDED},
     }
 
@@ -221,7 +233,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     "case",
     [
         *(f"{kind} {name}" for kind in ("fsdp", "experts") for name in SHARDED),
-        *("quantized gathers", "split block", "split mxfp8", "group"),
+        *("quantized gathers", "split block", "split mxfp8", "group", "rows"),
     ],
 )
 def test_ranks_serve_the_bits_of_one_process(results: list[dict[str, Any]], case: str) -> None:

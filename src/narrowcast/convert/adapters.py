@@ -21,7 +21,7 @@ from .. import _checks
 from .._checks import is_one_of, shown
 from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
-from ..layers.described import ParameterRecord, describe_parameters
+from ..layers.described import ParameterRecord, describe_parameters, how_stored
 from ..nn import Linear
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import class_before_sharding, reshard
@@ -156,7 +156,7 @@ def _merge_keeping_codes(adapter: Any, *args: Any, **options: Any) -> None:
     """Merge as PEFT does, and keep the codes of before."""
     weight = adapter.get_base_layer().weight
     kept = vars(adapter).get("_before_merge")
-    if kept is None and not adapter.merged and isinstance(weight, QuantizedTensor):
+    if kept is None and not adapter.merged and how_stored(weight) == "codes":
         kept = weight.detach().clone(), []
     type(adapter).merge(adapter, *args, **options)
     if kept is not None and adapter.merged:
@@ -168,7 +168,7 @@ def _unmerge_to_codes(adapter: Any) -> None:
     """Unmerge as PEFT does; if nothing else has written to the weight since it was merged, to the codes of before."""
     before, merged = vars(adapter).pop("_before_merge", (None, []))
     weight = adapter.get_base_layer().weight
-    restores = isinstance(weight, QuantizedTensor) and _fingerprint(weight) == merged
+    restores = how_stored(weight) == "codes" and _fingerprint(weight) == merged
     type(adapter).unmerge(adapter)
     if restores:
         weight.copy_(before.to(weight.device))
@@ -354,7 +354,7 @@ def _whole(layer: Any, records: dict[tuple[int, str], ParameterRecord]) -> Itera
 def _merged_weight(layer: Any, scales: Scales) -> Any:
     """Return the weight with the active adapters added, quantized if it is stored so."""
     weight = own_parameters(layer.base_layer)["weight"]
-    stored = isinstance(weight, QuantizedTensor)
+    stored = how_stored(weight) == "codes"
     value: Tensor = weight.detach().dequantize(dtype=torch.float32) if stored else weight.detach()  # type: ignore[union-attr,call-arg]
     for adapter in _active(layer):
         variant = getattr(layer, "lora_variant", {}).get(adapter)

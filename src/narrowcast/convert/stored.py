@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from .._checks import shown
+from ..layers.described import how_stored
 from ..layers.parameters import weight_quantizer
 from ..quantizers import MXFP4Quantizer, NVFP4Quantizer, Operand, Quantizer
 from ..recipe import Recipe
-from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 
 _SYMMETRIC = ("tensor", "128x128")
@@ -97,7 +97,7 @@ def stored_as(module: nn.Module) -> str:
 
 def store(layer: Any, weights: str) -> None:
     """Store a converted linear layer's weight quantized; a weight that already is stays."""
-    if not isinstance(layer.weight, QuantizedTensor):
+    if how_stored(layer.weight) != "codes":
         quantized = stored_quantizer(layer.recipe, layer.name, weights).quantize(layer.weight.detach())
         layer.weight = nn.Parameter(quantized, requires_grad=False)
     layer._stored_rowwise, layer._stored_copy = True, weights

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from .. import _checks
 from .._checks import shown
 from ..layers import DelayedLayer, GroupedLinearLayer
-from ..layers.described import ParameterRecord, describe_parameters, places
-from ..tensors import DequantizingTensor
+from ..layers.described import ParameterRecord, describe_parameters, how_stored, places
 from ..upstream.modules import own_buffers
 from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
 from .checkpoint_reader import SafeReader, load, plain_value
@@ -272,7 +271,7 @@ def _plain(value: Any, where: str) -> Any:
         return plain if isinstance(value, dict) else type(value)(plain.values())
     if isinstance(value, torch.Tensor):
         value = getattr(value, "full_tensor", lambda: value)().detach()
-        if not isinstance(value, DequantizingTensor):
+        if how_stored(value) != "codes":
             return value.as_subclass(torch.Tensor).to("cpu", copy=True).contiguous()
         return value.cpu()
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..layers.described import ParameterRecord, Part
-from ..tensors import DequantizingTensor, local
+from ..layers.described import ParameterRecord, Part, how_stored
+from ..tensors import local
 
 _WORDS = 64  # a checksum weighs rows of so many words, and each word of small tensors
 _SMALL = 2**16  # bytes
@@ -289,7 +289,7 @@ def _told_apart(value: Any) -> Iterator[Any]:
         for one in value:
             yield from _told_apart(one)
     elif isinstance(value, Tensor):
-        values = value.dequantize() if isinstance(value, DequantizingTensor) else value
+        values = value.dequantize() if how_stored(value) == "codes" else value
         yield value.dtype, tuple(value.shape), int(checksum(values))
     else:
         yield type(value).__name__, value

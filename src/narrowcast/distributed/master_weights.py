@@ -17,11 +17,10 @@ from torch import Tensor
 
 from .._checks import shown
 from .._checks import tensor as tensor_given
-from ..layers.described import parts_of
+from ..layers.described import ParameterRecord, describe_tensor, how_stored
 from ..quantizers import Float8Quantizer, Quantizer
 from ..reference.layout import group_max
-from ..tensors import QuantizedTensor, local
-from ..upstream.fsdp import is_distributed
+from ..tensors import QuantizedTensor
 
 
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: Tensor) -> None:
@@ -95,8 +94,10 @@ def quantize_master_weights(
         )
     parts = []
     for weight, master, start, into in zip(model_weights, master_weights, start_offsets, shards):
-        if is_distributed(weight):
-            _write_shard(weight, master, start, into)
+        _check_tensor(weight, "quantize_master_weights")
+        record = describe_tensor(weight)
+        if record.mesh is not None:
+            _write_shard(record, master, start, into)
             continue
         parts.append(_Part(_checked(weight, master, start), _placed(weight, master, start), start or 0, into))
     agreed = _reduce([amax for part in parts for amax in _largest(part)], group)
@@ -122,7 +123,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
             f"model_weights is {shown(weights)}, of type {type(weights).__name__}; pass weights in a list"
         )
     for weight in weights:
-        if isinstance(weight, QuantizedTensor) and not weight.get_usages()["columnwise"]:
+        if how_stored(weight) == "codes" and not weight.get_usages()["columnwise"]:
             weight.update_usage(columnwise_usage=True)
 
 
@@ -138,11 +139,10 @@ class _Part(NamedTuple):
     into: Any
 
 
-def _write_shard(weight: Any, master: Tensor | None, start: int | None, into: Any) -> None:
+def _write_shard(record: ParameterRecord, master: Tensor | None, start: int | None, into: Any) -> None:
     """Write this rank's rows of a weight that FSDP2 shards."""
-    own: Any = local(weight)
-    _check_tensor(own, "quantize_master_weights")
-    first = parts_of(weight)[0].offset[0] * own.shape[1]
+    own = record.held
+    first = record.parts[0].offset[0] * own.shape[1]
     size = None if master is None else master.numel()
     if master is None or (size, start) != (own.numel(), first) or into is not None:
         raise ValueError(
@@ -154,14 +154,13 @@ def _write_shard(weight: Any, master: Tensor | None, start: int | None, into: An
 
 
 def _check_tensor(weight: Any, function: str) -> None:
-    if not isinstance(weight, QuantizedTensor):
+    if how_stored(weight) != "codes":
         raise TypeError(
             f"{function} got a {type(weight).__name__}; give quantized tensors, as quantized_model_init makes"
         )
 
 
 def _checked(weight: Any, master: Tensor | None, start: int | None) -> QuantizedTensor:
-    _check_tensor(weight, "quantize_master_weights")
     quantizer = weight._quantizer
     if weight.dim() != 2 or not _groups(quantizer):
         raise ValueError(

@@ -118,7 +118,7 @@ class ParameterRecord:
         tensor = tensor if is_distributed(tensor) else spread_like(tensor, self.parameter)
         others = tuple(split for split in self.splits if split.dim is None)
         spread = _spread(tensor, self.declared, others)
-        return replace(self, **spread, stored=_stored(local(tensor)), parameter=tensor)
+        return replace(self, **spread, stored=how_stored(tensor), parameter=tensor)
 
     @torch.no_grad()
     def whole(self) -> Tensor:
@@ -176,10 +176,20 @@ def describe_parameters(model: nn.Module, buffers: bool = False) -> dict[str, Pa
     }
 
 
-def parts_of(tensor: Any) -> tuple[Part, ...]:
-    """Return the boxes of a tensor that this rank holds: of a DTensor its shard, of another tensor all of it."""
-    found: tuple[Part, ...] = _spread(tensor, (), ())["parts"]
-    return found
+def describe_tensor(tensor: Any) -> ParameterRecord:
+    """Return the record of a tensor of which no layer says more: of a DTensor its shard, of another all of it."""
+    return ParameterRecord(
+        "", "", nn.Module(), "", **_spread(tensor, (), ()), stored=how_stored(tensor), partial_gradient=False,
+        gathered=False, parameter=tensor,
+    )  # fmt: skip
+
+
+def how_stored(tensor: Any) -> str:
+    """Return how a tensor, or this rank's part of it, is stored, as in :class:`ParameterRecord`."""
+    held = local(tensor)
+    if isinstance(held, DequantizingTensor):
+        return "codes"
+    return "master" if hasattr(held, "_shard") else "plain"
 
 
 class Experts(NamedTuple):
@@ -277,7 +287,7 @@ def _described(
         module,
         attribute,
         **_spread(own, declared, others),
-        stored=_stored(local(own)),
+        stored=how_stored(own),
         partial_gradient=_covers_rows(module, attribute, tensor),
         gathered=own is not tensor,
         parameter=own,
@@ -305,12 +315,6 @@ def _check_known(label: str, module: nn.Module, parameter: Any) -> None:
 def _covers_rows(module: Any, attribute: str, parameter: Any) -> bool:
     shares = getattr(module, "_shares_rows", False) and module._of_rows(attribute)
     return bool(shares or getattr(parameter, "sequence_parallel", False))
-
-
-def _stored(held: Any) -> str:
-    if isinstance(held, DequantizingTensor):
-        return "codes"
-    return "master" if hasattr(held, "_shard") else "plain"
 
 
 def _spread(tensor: Any, declared: tuple[Any, ...], others: tuple[Split, ...]) -> dict[str, Any]:

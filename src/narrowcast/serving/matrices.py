@@ -6,7 +6,7 @@ rows, tensor parallelism splits the matrix of a layer by rows or columns, and ``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,80 +14,94 @@ from torch import Tensor
 from ..convert.experts import StackedExpertsLayer
 from ..distributed.together import Together
 from ..layers import GroupedLinearLayer, Stage
-from ..quantizers import Operand, buffers_of
+from ..layers.described import ParameterRecord
+from ..layers.tensor_parallel import Split
+from ..quantizers import Operand
 from ..reference.scaling import reciprocal
-from ..tensors import QuantizedTensor
-from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat
-from .shards import Piece, gather_piece, gather_split, quantize_pieces, split_of
+from .shards import Piece, gather_piece, gather_split, quantize_pieces
 
 
-def shape_of(layer: Any, stage: Stage) -> tuple[int, int]:
-    """Return (N, K) of each matrix of a stage, over all ranks."""
-    parts = layer._parts_of(stage.weight)
+class Rows(NamedTuple):
+    """Rows of a quantized matrix that are served as one weight: the first, how many, and the weight's name."""
+
+    first: int
+    count: int
+    name: str
+
+
+class Matrix(NamedTuple):
+    """A matrix that a layer quantizes by itself, ``group`` of its stage, and the weights that its rows are.
+
+    ``parts``: the parameters of the weight. ``apart``: how ranks split it that each multiply by their part alone.
+    """
+
+    layer: Any
+    stage: Stage
+    group: int
+    parts: list[ParameterRecord]
+    apart: Split | None
+    operand: Operand
+    format: WeightFormat
+    rows: list[Rows]
+
+    @property
+    def dim(self) -> int:
+        """The dim of the matrix that ``apart`` splits; negative where ranks have whole matrices."""
+        return -1 if self.apart is None else self.apart.dim + 2 - len(self.parts[0].shape)  # type: ignore[operator]
+
+    @property
+    def owners(self) -> Split | None:
+        """How ranks share the matrices of a stage, each with some of them."""
+        return self.apart if self.dim < 0 else None
+
+
+def transposes(layer: Any) -> bool:
+    """Return whether a layer's parameter holds its matrices transposed."""
+    return isinstance(layer, StackedExpertsLayer) and bool(layer.stack_of(layer).transposed)
+
+
+def shape_of(layer: Any, parts: list[ParameterRecord]) -> tuple[int, int]:
+    """Return (N, K) of each matrix of a weight, over all ranks."""
     rows, columns = parts[0].shape[-2:]
-    if isinstance(layer, StackedExpertsLayer) and layer.stack_of(layer).transposed:
+    if transposes(layer):
         return columns, rows
-    if not isinstance(layer, GroupedLinearLayer):
-        rows = sum(part.shape[-2] for part in parts)
-    split = None if is_distributed(parts[0]) else split_of(layer, stage)
-    times = 1 if split is None else split.size
-    return (rows * times, columns) if split is None or split.dim == 0 else (rows, columns * times)
+    return (rows if isinstance(layer, GroupedLinearLayer) else sum(part.shape[-2] for part in parts)), columns
 
 
-def packed(
-    layer: Any,
-    stage: Stage,
-    group: int,
-    operand: Operand,
-    written_as: WeightFormat,
-    dtypes: dict[int, torch.dtype],
-    together: Together,
-) -> list[Packed]:
+def packed(matrix: Matrix, dtypes: dict[int, torch.dtype], together: Together) -> list[Packed]:
     """Return a matrix as it is served: its pieces from top to bottom.
 
     Args:
-        group: which matrix of the stage.
         together: the processes that go on only together.
         dtypes: that FSDP2 casts parameters to before they are multiplied, by the id of this rank's shard.
     Raises:
         ValueError: ranks have scales that the format cannot join.
     """
     with together.step():
-        pieces = _pieces(layer, stage, group, dtypes)
-    quantized = quantize_pieces(pieces, operand, written_as, _stored, together)
-    whole = [gather_piece(piece, own, written_as) for piece, own in zip(pieces, quantized)]
-    split, shape = split_of(layer, stage), shape_of(layer, stage)
-    if split is None:
+        pieces = _pieces(matrix, dtypes)
+    quantized = quantize_pieces(pieces, matrix.operand, matrix.format, together)
+    whole = [gather_piece(piece, own, matrix.format) for piece, own in zip(pieces, quantized)]
+    if matrix.apart is None or matrix.dim < 0:
         return whole
-    name = f"{layer.name}.{stage.weight}".lstrip(".")
-    return [gather_split(own, split, written_as, shape, name) for own in whole]
+    shape, name = shape_of(matrix.layer, matrix.parts), matrix.parts[0].name
+    return [gather_split(own, matrix.apart, matrix.dim, matrix.format, shape, name) for own in whole]
 
 
-def _pieces(layer: Any, stage: Stage, group: int, dtypes: dict[int, torch.dtype]) -> list[Piece]:
-    parts = layer._parts_of(stage.weight)
+def _pieces(matrix: Matrix, dtypes: dict[int, torch.dtype]) -> list[Piece]:
+    layer, parts, apart = matrix.layer, matrix.parts, matrix.apart
     if isinstance(layer, (StackedExpertsLayer, GroupedLinearLayer)):
-        transposed = isinstance(layer, StackedExpertsLayer) and layer.stack_of(layer).transposed
-        part = parts[group] if len(parts) > 1 else parts[0]
-        if part.dim() < 3:
-            return [Piece.of(part, 0, dtypes)]
-        return [Piece.of_member(part, group, transposed, dtypes)]
+        part = parts[matrix.group] if len(parts) > 1 else parts[0]
+        if len(part.shape) < 3:
+            return [Piece.of(part, apart, 0, dtypes)]
+        return [Piece.of_member(part, apart, matrix.group, transposes(layer), dtypes)]
     first, pieces = 0, []
     for part in parts:
-        pieces.append(Piece.of(part, first, dtypes, layer._placed))
+        pieces.append(Piece.of(part, apart, first, dtypes))
         first += pieces[-1].rows
-    if len(pieces) > 1 and all(piece.group is None for piece in pieces):
-        return [Piece.of(layer._whole(stage.weight).detach(), 0, dtypes)]
+    if len(pieces) > 1 and all(piece.over is None for piece in pieces):
+        return [Piece(layer._whole(matrix.stage.weight).detach(), 0, first)]
     return pieces
-
-
-def _stored(weight: Any, operand: Operand) -> list[Tensor] | None:
-    """Return the buffers of a weight that is stored as the operand is quantized; None of any other."""
-    if isinstance(weight, QuantizedTensor):
-        stored = buffers_of(weight)
-        same = stored.quantizer._format_layout() is operand.quantizer._format_layout()
-        return stored.rowwise if same else None
-    return None if isinstance(weight, Tensor) else buffers_of(weight).rowwise
 
 
 def input_scales(layer: Any, stage: Stage) -> Tensor:
@@ -98,8 +112,8 @@ def input_scales(layer: Any, stage: Stage) -> Tensor:
     return scales[: layer._groups]
 
 
-def input_scale(layer: Any, stage: Stage, group: int, all_groups: Tensor) -> Tensor:
-    """Return the scale that decodes the inputs of a group under delayed scaling, fp32 (1,).
+def input_scale(matrix: Matrix, all_groups: Tensor) -> Tensor:
+    """Return the scale that decodes the inputs of a matrix under delayed scaling, fp32 (1,).
 
     That of a group without inputs yet is the smallest of all groups.
 
@@ -108,7 +122,8 @@ def input_scale(layer: Any, stage: Stage, group: int, all_groups: Tensor) -> Ten
     Raises:
         ValueError: no group has seen an input.
     """
-    seen, scale = all_groups[all_groups > 0.0], input_scales(layer, stage)[group]
+    layer, stage = matrix.layer, matrix.stage
+    seen, scale = all_groups[all_groups > 0.0], input_scales(layer, stage)[matrix.group]
     if not len(seen):
         raise ValueError(
             f"{layer.name or stage.weight} has seen no input under delayed scaling yet, whose scale would be exported; "

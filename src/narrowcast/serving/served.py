@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,15 @@ from ..functional.collectives import gather_rows, registered_name
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
 from ..layers.described import describe_parameters
 from ..layers.extra_state import EXTRA_STATE
-from ..layers.tensor_parallel import Split
 from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan, recipe_name
 from ..upstream.c10d import group_named
 from ..upstream.fsdp import compute_dtypes
 from ..upstream.modules import own_parameters
 from .formats import CHECKPOINT_FORMATS, CheckpointFormat, Packed, WeightFormat, is_codes
-from .matrices import input_scale, input_scales, packed, shape_of
+from .matrices import Matrix, Rows, input_scale, input_scales, packed, shape_of
 from .names import CheckpointNames
-from .shards import plain, sent
+from .shards import sent, split_of
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,6 @@ class ExportedWeight:
     name: str
     format: str
     reason: str = ""
-
-
-class Rows(NamedTuple):
-    """Rows of a quantized matrix that are served as one weight: the first, how many, and the weight's name."""
-
-    first: int
-    count: int
-    name: str
-
-
-class Matrix(NamedTuple):
-    """A matrix that a layer quantizes by itself, ``group`` of its stage, and the weights that its rows are."""
-
-    layer: Any
-    stage: Stage
-    group: int
-    operand: Operand
-    format: WeightFormat
-    rows: list[Rows]
 
 
 class Served:
@@ -106,7 +86,7 @@ class Served:
         self._matrices: dict[str, list[Matrix]] = {}  # by the first key whose parameter they are made of
         self._parts: set[str] = set()  # other keys of the same weights
         self._dtypes = compute_dtypes(model)
-        self._records = {id(one.parameter): one for one in describe_parameters(model).values()}
+        self._records = {id(one.parameter): one for one in describe_parameters(model, buffers=True).values()}
         uses = uses_of_parameters(model)
         for found in gemm_modules(model):
             self._plan(found, uses)
@@ -124,8 +104,7 @@ class Served:
 
     def _of_matrices(self, matrices: list[Matrix], value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a weight's matrices; those that only one rank has come from that rank."""
-        layer, stage = matrices[0].layer, matrices[0].stage
-        owners = self._owners_of(layer, stage)
+        layer, stage, owners = matrices[0].layer, matrices[0].stage, matrices[0].owners
         if owners is None:
             seen = input_scales(layer, stage) if matrices[0].format.static else None
             for matrix in matrices:
@@ -138,12 +117,6 @@ class Served:
                 make = partial(self._quantized, matrix, seen, ALONE)
                 yield from sent(make, sender, group, value.device, self._together)
 
-    def _owners_of(self, layer: Any, stage: Stage) -> Split | None:
-        """Return how ranks share the experts of a layer that computes with this rank's alone; None for other layers."""
-        record = self._records[id(own_parameters(layer)[layer._names_of(stage.weight)[0]])]
-        split = next((one for one in record.splits if one.dim == 0), None)
-        return split if split is not None and layer._groups * split.ranks == record.shape[0] else None
-
     def plain_bytes(self) -> int:
         """Return bytes of the model's tensors without quantization."""
         return sum(value.numel() * self._dtype_of(value).itemsize for value in self.state.values())
@@ -153,7 +126,8 @@ class Served:
 
     @torch.no_grad()
     def _plain(self, value: Any) -> Tensor:
-        whole = plain(value, self._records.get(id(value)))
+        record = self._records.get(id(value))  # None of what a hook has added to the state
+        whole = value.detach() if record is None else record.whole()
         return whole.to(self._dtype_of(whole)).contiguous()
 
     def _plan(self, found: Found, uses: Counter[int]) -> None:
@@ -173,7 +147,7 @@ class Served:
                 matrices, reason = [], reasons[0]
             if matrices:
                 first, *others = self._keys(found, stage)
-                owners = self._owners_of(layer, stage)
+                owners = matrices[0].owners
                 begin = 0 if owners is None else owners.rank * layer._groups
                 self._matrices[first] = [
                     one._replace(group=i) for i, one in enumerate(matrices[begin : begin + layer._groups])
@@ -214,7 +188,8 @@ class Served:
         """
         layer: Any = found.module
         operand, written_as = self._operand(found, stage)
-        rows, columns = shape_of(layer, stage)
+        parts = [self._records[id(own_parameters(layer)[name])] for name in layer._names_of(stage.weight)]
+        apart, (rows, columns) = split_of(layer, stage, parts[0]), shape_of(layer, parts)
         if columns % written_as.multiple:
             raise ValueError(
                 f"{found.name or 'the model'} has a weight of {(rows, columns)}, and format={shown(self.format)} "
@@ -227,7 +202,10 @@ class Served:
         granule = written_as.granule
         if any(one.first % granule for group in named for one in group):
             return [], f"its parts begin within tiles of {granule} rows"
-        return [Matrix(layer, stage, i, operand, written_as, own) for i, own in enumerate(named)], ""
+        made = [
+            Matrix(layer, stage, i, parts, apart, operand, written_as, own) for i, own in enumerate(named)
+        ]
+        return made, ""
 
     def _operand(self, found: Found, stage: Stage) -> tuple[Operand, WeightFormat]:
         layer: Any = found.module
@@ -276,16 +254,15 @@ class Served:
     def _quantized(
         self, matrix: Matrix, seen: Tensor | None, together: Together
     ) -> Iterator[tuple[str, Tensor]]:
-        layer, stage, group, operand, written_as, rows = matrix
-        pieces = packed(layer, stage, group, operand, written_as, self._dtypes, together)
+        pieces, rows = packed(matrix, self._dtypes, together), matrix.rows
         if len(pieces) < len(rows):
-            pieces = [_sliced(pieces[0], own, written_as.granule) for own in rows]
+            pieces = [_sliced(pieces[0], own, matrix.format.granule) for own in rows]
         for own, tensors in zip(rows, pieces, strict=True):
             for suffix, tensor in tensors.items():
                 suffix = suffix.replace("_scale", "_scale_inv") if self.kind.fine_grained else suffix
                 yield own.name + suffix, tensor.contiguous()
             if seen is not None:
-                yield f"{own.name.removesuffix('weight')}input_scale", input_scale(layer, stage, group, seen)
+                yield f"{own.name.removesuffix('weight')}input_scale", input_scale(matrix, seen)
 
 
 def _sliced(tensors: Packed, rows: Rows, granule: int) -> Packed:

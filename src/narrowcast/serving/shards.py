@@ -17,44 +17,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..distributed.sharded_weight import ShardedWeight
 from ..distributed.together import Together
 from ..formats import cdiv, round_up
-from ..functional.collectives import gather_rows, group_name, largest_of, registered_name, smallest_of
+from ..functional.collectives import gather_rows, largest_of, registered_name, smallest_of
 from ..layers import Stage
 from ..layers.described import ParameterRecord, describe_parameters
-from ..quantizers import Operand
+from ..layers.tensor_parallel import Split
+from ..quantizers import Operand, buffers_of
 from ..reference.layout import bytes_of_rows
-from ..tensors import GroupedTensor, grouped_storage_of, local
+from ..tensors import grouped_storage_of
 from ..upstream.c10d import group_named
-from ..upstream.fsdp import is_distributed
 from .formats import Packed, WeightFormat, is_codes, scale_extent
-
-
-class Split(NamedTuple):
-    """How tensor parallelism splits a layer's matrix: along dim 0 or 1, over the ranks of a group."""
-
-    dim: int
-    group: str | None
-    size: int
 
 
 class Piece(NamedTuple):
     """Rows of a matrix, of which ranks may have shards.
 
     Attributes:
-        own: this rank's shard: (n, K), or a quantized tensor.
+        own: this rank's shard: (n, K), values or codes.
         start: the first row of the piece in the matrix.
         rows: of the whole piece.
-        counts: rows of every rank's shard; empty if it is not sharded.
-        group: of the ranks.
+        coded: ``own`` is codes.
+        over: the ranks that have shards; None if one has all.
+        counts: rows of every rank's shard.
     """
 
     own: Any
     start: int
     rows: int
+    coded: bool = False
+    over: Split | None = None
     counts: tuple[int, ...] = ()
-    group: Any = None
 
     @property
     def ends(self) -> list[int]:
@@ -64,76 +57,76 @@ class Piece(NamedTuple):
     @property
     def first(self) -> int:
         """The first row of this rank's shard in the matrix."""
-        return self.ends[dist.get_rank(self.group)]
+        return self.ends[0 if self.over is None else self.over.rank]
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's shard in high precision."""
+        return self.own.dequantize() if self.coded else self.own  # type: ignore[no-any-return]
+
+    def stored_as(self, operand: Operand) -> list[Tensor] | None:
+        """Return codes and scales of a shard that is stored as the operand is quantized; None of any other."""
+        stored = buffers_of(self.own) if self.coded else None
+        same = stored and stored.quantizer._format_layout() is operand.quantizer._format_layout()
+        return stored.rowwise if stored and same else None
 
     @staticmethod
-    def of(parameter: Any, start: int, dtypes: dict[int, torch.dtype], split: bool = False) -> Piece:
+    def of(record: ParameterRecord, apart: Split | None, start: int, dtypes: dict[int, torch.dtype]) -> Piece:
         """Return the piece that a parameter is.
 
         Args:
-            start: its first row in the matrix.
-            split: the last dim of its mesh is tensor-parallel.
+            apart: a split of which each rank quantizes its part alone.
+            start: the first row of the piece in the matrix.
         """
-        own = unwrapped(parameter, dtypes)
-        sharded = _sharded_dims(parameter, split)
-        if not sharded:
-            return Piece(own, start, own.shape[0])
-        ((mesh_dim, dim),) = sharded
-        if dim != 0:
-            raise ValueError(f"a weight is sharded along dim {dim}; FSDP2 must shard weights along dim 0")
-        mesh = parameter.device_mesh
-        rows = parameter.shape[0]
-        if split and parameter.placements[-1].is_shard(0):
-            rows //= mesh.size(mesh.ndim - 1)
-        return Piece(own, start, rows, _chunks(rows, mesh.size(mesh_dim)), mesh.get_group(mesh_dim))
+        over = _over(record, apart)
+        rows = record.shape[0] // (apart.ranks if apart is not None and apart.dim == 0 else 1)
+        counts = () if over is None else _chunks(rows, over.ranks)
+        return Piece(_held(record, dtypes), start, rows, record.stored == "codes", over, counts)
 
     @staticmethod
-    def of_member(stacked: Any, index: int, transposed: bool, dtypes: dict[int, torch.dtype]) -> Piece:
-        """Return one matrix of a stacked parameter (G, N, K), which one rank has if it is sharded."""
-        own, sharded = unwrapped(stacked, dtypes), _sharded_dims(stacked, False)
-        rows = stacked.shape[2] if transposed else stacked.shape[1]
-        columns = stacked.shape[1] if transposed else stacked.shape[2]
+    def of_member(
+        record: ParameterRecord,
+        apart: Split | None,
+        index: int,
+        transposed: bool,
+        dtypes: dict[int, torch.dtype],
+    ) -> Piece:
+        """Return one matrix of a stacked parameter (G, N, K), which one rank has if ranks share the matrices."""
+        own, over, coded = _held(record, dtypes), _over(record, apart), record.stored == "codes"
+        rows, columns = own.shape[-2:] if not transposed else own.shape[:-3:-1]
         counts: tuple[int, ...] = ()
-        group = None
-        if sharded:
-            ((mesh_dim, dim),) = sharded
-            if dim != 0:
-                raise ValueError(f"stacked weights are sharded along dim {dim}; FSDP2 must shard along dim 0")
-            mesh = stacked.device_mesh
-            members, rank = _chunks(stacked.shape[0], mesh.size(mesh_dim)), mesh.get_local_rank(mesh_dim)
+        if over is not None:
+            members = _chunks(record.shape[0], over.ranks)
             owner = next(r for r in range(len(members)) if index < sum(members[: r + 1]))
-            counts = tuple(rows * (r == owner) for r in range(len(members)))
-            group, index = mesh.get_group(mesh_dim), index - sum(members[:rank])
-            if rank != owner:
-                return Piece(own.new_empty(0, columns), 0, rows, counts, group)
-        if isinstance(own, GroupedTensor):
-            return Piece(
-                grouped_storage_of(own).split_into_quantized_tensors()[index], 0, rows, counts, group
+            counts, index = (
+                tuple(rows * (r == owner) for r in range(len(members))),
+                index - sum(members[: over.rank]),
             )
-        member = own[index]
-        return Piece(member.t() if transposed else member, 0, rows, counts, group)
+            if over.rank != owner:
+                return Piece(own.new_empty(0, columns), 0, rows, False, over, counts)
+        if coded:
+            member = grouped_storage_of(own).split_into_quantized_tensors()[index]
+        else:
+            member = own[index].t() if transposed else own[index]
+        return Piece(member, 0, rows, coded, over, counts)
 
 
-def unwrapped(parameter: Any, dtypes: dict[int, torch.dtype]) -> Any:
-    """Return what this rank has of a parameter, in the dtype that it is multiplied in."""
-    held = local(parameter)
-    dtype = dtypes.get(id(held))
-    held = held._shard if isinstance(held, ShardedWeight) else held
-    held = held.detach()
-    return held.to(dtype) if dtype is not None and type(held) is Tensor else held
+def _held(record: ParameterRecord, dtypes: dict[int, torch.dtype]) -> Any:
+    """Return codes, or values in the dtype that they are multiplied in."""
+    if record.stored == "codes":
+        return record.held.detach()
+    return record.values().to(dtypes.get(id(record.held), record.held.dtype))
 
 
-def plain(value: Any, record: ParameterRecord | None) -> Tensor:
-    """Return the values of a tensor of a state in high precision, gathered over ranks.
-
-    Args:
-        record: of the parameter that it is; None for a buffer.
-    """
-    return _decoded(value.detach()) if record is None else record.whole()
-
-
-def _decoded(value: Any) -> Tensor:
-    return value.dequantize() if hasattr(value, "_quantizer") or isinstance(value, GroupedTensor) else value
+def _over(record: ParameterRecord, apart: Split | None) -> Split | None:
+    """Return how ranks share a parameter that each of them multiplies by as a whole; None if they do not."""
+    over = [split for split in record.splits if split.dim is not None and split != apart]
+    if len(over) > 1 or any(split.dim != 0 for split in over):
+        raise ValueError(
+            f"{record.name} is sharded along dims {[split.dim for split in over]}; shard weights along dim 0 of one "
+            "mesh dim, as fully_shard does"
+        )
+    return over[0] if over else None
 
 
 def groups_of(model: nn.Module) -> list[Any]:
@@ -148,46 +141,49 @@ def groups_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def split_of(layer: Any, stage: Stage) -> Split | None:
-    """Return how the ranks of a layer split its matrix; None if they do not.
+def split_of(layer: Any, stage: Stage, record: ParameterRecord) -> Split | None:
+    """Return how ranks split a weight of which each multiplies by its part alone: a matrix, or the matrices of experts.
 
     Raises:
         ValueError: the layer has several matrices or parts, whose order in the ranks' parts is not known.
     """
     parallel = layer._split_over(stage.prefix)
-    if layer.tp_size == 1:
-        return None
-    if parallel is None or (not layer._placed and (len(layer._stages) > 1 or layer._parts)):
-        raise ValueError(
-            f"{type(layer).__name__} is split over tp_size={layer.tp_size} processes, and the order of its parts in "
-            "the whole weight is not known; split nc.Linear and nc.LayerNormLinear without parameters_split"
-        )
-    return Split(1 if parallel.mode == "row" else 0, parallel.group, layer.tp_size)
+    group = None if parallel is None else registered_name(parallel.group)
+    for split in record.splits:
+        if parallel is not None and registered_name(split.group) == group:
+            if not layer._placed and (len(layer._stages) > 1 or layer._parts):
+                raise ValueError(
+                    f"{type(layer).__name__} is split over tp_size={layer.tp_size} processes, and the order of its "
+                    "parts in the whole weight is not known; split nc.Linear and nc.LayerNormLinear without "
+                    "parameters_split"
+                )
+            return split
+        if len(record.shape) == 3 and split.dim == 0 and layer._groups * split.ranks == record.shape[0]:
+            return split
+    return None
 
 
 def quantize_pieces(
     pieces: list[Piece],
     operand: Operand,
     written_as: WeightFormat,
-    stored: Callable[[Any, Operand], list[Tensor] | None],
     together: Together,
 ) -> list[Packed]:
     """Return the pieces of a matrix, quantized as the whole is, each without the rows of other ranks.
 
     Args:
         together: the processes that go on only together.
-        stored: returns the buffers of a tensor that is quantized already; None for others.
     """
 
     def pack(buffers: list[Tensor], like: Any) -> Packed:
         return written_as.pack(buffers, tuple(like.shape), operand.quantizer)
 
     with together.step():
-        made = [stored(piece.own, operand) for piece in pieces]
+        made = [piece.stored_as(operand) for piece in pieces]
         if all(buffers is not None for buffers in made):
             return [pack(buffers or [], piece.own) for buffers, piece in zip(made, pieces)]
-        values = [_decoded(piece.own) for piece in pieces]
-        if all(piece.group is None for piece in pieces):
+        values = [piece.values for piece in pieces]
+        if all(piece.over is None for piece in pieces):
             return [pack(operand.quantize(value).rowwise, value) for value in values]
         shared = _SharedAmax(pieces, values, operand)
     shared.reduce()
@@ -228,7 +224,7 @@ class _SharedAmax:
 
     def reduce(self) -> None:
         """Take the largest of all ranks."""
-        group = group_name(self.pieces[0].group)
+        group = next(piece.over.group for piece in self.pieces if piece.over is not None)
         self.tiles = None if self.tiles is None else largest_of(self.tiles, group)
         self.largest = None if self.largest is None else largest_of(self.largest, group)
 
@@ -276,12 +272,12 @@ class _SharedAmax:
 
 def gather_piece(piece: Piece, own: Packed, written_as: WeightFormat) -> Packed:
     """Return a whole piece: the codes and scales of all ranks, one below the other."""
-    if piece.group is None:
+    if piece.over is None:
         return own
     tiles = [cdiv(row, written_as.granule) for row in piece.ends]
     scales = tuple(end - begin for begin, end in zip(tiles, tiles[1:]))
     return {
-        suffix: _gather_rows(tensor, piece.counts if is_codes(suffix) else scales, piece.group)
+        suffix: _gather_rows(tensor, piece.counts if is_codes(suffix) else scales, piece.over.group)
         if tensor.dim() > 1
         else tensor
         for suffix, tensor in own.items()
@@ -289,20 +285,21 @@ def gather_piece(piece: Piece, own: Packed, written_as: WeightFormat) -> Packed:
 
 
 def gather_split(
-    own: Packed, split: Split, written_as: WeightFormat, shape: tuple[int, int], name: str
+    own: Packed, split: Split, dim: int, written_as: WeightFormat, shape: tuple[int, int], name: str
 ) -> Packed:
     """Return the matrix of a layer whose ranks each quantize a part of it.
 
     Args:
+        dim: that is split.
         shape: (N, K) of the whole matrix.
         name: of the weight, for messages.
     Raises:
         ValueError: the format has one scale for what ranks scale by themselves.
     """
-    extent = written_as.layout.scale_group[split.dim]
-    if extent > 1 and shape[split.dim] // split.size % extent:
+    extent = written_as.layout.scale_group[dim]
+    if extent > 1 and shape[dim] // split.ranks % extent:
         raise ValueError(
-            f"{name} is {shape} and split over {split.size} processes within blocks of {extent}, which each process "
+            f"{name} is {shape} and split over {split.ranks} processes within blocks of {extent}, which each process "
             "scales by itself; split it at multiples of them"
         )
     whole = {}
@@ -310,14 +307,14 @@ def gather_split(
         if tensor.dim() < 2 or (extent == 0 and not is_codes(suffix)):
             if not torch.equal(smallest_of(tensor, split.group), largest_of(tensor, split.group)):
                 raise ValueError(
-                    f"{name} is split over {split.size} processes that each have a scale of their own, and the format "
+                    f"{name} is split over {split.ranks} processes that each have a scale of their own, and the format "
                     "has one; use blocks: Float8BlockScaling or MXFP8BlockScaling"
                 )
             whole[suffix] = tensor
             continue
-        rows = tensor.t() if split.dim else tensor
-        joined = _gather_rows(rows, (len(rows),) * split.size, split.group)
-        whole[suffix] = joined.t() if split.dim else joined
+        rows = tensor.t() if dim else tensor
+        joined = _gather_rows(rows, (len(rows),) * split.ranks, split.group)
+        whole[suffix] = joined.t() if dim else joined
     return whole
 
 
@@ -346,15 +343,15 @@ def sent(
         yield name, tensor
 
 
-def _gather_rows(own: Tensor, counts: tuple[int, ...], group: Any) -> Tensor:
+def _gather_rows(own: Tensor, counts: tuple[int, ...], group: str | None) -> Tensor:
     """Gather rows of a matrix from ranks that have ``counts`` of them each, as bytes."""
     most, width = max(counts), own.shape[1] * own.itemsize
     sent = bytes_of_rows(own)
     if most == sum(counts):  # one rank has all rows
         whole = sent if len(own) else sent.new_empty(most, width)
-        dist.broadcast(whole, group_src=counts.index(most), group=group)
+        dist.broadcast(whole, group_src=counts.index(most), group=group_named(registered_name(group)))
         return whole.view(own.dtype)
-    whole = gather_rows(F.pad(sent, (0, 0, 0, most - len(own))), group_name(group))
+    whole = gather_rows(F.pad(sent, (0, 0, 0, most - len(own))), group)
     if len(set(counts)) > 1:
         whole = torch.cat([rows[:count] for rows, count in zip(whole.split(most), counts)])
     return whole.view(own.dtype)
@@ -364,17 +361,6 @@ def _chunks(size: int, ranks: int) -> tuple[int, ...]:
     """Return how many rows each rank has of ``size``, as FSDP2 shards them."""
     each = cdiv(size, ranks)
     return tuple(max(min(size - rank * each, each), 0) for rank in range(ranks))
-
-
-def _sharded_dims(parameter: Any, split: bool) -> list[tuple[int, int]]:
-    """Return the dims of the mesh that FSDP2 shards a parameter over, with the parameter's dims."""
-    if not is_distributed(parameter):
-        return []
-    placements = list(parameter.placements)[: -1 if split else None]
-    found = [(i, placement.dim) for i, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(found) > 1:
-        raise ValueError(f"a weight is sharded as {parameter.placements}; shard it over one dim of the mesh")
-    return found
 
 
 def _magnitude(value: Tensor) -> Tensor:
