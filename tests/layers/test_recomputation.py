@@ -197,14 +197,19 @@ def test_a_compiled_layer_under_an_autocast_and_its_own_recipe_says_so(use_reent
 
 
 @reentrance
-def test_two_forwards_under_two_recipes_before_their_backwards_say_so(use_reentrant: bool) -> None:
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("second", ["delayed", None])
+def test_two_forwards_under_two_recipes_before_their_backwards_say_so(
+    second: str | None, training: bool, use_reentrant: bool
+) -> None:
     """Neither recomputation could tell its own recipe; a step later each can."""
-    layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+    layer, x = nc.Linear(32, 32, device="cpu").train(training), torch.randn(16, 32, requires_grad=True)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for recipes in ((RECIPES["current"], RECIPES["delayed"]), (RECIPES["current"],), (RECIPES["delayed"],)):
+    other = RECIPES[second] if second else None
+    for recipes in ((RECIPES["current"], other), (RECIPES["current"],), (other,)):
         losses = []
         for recipe in recipes:
-            with nc.autocast(recipe=recipe):
+            with nc.autocast(recipe is not None, recipe=recipe):
                 losses.append(checkpoint(layer, x, use_reentrant=use_reentrant).sum())
         if len(recipes) > 1:
             with pytest.raises(RuntimeError, match="use narrowcast.checkpoint"):

@@ -24,13 +24,12 @@ class RecipeOwner(nn.Module):
 
     _recipe: Recipe | None
     _last_recipe: Recipe | None
-    _trained_under: Recipe | None  # of the last forward in training mode
-    _trained: bool  # such a forward has run since the last step
-    _mixes: bool  # under several recipes, of which a recomputation could not tell its own
+    # since the last step: in evaluation, and in training
+    _ran_under: tuple[list[Recipe | None], list[Recipe | None]]
 
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
-        self._recipe = self._last_recipe = self._trained_under = checked_recipe(recipe, type(self).__name__)
-        self._trained = self._mixes = False
+        self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
+        self._ran_under = [], []
         if can_remember():
             autocast.reaches = True
 
@@ -57,7 +56,7 @@ class RecipeOwner(nn.Module):
         """Make the state that the layer's own recipe needs."""
 
     def _recipe_in_force(self) -> Recipe | None:
-        """Return the recipe of this forward; a recomputation outside of its autocast uses that of the last forward.
+        """Return the recipe of this forward; a recomputation outside of its autocast uses that of the step's forwards.
 
         Raises:
             RuntimeError: the layer ran under several recipes, and a recomputation cannot tell which was its own.
@@ -75,34 +74,25 @@ class RecipeOwner(nn.Module):
             if recipe is not None:
                 _warn_of_another_kind(self, recipe)
             self.__dict__["_last_recipe"] = recipe
-        if self.training and (recipe is not self._trained_under or not self._trained):
-            self._note(recipe)
+        ran = self._ran_under[self.training]
+        if recipe not in ran:
+            ran.append(recipe)
         return recipe
 
-    def _note(self, recipe: Recipe | None) -> None:
-        """Note that a forward in training runs under a recipe, and whether another did in this step.
-
-        PyTorch's own check notices high precision in place of codes, unless no gradients are recorded.
-        """
-        before = self._trained_under
-        quantizes = before is not None and recipe is not None
-        if self._trained and before != recipe and (quantizes or not torch.is_grad_enabled()):
-            self.__dict__["_mixes"] = True
-        self.__dict__.update(_trained_under=recipe, _trained=True)
-
     def _recipe_of_forward(self) -> Recipe | None:
-        if self._mixes and self.training:
+        ran = self._ran_under[self.training]
+        if len(ran) > 1:
             raise RuntimeError(
                 f"this {type(self).__name__} ran under several recipes since the last optimizer step and is recomputed "
                 "outside of autocasts, which does not tell the recipe of its forward; use narrowcast.checkpoint, or "
                 "enter the autocast inside the checkpointed function"
             )
-        return self._trained_under if self.training else self._last_recipe
+        return ran[0] if ran else self._last_recipe
 
     def end_step(self) -> None:
         """Forget under which recipes the layer ran before an optimizer's step."""
-        if self._trained:
-            self.__dict__.update(_trained=False, _mixes=False)
+        for ran in self._ran_under:
+            ran.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -112,8 +102,7 @@ class RecipeOwner(nn.Module):
         """Return the state for pickling and deep copies: without the last forward's recipe, which may be that of an
         autocast.
         """
-        last = dict.fromkeys(("_last_recipe", "_trained_under"), self._recipe)
-        return {**self.__dict__, **last, "_trained": False, "_mixes": False}
+        return {**self.__dict__, "_last_recipe": self._recipe, "_ran_under": ([], [])}
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
@@ -203,5 +192,5 @@ def _check_while_tracing(context: Any) -> None:
         if recipe not in under:
             under.append(recipe)
     layer.__dict__["_last_recipe"] = recipe
-    if trains:
-        layer.__dict__["_trained_under"] = recipe
+    if recipe not in layer._ran_under[trains]:
+        layer._ran_under[trains].append(recipe)

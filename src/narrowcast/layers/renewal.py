@@ -101,6 +101,9 @@ def _renew(owners: Iterable[DelayedState]) -> None:
         if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
             warn_of_no_reduction()
     renew(owners)
+    for owner in owners:
+        if isinstance(owner, DelayedLayer):
+            owner.end_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -127,9 +130,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     renewed += [owner for owner in others if owner.follows(stepped, outside)]
     if outside:
         forget_autocasts()
-        for owner in OWNERS:
-            if isinstance(owner, DelayedLayer):
-                owner.end_step()
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         _renew(renewed)

@@ -201,10 +201,11 @@ class Linear(LinearLayer, nn.Linear):
         weight = self.weight
         if type(weight) is not nn.Parameter or type(inp) is not Tensor or inp.is_meta != weight.is_meta:
             return None
-        if self._last_recipe is not None or self._trained_under is not None or self._mixes:
-            return None  # it is noted first that there is no recipe any more, or refused to recompute without one
-        if self.training:
-            self.__dict__["_trained"] = True
+        ran = self._ran_under[self.training]
+        if not ran:
+            ran.append(None)
+        elif len(ran) > 1 or ran[0] is not None:
+            return None  # this may be a recomputation, whose recipe that tells
         try:
             return F.linear(inp, weight, self.bias)
         except RuntimeError:
@@ -267,8 +268,7 @@ class Linear(LinearLayer, nn.Linear):
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         if not (torch.compiler.is_compiling() or fp8_output or fp8_grad):
-            last = self._trained_under if self.training else self._last_recipe
-            out = self._as_torch(inp) if last is None else None
+            out = self._as_torch(inp) if self._last_recipe is None else None
             if out is not None:
                 return out
         weight, learned_bias = self._whole("weight"), self._whole("bias")

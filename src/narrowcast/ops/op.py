@@ -190,7 +190,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         Raises:
             TypeError: no recipe.
         """
-        self._last_recipe = self._trained_under = checked_recipe(recipe, "reset_recipe_state")
+        self._last_recipe = checked_recipe(recipe, "reset_recipe_state")
+        self.end_step()
         self.reset_delayed_scaling()
 
     # -- forward and backward ----------------------------------------------------------------------------------------
