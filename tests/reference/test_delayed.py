@@ -1,5 +1,6 @@
 """Delayed scaling: golden sequences of updates for both rules, reduction, NaN, and user-given functions."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from narrowcast.reference import delayed
 
 from .checks import assert_bitwise, assert_fresh
 
-RULES = {"skip_unused": delayed.update, "always_roll": delayed.update_always_roll}
+RULES = {"skip_unused": delayed.update, "always_roll": functools.partial(delayed.update, always_roll=True)}
 
 
 def options(algo: str = "max", fp8_max: float = 448.0, margin: int = 0) -> dict:
@@ -58,7 +59,7 @@ def test_an_unused_tensor_keeps_history_and_scale() -> None:
     assert torch.equal(new[:, 0], history[:, 0])
     assert new[:, 1].tolist() == [0.0, 5.0, 1.0]
     assert scale[1] == torch.tensor(448.0) / torch.tensor(5.0)
-    _, rolled = delayed.update_always_roll(torch.full((2,), 7.0), history, **options())
+    _, rolled = RULES["always_roll"](torch.full((2,), 7.0), history, **options())
     assert rolled[:, 0].tolist() == [0.0, 5.0, 0.0]
 
 
@@ -66,7 +67,7 @@ def test_nan_is_ignored_by_the_fused_max_and_kept_by_the_other() -> None:
     history = torch.tensor([[2.0], [math.nan], [1.0]])
     scale, _ = delayed.update(torch.full((1,), 7.0), history, **options())
     assert scale.tolist() == [224.0]
-    scale, _ = delayed.update_always_roll(torch.full((1,), 7.0), history, **options())
+    scale, _ = RULES["always_roll"](torch.full((1,), 7.0), history, **options())
     assert scale.tolist() == [7.0]
 
 
@@ -91,7 +92,7 @@ def test_callables_get_the_filled_history_and_the_recipe() -> None:
         seen.append(recipe)
         return fp8_max / amax + old
 
-    scale, history = delayed.update_always_roll(
+    scale, history = RULES["always_roll"](
         torch.ones(1),
         torch.tensor([[5.0], [3.0]]),
         fp8_max=448.0,

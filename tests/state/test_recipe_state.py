@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from typing import Any
@@ -264,18 +263,20 @@ def test_requested_element_type(mode: Any, fp8_format: Format, expected: nc.DTyp
     assert made.dtype == expected
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DelayedScalingRequest)])
+OTHERS: dict[str, Any] = {
+    "fp8_format": Format.E4M3,
+    "margin": 1,
+    "amax_history_len": 2,
+    "amax_compute_algo": "most_recent",
+    "scaling_factor_compute_algo": print,
+    "reduce_amax": False,
+    "initial_scale": "one",
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
 def test_differing_requests(field: str) -> None:
-    others = {
-        "fp8_format": Format.E4M3,
-        "margin": 1,
-        "amax_history_len": 2,
-        "amax_compute_algo": "most_recent",
-        "scaling_factor_compute_algo": print,
-        "reduce_amax": False,
-        "initial_scale": "one",
-    }
-    other = DelayedScalingRequest(**{field: others[field]})
+    other = DelayedScalingRequest(**{field: OTHERS[field]})
 
     def factory(role: QuantizerRole) -> DelayedScalingRequest:
         return other if role.tensor_type == "weight" else DelayedScalingRequest()
@@ -287,7 +288,7 @@ def test_differing_requests(field: str) -> None:
 
 
 def test_request_defaults_are_those_of_the_recipe() -> None:
-    assert DelayedScalingRequest().as_recipe() == DelayedScaling()
+    assert DelayedScalingRequest() == DelayedScaling()
     assert issubclass(DelayedScalingRequest, nc.QuantizerRequest)
     state = create(CustomRecipe(qfactory=custom_recipes.delayed_scaling_factory))
     state.make_quantizers()

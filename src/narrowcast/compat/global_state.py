@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from .._device import (
     is_nvfp4_available,
 )
 from .._tracing import can_check, refuse_in_graphs
-from ..state.delayed_scaling import DelayedSlots, DelayedState, renew
+from ..state.delayed_scaling import renew
 from .absent import why_absent
 
 Support = tuple[bool, str]
@@ -39,19 +38,6 @@ def check_nvfp4_support() -> Support:
 def check_fp8_block_scaling_support() -> Support:
     """Return whether 128-block FP8 GEMMs run natively here, and why not."""
     return cast(Support, is_fp8_block_scaling_available(return_reason=True))
-
-
-class _Direction:
-    """One direction of delayed scaling's state."""
-
-    def __init__(self, owner: DelayedState, mode: str) -> None:
-        self.owner, self.mode = owner, mode
-
-    def delayed_slots(self) -> list[DelayedSlots]:
-        return [slots for slots in self.owner.delayed_slots() if slots.mode == self.mode]
-
-    def follows(self, stepped: Set[int], outside: bool) -> bool:
-        return self.owner.follows(stepped, outside)
 
 
 class _Named(type):
@@ -107,8 +93,7 @@ class FP8GlobalStateManager(metaclass=_Named):
         refuse_in_graphs(
             "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
         )
-        mode = "forward" if forward else "backward"
-        renew(_Direction(owner, mode) for owner in list(state.OWNERS))
+        renew(list(state.OWNERS), ("forward",) if forward else ("backward",))
 
     @staticmethod
     def is_first_fp8_module() -> bool:

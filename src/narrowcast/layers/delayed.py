@@ -14,9 +14,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +49,18 @@ _DIRECTIONS: dict[str, Mode] = {"fwd": "forward", "bwd": "backward"}
 def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
     """Scale, history and amax of a stage in one direction, in the order of :class:`..state.DelayedSlots`."""
     return f"{prefix}scale_{direction}", f"{prefix}amax_history_{direction}", f"{prefix}amax_{direction}"
+
+
+class StateNames(NamedTuple):
+    """A state that a layer may have: of one stage in one direction.
+
+    ``prefix``: of the stage. ``rule``: what renews the state; None if it is not kept. ``names``: of its buffers.
+    """
+
+    prefix: str
+    mode: Mode
+    rule: DelayedScaling | None
+    names: tuple[str, str, str]
 
 
 class DelayedLayer(RecipeOwner):
@@ -111,16 +122,16 @@ class DelayedLayer(RecipeOwner):
         if known is not None and not missing and (recomputed or not self.training):
             return  # an evaluation changes no rule; the step follows that of the forwards
         for delayed, direction in zip(wanted, _DIRECTIONS):
-            if delayed is not None:
-                self._fit_buffers(prefix, direction, delayed)
+            self._fit_buffers(prefix, _buffer_names(prefix, direction), delayed)
         # copies: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
         self._delayed[prefix] = (copy.copy(forward), copy.copy(backward))
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
-    def _fit_buffers(self, prefix: str, direction: str, delayed: DelayedScaling) -> None:
-        names, length, slots = _buffer_names(prefix, direction), delayed.amax_history_len, 2 * self._groups
-        history = getattr(self, names[1])
+    def _fit_buffers(self, prefix: str, names: tuple[str, str, str], delayed: DelayedScaling | None) -> None:
+        if delayed is None:
+            return
+        length, slots, history = delayed.amax_history_len, 2 * self._groups, getattr(self, names[1])
         if history is None:
             device = self._state_device(prefix)
             for name, shape in zip(names, ((slots,), (length, slots), (slots,))):
@@ -154,26 +165,34 @@ class DelayedLayer(RecipeOwner):
         """Return the weight that the stage of this prefix multiplies with."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
+    def _states(self) -> list[StateNames]:
+        """Return the states that the layer may have, by stage and direction."""
+        return [
+            StateNames(prefix, mode, rule, _buffer_names(prefix, direction))
+            for prefix in self._stage_names
+            for rule, (direction, mode) in zip(self._delayed.get(prefix, (None, None)), _DIRECTIONS.items())
+        ]
+
+    def _state_names(self) -> list[str]:
+        return [name for state in self._states() for name in state.names]
+
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling again, as if nothing was seen. State of an unknown recipe is dropped."""
-        for prefix in self._stage_names:
-            states = self._delayed.get(prefix, (None, None))
-            for delayed, direction in zip(states, _DIRECTIONS):
-                for name in _buffer_names(prefix, direction):
-                    buffer = own_buffers(self)[name]
-                    if delayed is None:
-                        setattr(self, name, None)
-                    elif buffer is not None:
-                        buffer.zero_()
+        for state in self._states():
+            for name in state.names:
+                buffer = own_buffers(self)[name]
+                if state.rule is None:
+                    setattr(self, name, None)
+                elif buffer is not None:
+                    buffer.zero_()
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
         slots = []
-        for prefix, states in self._delayed.items():
-            for delayed, (direction, mode) in zip(states, _DIRECTIONS.items()):
-                if delayed is not None:
-                    own: Any = [own_buffers(self)[name] for name in _buffer_names(prefix, direction)]
-                    slots.append(DelayedSlots(delayed, mode, *own))
+        for state in self._states():
+            if state.rule is not None:
+                buffers: Any = [own_buffers(self)[name] for name in state.names]
+                slots.append(DelayedSlots(state.rule, state.mode, *buffers))
         return slots
 
     def follows(self, stepped: Set[int], outside: bool) -> bool:
@@ -185,19 +204,17 @@ class DelayedLayer(RecipeOwner):
 
     def lacks_reduction(self) -> bool:
         """Return whether ranks should agree on its amax, and never have."""
-        rules = [rule for rules in self._delayed.values() for rule in rules if rule is not None]
-        return not self._reduced and any(rule.reduce_amax for rule in rules)
+        rules = [state.rule for state in self._states()]
+        return not self._reduced and any(rule is not None and rule.reduce_amax for rule in rules)
 
     def amax_to_reduce(self) -> list[Reduced]:
         """Return each state that the layer may have, by stage and direction; without tensors if it reduces none."""
         brought: list[Reduced] = []
-        for prefix in self._stage_names:
-            states = self._delayed.get(prefix, (None, None))
-            for delayed, direction in zip(states, _DIRECTIONS):
-                scale, _, amax = (getattr(self, name) for name in _buffer_names(prefix, direction))
-                if delayed is None or not delayed.reduce_amax:
-                    scale = amax = None
-                brought.append(Reduced(2 * self._groups, amax, scale))
+        for state in self._states():
+            scale, _, amax = (own_buffers(self)[name] for name in state.names)
+            if state.rule is None or not state.rule.reduce_amax:
+                scale = amax = None
+            brought.append(Reduced(2 * self._groups, amax, scale))
         self.__dict__["_reduced"] = True
         return brought
 
@@ -216,9 +233,7 @@ class DelayedLayer(RecipeOwner):
         if delayed:
             reading: Reading = [], [], []
             self._note_scales(prefixes, plans, scales, reading)
-            if reading[0]:
-                for own, copy in zip(reading[2], read_scales(reading[0], reading[1])):
-                    own.scale_fwd = copy
+            _read(reading)
         return scales
 
     def _note_scales(
@@ -295,14 +310,6 @@ class DelayedLayer(RecipeOwner):
                 moved.copy_(tensor)
         return self
 
-    def _state_names(self) -> list[str]:
-        return [
-            name
-            for prefix in self._stage_names
-            for direction in _DIRECTIONS
-            for name in _buffer_names(prefix, direction)
-        ]
-
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -320,24 +327,16 @@ class DelayedLayer(RecipeOwner):
             read = delayed_state(extra, sorted(self._stage_names), self._groups)
             state_dict.update({prefix + name: tensor for name, tensor in read.items()})
             saved = list(read)
-        for stage in self._stage_names:
-            for direction in _DIRECTIONS:
-                error_msgs += self._adopt(_buffer_names(stage, direction), state_dict, prefix)
+        for state in self._states():
+            error_msgs += self._adopt(state.names, state_dict, prefix)
         known = [name for name in names if own_buffers(self)[name] is not None]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if saved:
-            for stage in self._stage_names:
-                for direction in _DIRECTIONS:
-                    scale, history, amax = (
-                        own_buffers(self)[name] for name in _buffer_names(stage, direction)
-                    )
-                    forget_first_scales(scale, history, amax)
-        for stage, states in self._delayed.items():  # a history in this recipe's length
-            for delayed, direction in zip(states, _DIRECTIONS):
-                if delayed is not None:
-                    self._fit_buffers(stage, direction, delayed)
+        for state in self._states():
+            if saved:
+                forget_first_scales(*(own_buffers(self)[name] for name in state.names))
+            self._fit_buffers(state.prefix, state.names, state.rule)  # a history in this recipe's length
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             self._start_without_checkpoint(prefix)
@@ -380,15 +379,14 @@ class DelayedLayer(RecipeOwner):
             "start anew",
             stacklevel=4,
         )
-        for stage in self._stage_names:
-            device = self._state_device(stage)  # not the state's where a model on meta was assigned weights
-            for direction in _DIRECTIONS:
-                for name in _buffer_names(stage, direction):
-                    buffer = own_buffers(self)[name]
-                    if buffer is not None and buffer.device != device:
-                        own_buffers(self)[name] = torch.zeros(
-                            buffer.shape, dtype=torch.float32, device=device
-                        )
+        for state in self._states():
+            device = self._state_device(
+                state.prefix
+            )  # not the state's where a model on meta was assigned weights
+            for name in state.names:
+                buffer = own_buffers(self)[name]
+                if buffer is not None and buffer.device != device:
+                    own_buffers(self)[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
         self.reset_delayed_scaling()
 
     def state_buffers(self) -> list[Tensor]:
@@ -397,33 +395,17 @@ class DelayedLayer(RecipeOwner):
         return [buffer for buffer in buffers if buffer is not None]
 
     def __getstate__(self) -> dict[str, Any]:
-        rules = [rule for rules in self._delayed.values() for rule in rules if rule is not None]
-        # a recipe with functions need not pickle; the next forward tells it
-        kept = {} if any(map(asks_callables, rules)) else dict(self._delayed)
+        kept = dict(self._delayed)
+        if (
+            self._last_recipe is not self._recipe
+        ):  # an autocast's, whose functions need not pickle: a forward tells it
+            functions = any(state.rule is not None and asks_callables(state.rule) for state in self._states())
+            kept = {} if functions else kept
         return {**super().__getstate__(), "_delayed": kept, "_reduced": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         OWNERS.add(self)
-        if self._delayed:
-            return
-        before = {name: own_buffers(self)[name] for name in self._state_names()}
-        self._prepare_for_recipe()
-        # an autocast may have kept more rows than the layer's own recipe asks for: the next forward tells
-        for prefix, states in self._delayed.items():
-            self._delayed[prefix] = tuple(  # type: ignore[assignment]
-                self._with_history(delayed, _buffer_names(prefix, direction)[1], before)
-                for delayed, direction in zip(states, _DIRECTIONS)
-            )
-
-    def _with_history(
-        self, delayed: DelayedScaling | None, name: str, before: dict[str, Tensor | None]
-    ) -> DelayedScaling | None:
-        history = before[name]
-        if delayed is None or history is None or len(history) == delayed.amax_history_len:
-            return delayed
-        own_buffers(self)[name] = history
-        return replace(delayed, amax_history_len=len(history))
 
 
 def _is_rule(known: DelayedScaling | None, wanted: DelayedScaling | None) -> bool:
@@ -445,9 +427,14 @@ def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales
     reading: Reading = [], [], []
     for layer, plan, scales in stages:
         layer._note_scales(("",), (plan,), [scales], reading)
-    if reading[0]:
-        for own, copy in zip(reading[2], read_scales(reading[0], reading[1])):
-            own.scale_fwd = copy
+    _read(reading)
+
+
+def _read(reading: Reading) -> None:
+    to_read, unseen, owners = reading
+    if to_read:
+        for own, copied in zip(owners, read_scales(to_read, unseen)):
+            own.scale_fwd = copied
 
 
 def _keep_states_while_tracing(context: Any) -> None:

@@ -81,7 +81,7 @@ class CustomRecipe(Recipe):
             )
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
         quantizers = [_requested(result, kind) for result, kind in zip(results, kinds)]
-        return quantizers, requests[0].as_recipe() if requests else None
+        return quantizers, requests[0] if requests else None
 
     def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
         """Return the factory's result for a role, checked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from .._checks import is_one_of, shown
@@ -96,30 +96,5 @@ def delayed_quantizer(fp8_format: Format, tensor_type: str) -> Quantizer:
     return DelayedFloat8Quantizer(dtype, DELAYED_SLOTS[tensor_type])
 
 
-@dataclass(frozen=True)
-class DelayedScalingRequest:
-    """A factory's request for a delayed-scaling slot; fields as in :class:`DelayedScaling`."""
-
-    fp8_format: Format = Format.HYBRID
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: AmaxAlgorithm = "max"
-    scaling_factor_compute_algo: Callable[..., Any] | None = None
-    reduce_amax: bool = True
-    initial_scale: Literal["range", "one"] = "range"
-
-    def as_recipe(self) -> DelayedScaling:
-        """Return the recipe whose update rule keeps the requested state."""
-        # one by one: Dynamo of torch 2.11 reads no vars() of a frozen dataclass
-        return DelayedScaling(
-            margin=self.margin,
-            fp8_format=self.fp8_format,
-            amax_history_len=self.amax_history_len,
-            amax_compute_algo=self.amax_compute_algo,
-            scaling_factor_compute_algo=self.scaling_factor_compute_algo,
-            reduce_amax=self.reduce_amax,
-            initial_scale=self.initial_scale,
-        )
-
-
-QuantizerRequest = DelayedScalingRequest
+DelayedScalingRequest = QuantizerRequest = DelayedScaling
+"""A custom recipe's factory returns it to request a slot of state instead of a quantizer."""

@@ -24,55 +24,21 @@ def update(
     *,
     fp8_max: float,
     margin: int,
-    algo: str,
-) -> tuple[Tensor, Tensor]:
-    """Advance scales and histories by one step, leaving tensors that were not used alone.
-
-    Args:
-        scale: fp32 [n], the scales of the step that ended.
-        history: fp32 (L, n).
-        fp8_max: the largest value of the element format.
-        margin: the scale is 2**-margin below the one that maps amax to ``fp8_max``.
-        algo: "max" over the whole history or "most_recent".
-
-    Raises:
-        ValueError: an unknown ``algo``.
-
-    Numerics:
-        New tensors (scale, history). A column whose newest amax is 0 keeps both. Else the history rolls by
-        one row, row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's maximum
-        on overflow; an amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN.
-    """
-    last = history[0]
-    if algo == "max":
-        amax = history.nan_to_num(nan=0.0, posinf=math.inf).amax(0)
-    elif algo == "most_recent":
-        amax = last
-    else:
-        raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")
-    used = last != 0.0
-    new_scale = torch.where(used, scale_from_amax(amax, scale, fp8_max, margin), scale)
-    return new_scale, torch.where(used, _rolled(history), history)
-
-
-def update_always_roll(
-    scale: Tensor,
-    history: Tensor,
-    *,
-    fp8_max: float,
-    margin: int,
     algo: AmaxAlgorithm,
+    always_roll: bool = False,
     scale_algo: ScaleAlgorithm | None = None,
     recipe: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advance scales and histories by one step, unused tensors included: the rule for user-given functions.
+    """Advance scales and histories by one step.
 
     Args:
         scale: fp32 [n], the scales of the step that ended.
         history: fp32 (L, n).
         fp8_max: the largest value of the element format.
         margin: the default scale is 2**-margin below the one that maps amax to ``fp8_max``.
-        algo: "max", "most_recent" or a function from the history (row 0 the newest amax) to amaxes [n].
+        algo: "max" over the whole history, "most_recent", or a function from the history (row 0 the newest amax) to
+            amaxes [n].
+        always_roll: advance tensors that were not used, too: the rule for functions of the user.
         scale_algo: a function of (amax, scale, fp8_max, recipe) giving the new scales; None for the default.
         recipe: passed to ``scale_algo`` untouched.
 
@@ -80,13 +46,15 @@ def update_always_roll(
         ValueError: an unknown ``algo``.
 
     Numerics:
-        New tensors (scale, history). The history always rolls. "max" propagates NaN; an amax that is 0,
-        infinite or NaN keeps the scale. The default scale is one true division, as in ``update``.
+        New tensors (scale, history). A column whose newest amax is 0 keeps both, unless ``always_roll``. Else the
+        history rolls by one row, row 0 is cleared, and the scale becomes ``RN(fp8_max * 2**-margin / amax)``, fp32's
+        maximum on overflow; an amax that is 0, infinite or NaN keeps the scale. "max" ignores NaN, and with
+        ``always_roll`` propagates it.
     """
     if callable(algo):
         amax = algo(history)
     elif algo == "max":
-        amax = history.amax(0)
+        amax = (history if always_roll else history.nan_to_num(nan=0.0, posinf=math.inf)).amax(0)
     elif algo == "most_recent":
         amax = history[0]
     else:
@@ -95,7 +63,10 @@ def update_always_roll(
         new_scale = scale_from_amax(amax, scale, fp8_max, margin)
     else:
         new_scale = scale_algo(amax, scale, torch.full_like(scale, fp8_max), recipe)
-    return new_scale, _rolled(history)
+    if always_roll:
+        return new_scale, _rolled(history)
+    used = history[0] != 0.0
+    return torch.where(used, new_scale, scale), torch.where(used, _rolled(history), history)
 
 
 def _rolled(history: Tensor) -> Tensor:

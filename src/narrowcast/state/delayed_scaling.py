@@ -91,13 +91,12 @@ def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
     """
     if shared:
         return first_scale(recipe, mode)
-    largest = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
-    return -largest / 2**recipe.margin
+    return -fp8_max(recipe, mode) / 2**recipe.margin
 
 
 @torch.no_grad()
-def renew(owners: Iterable[DelayedState]) -> None:
-    """Renew scales from the amax that was collected, in a few launches for all of a device.
+def renew(owners: Iterable[DelayedState], modes: Sequence[Mode] = ("forward", "backward")) -> None:
+    """Renew the scales of directions from the amax that was collected, in a few launches for all of a device.
 
     What collected nothing keeps history and scale. An amax that is infinite or NaN tells nothing either: of a step
     that a ``GradScaler`` skips it would stand in the history for long.
@@ -105,7 +104,7 @@ def renew(owners: Iterable[DelayedState]) -> None:
     groups: dict[tuple[Any, ...], list[DelayedSlots]] = {}
     for owner in owners:
         for slots in owner.delayed_slots():
-            if not slots.scale.is_meta:
+            if slots.mode in modes and not slots.scale.is_meta:
                 key: tuple[Any, ...] = (slots.scale.device,)
                 if asks_callables(slots.recipe):
                     key += (slots.recipe, slots.mode, slots.amax_history.shape[0])
@@ -114,19 +113,14 @@ def renew(owners: Iterable[DelayedState]) -> None:
         if len(key) > 1:
             _renew_with_callables(group)
         else:
-            renew_delayed_scaling(*_states_and_rules(group))
-
-
-def _states_and_rules(group: list[DelayedSlots]) -> tuple[list[Any], ...]:
-    """Return the renewal operators' arguments of each state."""
-    return (
-        [slots.scale for slots in group],
-        [slots.amax_history for slots in group],
-        [slots.amax for slots in group],
-        [slots.fp8_max for slots in group],
-        [slots.recipe.margin for slots in group],
-        [slots.recipe.amax_compute_algo for slots in group],
-    )
+            renew_delayed_scaling(
+                [slots.scale for slots in group],
+                [slots.amax_history for slots in group],
+                [slots.amax for slots in group],
+                [slots.fp8_max for slots in group],
+                [slots.recipe.margin for slots in group],
+                [slots.recipe.amax_compute_algo for slots in group],
+            )
 
 
 def asks_callables(recipe: DelayedScaling) -> bool:
@@ -142,12 +136,13 @@ def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
     for slots, amax in zip(group, amaxes):
         collected = torch.cat([amax[None], slots.amax_history[1:]])
         seen = (slots.scale != 0.0) | ((amax > 0.0) & (amax < math.inf))
-        scale, history = reference.delayed.update_always_roll(
+        scale, history = reference.delayed.update(
             torch.where(slots.scale == 0.0, 1.0, slots.scale),
             collected,
             fp8_max=slots.fp8_max,
             margin=recipe.margin,
             algo=recipe.amax_compute_algo,
+            always_roll=True,
             scale_algo=recipe.scaling_factor_compute_algo,
             recipe=recipe,
         )
