@@ -62,9 +62,13 @@ class _GroupedNumerics:
         amax: Tensor | None = None,
         keep_amax: bool = False,
     ):
-        self.float8 = self
         self.numerics, self.splits, self.groups = numerics, splits, groups
         self.scale, self.amax, self.keep_amax = scale, amax, keep_amax
+
+    @property
+    def float8(self) -> _GroupedNumerics:
+        """The numerics themselves: in an attribute they would keep themselves, and their tensors, alive."""
+        return self
 
     def quantize_current(self, x: Tensor, fmt: Any, **options: Any) -> list[Tensor]:
         options |= {"groups": self.groups, "alignment": ALIGNMENT["tensor"], "keep_amax": self.keep_amax}
@@ -82,8 +86,12 @@ class _PaddedNumerics:
     """Numerics whose NVFP4 takes an amax for each group, of ``blocks`` of 128 rows, for its quantizer's ``_encode``."""
 
     def __init__(self, numerics: Any, blocks: Tensor, groups: int):
-        self.nvfp4 = self
         self.numerics, self.groups = numerics, (blocks, groups)
+
+    @property
+    def nvfp4(self) -> _PaddedNumerics:
+        """The numerics themselves, as :attr:`_GroupedNumerics.float8`."""
+        return self
 
     def quantize(self, x: Tensor, **options: Any) -> list[Tensor]:
         supported = self.numerics is reference or self.numerics.nvfp4.supports(**options)
