@@ -59,14 +59,14 @@ COMPILED = ((8, 9), (9, 0), (10, 0), (12, 0))
 # From the last line "summary:" for each compute capability in benchmarks/results/gpu_tests_*.log.
 GPU_TESTS = {
     (9, 0): {
-        "gpu": "two NVIDIA H200",
+        "gpu": "NVIDIA H200",
         "torch": "2.11.0",
         "triton": "3.6.0",
         "date": "2026-11-28",
-        "commit": "d0e0e437",
-        "passed": "1433",
-        "failed": "0",
-        "not run": "about 110",
+        "commit": "eb87df55",
+        "passed": "1535",
+        "failed": "1",
+        "not run": "42 and a sweep",
     },
 }
 """Compute capabilities, each with the last whole run of the GPU tests; "not run" are skipped and unfinished ones."""
