@@ -70,7 +70,7 @@ SHOWN = [
     (nc.recipe.Format.E5M2, "Format.E5M2"),
     (torch.tensor(3.0), "tensor(3.)"),
     (torch.ones(3, 700), "a Tensor of shape (3, 700) and torch.float32"),
-    (np.zeros((3, 700)), "a ndarray of shape (3, 700) and float64"),
+    (np.zeros((3, 700)), "an ndarray of shape (3, 700) and float64"),
     ([1, "two"], "[1, 'two']"),
     ([0] * 100_000, "a list of 100000"),
     ({str(at): torch.ones(9, 9) for at in range(700)}, "a dict of 700"),
@@ -132,7 +132,29 @@ def test_checks_name_argument_value_and_remedy() -> None:
             lambda: _checks.optimizer("optimizer", 1),
             "optimizer is 1, of type int; pass a torch.optim.Optimizer",
         ),
+        (
+            lambda: _checks.tensor("x", np.zeros((3, 5))),
+            "x is an ndarray of shape (3, 5) and float64; give a",
+        ),
+        (lambda: _checks.tensor("x", [7] * 99), "x is a list of 99; give a tensor"),
     ):
         with pytest.raises(TypeError) as raised:
             check()
         assert str(raised.value).startswith(message)
+    with pytest.raises(ValueError, match="heads is 0; use a positive whole number"):
+        _checks.positive(heads=0)
+
+
+def test_names_have_the_article_that_is_spoken() -> None:
+    names = ["int", "list", "ndarray", "MXFP8Tensor", "NVFP4Tensor", "Module", "Float8Tensor", "Parameter"]
+    said = ["an int", "a list", "an ndarray", "an MXFP8Tensor", "an NVFP4Tensor", "a Module"]
+    assert [_checks.article(name) for name in names] == [*said, "a Float8Tensor", "a Parameter"]
+
+
+def test_a_value_that_is_no_choice_is_told_the_nearest_one() -> None:
+    choices = ("LayerNorm", "RMSNorm")
+    assert (
+        _checks.not_among("rmsnrom", choices)
+        == "'rmsnrom'; the nearest: 'RMSNorm'; use one of LayerNorm, RMSNorm"
+    )
+    assert _checks.not_among(3, choices) == "3; use one of LayerNorm, RMSNorm"

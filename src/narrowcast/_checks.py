@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import os
-from collections.abc import Collection, Container, Hashable, Sequence
+import re
+from collections.abc import Collection, Container, Hashable, Iterable, Sequence
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 _SHOWN = 60  # characters of a value in a message
+_AN = re.compile("[AEIOaeio]|nd|[FHLMNRSX][A-Z0-9]")  # as it is spoken: an ndarray, an MXFP8Tensor, a Module
 _NAME = 80  # of a text, which may be the name of a module
 
 
@@ -31,12 +34,37 @@ def shown(value: Any) -> str:
     elif many <= _SHOWN and len(text := repr(value)) <= _SHOWN and "\n" not in text:
         pass
     elif isinstance(shape, tuple):
-        text = f"a {kind} of shape {tuple(shape)} and {getattr(value, 'dtype', None)}"
+        text = f"{article(kind)} of shape {tuple(shape)} and {getattr(value, 'dtype', None)}"
     elif many > _SHOWN:
-        text = f"a {kind} of {many}"
+        text = f"{article(kind)} of {many}"
     else:
         text = repr(value).partition("\n")[0][:_SHOWN] + "..."
     return text
+
+
+def article(name: str) -> str:
+    """Return a name with its article: `an int`, `a list`, `an MXFP8Tensor`."""
+    return f"{'an' if _AN.match(name) else 'a'} {name}"
+
+
+def a_kind(value: Any) -> str:
+    """Return the type of a value, with its article."""
+    return article(type(value).__name__)
+
+
+def typed(value: Any) -> str:
+    """Return a value as :func:`shown` does, with its type where that does not tell it."""
+    text = shown(value)
+    return text if text.startswith(a_kind(value)) else f"{text}, of type {type(value).__name__}"
+
+
+def not_among(value: Any, choices: Iterable[Any]) -> str:
+    """Return for a message a value that is not among the choices, the text that it looks like, and the choices."""
+    names = [str(choice) for choice in choices]
+    known = {name.lower(): name for name in names}
+    alike = difflib.get_close_matches(value.lower(), known, 1) if isinstance(value, str) else []
+    near = f"; the nearest: {shown(known[alike[0]])}" if alike else ""
+    return f"{shown(value)}{near}; use one of {', '.join(names)}"
 
 
 def some(names: Sequence[str]) -> str:
@@ -62,7 +90,7 @@ def positive(**sizes: Any) -> None:
         except TypeError:
             fits = False
         if not fits:
-            raise ValueError(f"{label} is {shown(size)}; use a positive number, a whole one")
+            raise ValueError(f"{label} is {shown(size)}; use a positive whole number")
 
 
 def in_range(label: str, value: Any, accepted: str, *, below: float = math.inf) -> None:
@@ -88,7 +116,7 @@ def tensor(label: str, value: Any) -> None:
         TypeError: the value is no tensor.
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; give a tensor")
+        raise TypeError(f"{label} is {typed(value)}; give a tensor")
 
 
 def tensors(**values: Any) -> None:
@@ -110,7 +138,7 @@ def flags(**values: Any) -> None:
     for label, value in values.items():
         a_scalar = type(value).__module__ == "numpy" and value.shape == ()
         if value is not None and not isinstance(value, Integral) and not a_scalar:
-            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use True or False")
+            raise TypeError(f"{label} is {typed(value)}; use True or False")
 
 
 def whole(**values: Any) -> None:
@@ -121,7 +149,7 @@ def whole(**values: Any) -> None:
     """
     for label, value in values.items():
         if not isinstance(value, (Integral, torch.SymInt)):
-            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a whole number")
+            raise TypeError(f"{label} is {typed(value)}; use a whole number")
 
 
 def numbers(**values: Any) -> None:
@@ -132,7 +160,7 @@ def numbers(**values: Any) -> None:
     """
     for label, value in values.items():
         if not isinstance(value, (Real, torch.SymFloat, torch.SymInt)):
-            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a number")
+            raise TypeError(f"{label} is {typed(value)}; use a number")
 
 
 def text(**values: Any) -> None:
@@ -143,7 +171,7 @@ def text(**values: Any) -> None:
     """
     for label, value in values.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; use a text or None")
+            raise TypeError(f"{label} is {typed(value)}; use a text or None")
 
 
 def path(label: str, value: Any) -> None:
@@ -153,7 +181,7 @@ def path(label: str, value: Any) -> None:
         TypeError: the value is none.
     """
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; pass a path")
+        raise TypeError(f"{label} is {typed(value)}; pass a path")
 
 
 def optimizer(label: str, value: Any) -> None:
@@ -163,9 +191,7 @@ def optimizer(label: str, value: Any) -> None:
         TypeError: the value is no optimizer.
     """
     if value is not None and not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(
-            f"{label} is {shown(value)}, of type {type(value).__name__}; pass a torch.optim.Optimizer or None"
-        )
+        raise TypeError(f"{label} is {typed(value)}; pass a torch.optim.Optimizer or None")
 
 
 def module(label: str, value: Any) -> None:
@@ -175,7 +201,7 @@ def module(label: str, value: Any) -> None:
         TypeError: the value is no module.
     """
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{label} is {shown(value)}, of type {type(value).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"{label} is {typed(value)}; pass a torch.nn.Module")
 
 
 def function(label: str, value: Any) -> None:

@@ -234,7 +234,7 @@ def test_states_of_recipes() -> None:
         again = kind(recipe, mode="forward", num_quantizers=3, device="cpu")
         assert again.inherit_state_from(made)
         assert (again.scale is not None) == (name == "DelayedScalingRecipeState")
-    with pytest.raises(ValueError, match="DelayedScalingRecipeState got a MXFP8BlockScaling"):
+    with pytest.raises(ValueError, match="DelayedScalingRecipeState got an MXFP8BlockScaling"):
         nc.state.DelayedScalingRecipeState(MXFP8BlockScaling(), mode="forward")
 
 

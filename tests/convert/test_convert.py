@@ -244,7 +244,7 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     [
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
         (nn.Linear(4, 4), "{fp8", ValueError, "no JSON"),
-        (nn.Linear(4, 4), 8, TypeError, "convert: recipe is a int"),
+        (nn.Linear(4, 4), 8, TypeError, "convert: recipe is an int"),
         ([nn.Linear(4, 4)], CURRENT, TypeError, "model is a list"),
     ],
 )

@@ -228,7 +228,7 @@ def test_replicas_of_experts_have_the_gradients_of_one_process(tmp_path: Path) -
 def test_bad_arguments() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    with pytest.raises(TypeError, match="mesh is a int; pass a DeviceMesh"):
+    with pytest.raises(TypeError, match="mesh is an int; pass a DeviceMesh"):
         nc.distributed.expert_parallel(Model(), 2)
     with process_group_removed():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -198,7 +198,7 @@ def test_refusals() -> None:
         quantize_master_weights([weight], [master], [None])
     for options in ({"with_rht": True, "with_2d_quantization": True}, {"nvfp4_use_4over6": True}, {}):
         other: Any = nc.NVFP4Quantizer(**options).quantize(master.bfloat16())
-        with pytest.raises(ValueError, match="cannot write shards of a NVFP4Tensor"):
+        with pytest.raises(ValueError, match="cannot write shards of an NVFP4Tensor"):
             quantize_master_weights([other], [master], [0])
     with pytest.raises(ValueError, match="begins or ends within a byte"):
         quantize_master_weights([weight_of("nvfp4")], [master.view(-1)[:32]], [3])

@@ -146,7 +146,10 @@ def test_traced(dynamic: bool) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, q: F.act(x, "swish"), "unknown activation 'swish'"),
+        (
+            lambda x, q: F.act(x, "swiglo"),
+            "unknown activation 'swiglo'; the nearest: 'swiglu'; use one of gelu",
+        ),
         (lambda x, q: F.act(x[:, :5], "swiglu"), "needs an even last dim"),
         (lambda x, q: F.act(x, "clamped_swiglu", [1.0]), "takes 3 parameters"),
         (lambda x, q: F.act_quantize(x, "silu", q, [1.0]), "takes 0 parameters"),

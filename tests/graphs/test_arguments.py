@@ -30,7 +30,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ((layer(), layer()), {}, ValueError, "sample_args has 1 for 2 samples"),
     (layer(), {"enabled": (True, False)}, ValueError, "enabled has 2 values for 1 callables"),
     ((layer(),), {"sample_kwargs": ({}, {})}, ValueError, "sample_kwargs has 2 for 1 samples"),
-    (layer(), {"sample_args": (3,)}, TypeError, "a sample argument is a int"),
+    (layer(), {"sample_args": (3,)}, TypeError, "a sample argument is an int"),
     (with_backward_hook(), {}, RuntimeError, r"0 \(Linear\) has backward hooks"),
     (layer(), {"capture_time_hooks": []}, NotImplementedError, "capture_time_hooks"),
     (layer(), {"_reuse_graph_input_output_buffers": True}, NotImplementedError, "_reuse_graph_input"),

@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_policy_by_its_name(asked):
     assert policies.policy_named("mine", 1) is policies.POLICIES["mine"]
-    with pytest.raises(ValueError, match="policy is 'yours'; use None or one of .*'mine'"):
+    with pytest.raises(ValueError, match="policy is 'yours'; use one of None, .*mine"):
         policies.policy_named("yours", 1)
 
 

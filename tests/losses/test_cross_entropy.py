@@ -148,7 +148,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_group_that_is_none() -> None:
-    with pytest.raises(TypeError, match="process_group is a int"):
+    with pytest.raises(TypeError, match="process_group is an int"):
         nc.parallel_cross_entropy(*operands(torch.float32), dist_process_group=3)
 
 

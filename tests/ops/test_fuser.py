@@ -121,7 +121,7 @@ def test_registered_functions_run_from_the_next_call_on() -> None:
     assert len(RAN) == 3
     with pytest.raises(ValueError, match="is not registered"):
         unregister_fusion(own)
-    with pytest.raises(TypeError, match="got a int"):
+    with pytest.raises(TypeError, match="got an int"):
         register_forward_backward_fusion(3)  # type: ignore[arg-type]
 
 

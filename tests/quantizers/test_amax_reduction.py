@@ -99,7 +99,7 @@ def test_a_group_must_be_given(name: str) -> None:
     ):
         with pytest.raises(ValueError, match="got no process group; pass amax_reduction_group"):
             use()
-    with pytest.raises(TypeError, match="amax_reduction_group is a int"):
+    with pytest.raises(TypeError, match="amax_reduction_group is an int"):
         quantizer.quantize(x, amax_reduction_group=5)
     alone = QUANTIZERS[name]
     for ignore in (

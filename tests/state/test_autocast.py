@@ -13,6 +13,7 @@ from delayed_simulation import clean_autocast, make_layer
 
 import narrowcast as nc
 from narrowcast import state
+from narrowcast._checks import a_kind
 from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
@@ -171,10 +172,10 @@ def test_calibrating() -> None:
 @pytest.mark.parametrize("wrong", [b"current", 8, object()])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
-    name = type(wrong).__name__
-    with pytest.raises(TypeError, match=f"recipe is a {name}; pass one of narrowcast.recipe's recipes"):
+    name = a_kind(wrong)
+    with pytest.raises(TypeError, match=f"recipe is {name}; pass one of narrowcast.recipe's recipes"):
         nc.autocast(enabled=enabled, recipe=wrong)
-    with pytest.raises(TypeError, match=f"recipe is a {name}"):
+    with pytest.raises(TypeError, match=f"recipe is {name}"):
         nc.quantized_model_init(recipe=wrong)
 
 

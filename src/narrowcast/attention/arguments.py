@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, shown
+from .._checks import is_one_of, not_among, shown
 from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule
@@ -20,7 +20,7 @@ Masks = Tensor | tuple[Tensor, Tensor] | None
 
 def one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if not is_one_of(value, known):
-        raise ValueError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}")
+        raise ValueError(f"{name} is {not_among(value, known)}")
 
 
 def check_not_there(**options: Any) -> None:

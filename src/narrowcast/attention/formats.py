@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks import is_one_of, shown, tensor
+from .._checks import is_one_of, not_among, shown, tensor
 from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -17,7 +17,7 @@ def checked_format(qkv_format: str) -> str:
         ValueError: it is not one of ``FORMATS``.
     """
     if not is_one_of(qkv_format, FORMATS):
-        raise ValueError(f"qkv_format is {shown(qkv_format)}; it must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"qkv_format is {not_among(qkv_format, FORMATS)}")
     return qkv_format
 
 

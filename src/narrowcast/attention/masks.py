@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import not_among, shown
 
 MASK_TYPES = (
     "no_mask",
@@ -68,9 +68,7 @@ def mask_rule(
     """
     name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if isinstance(attn_mask_type, str) else None
     if name is None or name not in MASK_TYPES:
-        raise ValueError(
-            f"attn_mask_type is {shown(attn_mask_type)}; it must be one of {', '.join(MASK_TYPES)}"
-        )
+        raise ValueError(f"attn_mask_type is {not_among(attn_mask_type, MASK_TYPES)}")
     sides = (-1, -1) if window_size is None else window_size
     window = tuple(sides) if isinstance(sides, (tuple, list)) else ()
     if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):

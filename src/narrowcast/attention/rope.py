@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._checks import flags, in_range, is_one_of, numbers, positive, shown, tensor, tensors, whole
+from .._checks import flags, in_range, is_one_of, not_among, numbers, positive, shown, tensor, tensors, whole
 from .._device import default_device
 from .._tracing import host_reads, once_differentiable
 from ..upstream.modules import own_buffers, undo_casts
@@ -267,7 +267,7 @@ def check_rotary(
 ) -> None:
     """Check the arguments of ``apply_rotary_pos_emb``; raises as it says."""
     if not is_one_of(tensor_format, FORMATS):
-        raise ValueError(f"tensor_format is {shown(tensor_format)}; it must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"tensor_format is {not_among(tensor_format, FORMATS)}")
     tensor("t", t)
     tensor("freqs", freqs)
     positive(cp_size=cp_size)

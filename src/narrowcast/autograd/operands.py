@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import a_kind
 from .._tracing import after, record
 from ..functional import dequantize, draw_seed, grouped_quantize_keeping_amax, quantize, quantize_keeping_amax
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
@@ -46,7 +47,7 @@ def with_columnwise(storage: QuantizedTensorStorage) -> OperandBuffers:
         return operand
     if not isinstance(storage, Float8TensorStorage):
         raise RuntimeError(
-            f"the quantized input is a {type(storage).__name__} without column-wise data, which the weight gradient "
+            f"the quantized input is {a_kind(storage)} without column-wise data, which the weight gradient "
             "needs; quantize it with columnwise=True"
         )
     return OperandBuffers(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from .. import _checks
-from .._checks import shown
+from .._checks import a_kind, shown
 from ..convert import convert
 from ..nn import Linear
 from ..recipe import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams, Recipe
@@ -204,7 +204,7 @@ def _recipe_name(name: Any) -> Float8LinearRecipeName:
         return name
     known = [one.value for one in Float8LinearRecipeName]
     if name not in known:
-        raise ValueError(f"recipe_name is {_checks.shown(name)}; use one of {', '.join(map(repr, known))}")
+        raise ValueError(f"recipe_name is {_checks.not_among(name, known)}")
     return Float8LinearRecipeName(name)
 
 
@@ -277,7 +277,7 @@ def convert_to_float8_training(
     """
     _checks.module("module", module)
     if config is not None and not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"config is a {type(config).__name__}; pass a Float8LinearConfig of the same import")
+        raise TypeError(f"config is {a_kind(config)}; pass a Float8LinearConfig of the same import")
     config = Float8LinearConfig() if config is None else config
     recipe = recipe_of(config)
     linear = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear)}

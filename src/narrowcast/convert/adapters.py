@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .. import _checks
-from .._checks import is_one_of, shown
+from .._checks import a_kind, is_one_of, shown
 from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
 from ..layers.described import ParameterRecord, describe_parameters, how_stored
@@ -232,9 +232,7 @@ def layer_with_adapters(model: nn.Module) -> str | None:
 def _check_model(model: Any) -> None:
     _checks.module("model", model)
     if not has_adapters(model):
-        raise TypeError(
-            f"model is a {type(model).__name__} without adapters; pass what peft.get_peft_model returned"
-        )
+        raise TypeError(f"model is {a_kind(model)} without adapters; pass what peft.get_peft_model returned")
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:

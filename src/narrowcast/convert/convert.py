@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from .. import _checks
-from .._checks import is_one_of, shown, some
+from .._checks import a_kind, is_one_of, shown, some
 from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
@@ -191,7 +191,7 @@ def revert(model: Model) -> Model:
 
 def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise TypeError(f"model is {a_kind(model)}; pass a torch.nn.Module")
     if recipe is None:
         raise TypeError(
             "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"

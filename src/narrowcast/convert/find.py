@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .._checks import a_kind, article
 from .._device import HIGH_PRECISION
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
@@ -348,7 +349,7 @@ def _is_torchaos(cls: type) -> bool:
 def _why_not_linear(module: nn.Module, reader: str) -> str:
     cls = type(module)
     if _is_torchaos(cls):
-        return f"torchao made it a {cls.__name__}; convert the model instead, or leave it to torchao"
+        return f"torchao made it {article(cls.__name__)}; convert the model instead, or leave it to torchao"
     if hasattr(module, "parametrizations"):
         return "its weight is parametrized"
     if cls.forward is not nn.Linear.forward:
@@ -370,10 +371,12 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             return "its sizes are not known before its first forward"
         if _is_torchaos(type(weight)):
             kind = type(weight).__name__
-            return f"torchao made its weight a {kind}; convert the model instead, or leave it to torchao"
+            return (
+                f"torchao made its weight {article(kind)}; convert the model instead, or leave it to torchao"
+            )
         if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
-            return f"{name} is a {type(weight).__name__}{hint}"
+            return f"{name} is {a_kind(weight)}{hint}"
         if weight.dtype not in HIGH_PRECISION:
             return f"{name} is {weight.dtype}"
     return ""

@@ -262,7 +262,7 @@ def receipt(model: nn.Module) -> Receipt:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"receipt: model is a {type(model).__name__}; pass the torch.nn.Module that was converted"
+            f"receipt: model is {_checks.a_kind(model)}; pass the torch.nn.Module that was converted"
         )
     return receipt_of(model, decisions_so_far(model), list(norms_so_far(model)), dry_run=False)
 

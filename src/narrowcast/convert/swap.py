@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from ..layers import LinearLayer
 from ..recipe import Recipe
 from ..upstream.modules import own_buffers
@@ -93,7 +93,7 @@ def check_turns_back(name: str, module: nn.Module) -> None:
         module._layer, before.original
     ):
         raise RuntimeError(
-            f"{shown(name)} was converted and is a {type(module).__name__} now; undo what changed its class "
+            f"{shown(name)} was converted and is {a_kind(module)} now; undo what changed its class "
             "(a parametrization, a data-parallel wrapper) before revert"
         )
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .. import _checks
-from .._checks import shown
+from .._checks import a_kind, shown, typed
 from ..layers import DelayedLayer, GroupedLinearLayer
 from ..layers.described import ParameterRecord, describe_parameters, how_stored, places
 from ..upstream.modules import own_buffers
@@ -78,7 +78,7 @@ def save_checkpoint(
     _checks.optimizer("optimizer", optimizer)
     _checks.flags(asynchronous=asynchronous)
     if extra is not None and not isinstance(extra, dict):
-        raise TypeError(f"extra is {shown(extra)}, of type {type(extra).__name__}; pass a dict or None")
+        raise TypeError(f"extra is {typed(extra)}; pass a dict or None")
     together = Together.of(group)
     if asynchronous and len(together.ranks) > 1 and group is None:
         raise ValueError(
@@ -277,7 +277,7 @@ def _plain(value: Any, where: str) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return value.item()
     raise ValueError(
-        f"{where} is a {type(value).__name__}, which only unpickling could read; give numbers, strings, bytes, tensors "
+        f"{where} is {a_kind(value)}, which only unpickling could read; give numbers, strings, bytes, tensors "
         "and dicts, lists or tuples of them, such as torch.from_numpy(array) or str(path)"
     )
 

@@ -47,7 +47,7 @@ def expert_parallel(
     """
     _checks.module("model", model)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; pass a DeviceMesh, such as init_device_mesh(...)")
+        raise TypeError(f"mesh is {_checks.a_kind(mesh)}; pass a DeviceMesh, such as init_device_mesh(...)")
     if mesh.ndim > 2:
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions; pass that of the experts, mesh['ep'], or that of replicas before it, "

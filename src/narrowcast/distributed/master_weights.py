@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown, typed
 from .._checks import tensor as tensor_given
 from ..layers.described import ParameterRecord, describe_tensor, how_stored
 from ..quantizers import Float8Quantizer, Quantizer
@@ -119,9 +119,7 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
     """
     weights = [model_weights] if isinstance(model_weights, Tensor) else model_weights
     if not isinstance(weights, (list, tuple)):
-        raise TypeError(
-            f"model_weights is {shown(weights)}, of type {type(weights).__name__}; pass weights in a list"
-        )
+        raise TypeError(f"model_weights is {typed(weights)}; pass weights in a list")
     for weight in weights:
         if how_stored(weight) == "codes" and not weight.get_usages()["columnwise"]:
             weight.update_usage(columnwise_usage=True)
@@ -156,7 +154,7 @@ def _write_shard(record: ParameterRecord, master: Tensor | None, start: int | No
 def _check_tensor(weight: Any, function: str) -> None:
     if how_stored(weight) != "codes":
         raise TypeError(
-            f"{function} got a {type(weight).__name__}; give quantized tensors, as quantized_model_init makes"
+            f"{function} got {a_kind(weight)}; give quantized tensors, as quantized_model_init makes"
         )
 
 
@@ -164,7 +162,7 @@ def _checked(weight: Any, master: Tensor | None, start: int | None) -> Quantized
     quantizer = weight._quantizer
     if weight.dim() != 2 or not _groups(quantizer):
         raise ValueError(
-            f"quantize_master_weights cannot write shards of a {type(weight).__name__} {tuple(weight.shape)} by "
+            f"quantize_master_weights cannot write shards of {a_kind(weight)} {tuple(weight.shape)} by "
             f"{shown(quantizer)}; per-tensor FP8, 128x128 tiles, MXFP8 and NVFP4 in 16x16 tiles without rotation, "
             "stochastic rounding or 4over6 can"
         )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, is_one_of, module, positive
+from .._checks import a_kind, flags, is_one_of, module, positive
 from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_arrivals, moe_positions
@@ -120,7 +120,7 @@ class MoEDispatch(nn.Module):
         counts = [len(experts)] if isinstance(experts, nn.ModuleList) else [one.num_gemms for one in grouped]
         if set(counts) != {self.num_local_experts}:
             raise ValueError(
-                f"a {type(experts).__name__} of {counts or 'no'} experts was given; pass GroupedLinear layers of "
+                f"{a_kind(experts)} of {counts or 'no'} experts was given; pass GroupedLinear layers of "
                 f"{self.num_local_experts} groups, or a ModuleList of as many modules"
             )
         group = self.wires.dispatch.group

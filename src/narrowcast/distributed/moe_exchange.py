@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._tracing import can_return_quantized, once_differentiable
 from ..formats import DType
 from ..functional import (
@@ -323,5 +323,5 @@ def group_of(group: Any) -> tuple[str, int]:
     if isinstance(group, str):
         return group, size_of_group_named(group)
     if not hasattr(group, "group_name"):
-        raise TypeError(f"group is a {type(group).__name__}; pass a torch.distributed process group, or None")
+        raise TypeError(f"group is {a_kind(group)}; pass a torch.distributed process group, or None")
     return group.group_name, group.size()

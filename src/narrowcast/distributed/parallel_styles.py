@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import style
 
+from .._checks import a_kind
 from ..layers import LinearLayer
 from ..layers.norm import NormParameters
 from ..layers.tensor_parallel import parallel_of
@@ -120,7 +121,7 @@ def _place(layer: LinearLayer, mesh: DeviceMesh, mode: str, shares_rows: bool, s
         mode == "row" and isinstance(layer, LayerNormLinear)
     ):
         raise NotImplementedError(
-            f"a {type(layer).__name__} cannot be made {mode} parallel; make it with tp_group=mesh.get_group(), and "
+            f"{a_kind(layer)} cannot be made {mode} parallel; make it with tp_group=mesh.get_group(), and "
             "parallel_mode or set_parallel_mode"
         )
     weight: Any = own_parameters(layer).get("weight")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
@@ -151,13 +151,11 @@ def _check_compiled(modules: list[nn.Module]) -> None:
 
 def _checked_blocks(model: nn.Module, blocks: Any) -> list[nn.Module]:
     if not isinstance(blocks, Iterable):
-        raise TypeError(f"blocks is a {type(blocks).__name__}; pass a list of modules of the model")
+        raise TypeError(f"blocks is {a_kind(blocks)}; pass a list of modules of the model")
     blocks, modules = list(blocks), set(model.modules())
     for block in blocks:
         if not isinstance(block, nn.Module) or block not in modules:
-            raise ValueError(
-                f"blocks holds a {type(block).__name__} that is no part of the model; pass modules of it"
-            )
+            raise ValueError(f"blocks holds {a_kind(block)} that is no part of the model; pass modules of it")
     return blocks
 
 
@@ -490,7 +488,7 @@ class _NotAgain:
     def __call__(self, layer: nn.Module, args: Any) -> None:
         if can_check() and self.gather.columns_arrived:
             raise RuntimeError(
-                f"a {type(layer).__name__} runs forward in the backward, where its weight is gathered column-wise; "
+                f"{a_kind(layer)} runs forward in the backward, where its weight is gathered column-wise; "
                 "give shard recompute=True"
             )
 

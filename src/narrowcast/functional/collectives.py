@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._checks import a_kind
 from .._environment import read_foreign
 from .._tracing import can_check
 from ..upstream.c10d import (
@@ -44,7 +45,7 @@ def group_name(process_group: Any) -> str | None:
     # before torch 2.13 a trace cannot ask a group what it has
     if can_check() and not hasattr(process_group, "group_name"):
         raise TypeError(
-            f"process_group is a {type(process_group).__name__}; pass a torch.distributed process group, or None for "
+            f"process_group is {a_kind(process_group)}; pass a torch.distributed process group, or None for "
             "the default one"
         )
     name = process_group.group_name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._tracing import users_level
 from ..upstream.modules import has_backward_hooks
 from ..upstream.tensors import tree_flatten
@@ -56,7 +56,7 @@ def check_leaves(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise TypeError(
-                f"a sample argument is a {type(leaf).__name__}; a CUDA graph takes tensors, and None where the calls "
+                f"a sample argument is {a_kind(leaf)}; a CUDA graph takes tensors, and None where the calls "
                 "have None, too: bind the others with functools.partial"
             )
 

@@ -147,7 +147,7 @@ def _gradients(
         value = getattr(out, "loss", None) if loss is None else loss(out)
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"the model returned a {type(out).__name__} without a loss; pass loss=, a function of it"
+                f"the model returned {_checks.a_kind(out)} without a loss; pass loss=, a function of it"
             )
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
     used = [torch.zeros(1, dtype=torch.float32) if grad is None else grad for grad in grads]

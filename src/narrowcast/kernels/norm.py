@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import not_among
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
@@ -249,9 +249,7 @@ def _statistics_launch(
     M, K = _sizes(x)
     shape, dtype = x  # type: ignore[misc]
     if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"unknown normalization {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}"
-        )
+        raise ValueError(f"unknown normalization {not_among(normalization, NORMALIZATIONS)}")
     _check(shape, dtypes=(dtype,), residual=residual)
     _check((K,), weight=weight, bias=bias)
     if weight is None and (amax_partials or writes):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, positive, shown, text
+from .._checks import a_kind, flags, positive, shown, text
 from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
@@ -352,7 +352,7 @@ class GroupedLinearLayer(LinearLayer):
         coded = can_return_quantized() and is_coded(inp)
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)) and not coded:
             raise TypeError(
-                f"input is a {type(inp).__name__}; GroupedLinear quantizes its input itself, pass a plain tensor, or, "
+                f"input is {a_kind(inp)}; GroupedLinear quantizes its input itself, pass a plain tensor, or, "
                 "in eager code, rows in MXFP8 or in blocks of 128 of a row"
             )
         return checked_input(
@@ -499,9 +499,7 @@ def rows_of_buffer(
     if buffer is None:
         return None
     if isinstance(buffer, QuantizedTensor):
-        raise ValueError(
-            f"{label} is a {type(buffer).__name__}; results are not quantized, pass a plain tensor"
-        )
+        raise ValueError(f"{label} is {a_kind(buffer)}; results are not quantized, pass a plain tensor")
     if buffer.shape != torch.Size(shape) or buffer.dtype != dtype or buffer.device != device:
         raise ValueError(
             f"{label} is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; the result is {dtype} "

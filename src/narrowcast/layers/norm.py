@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, in_range, is_one_of, positive, shown
+from .._checks import flags, in_range, is_one_of, not_among, positive, shown
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style
@@ -27,7 +27,7 @@ def norm_settings(normalization: str, eps: float, zero_centered_gamma: bool) -> 
         ValueError: an unknown normalization, or an eps that is no number of 0 or more.
     """
     if not is_one_of(normalization, NORMALIZATIONS):
-        raise ValueError(f"normalization is {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}")
+        raise ValueError(f"normalization is {not_among(normalization, NORMALIZATIONS)}")
     in_range("eps", eps, "use a number, at least 0")
     flags(zero_centered_gamma=zero_centered_gamma)
     return NormSettings(normalization, float(eps), bool(zero_centered_gamma))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._checks import shown
+from .._checks import not_among, shown
 from ..recipe import Recipe
 
 Shapes = list[tuple[int, int, int]]
@@ -27,7 +27,7 @@ def policy_named(name: str, rows: int | None) -> Policy:
         ValueError: an unknown name, or no ``rows`` of a positive number.
     """
     if not isinstance(name, str) or name not in POLICIES:
-        raise ValueError(f"policy is {shown(name)}; use None or one of {', '.join(map(repr, POLICIES))}")
+        raise ValueError(f"policy is {not_among(name, (None, *POLICIES))}")
     if not isinstance(rows, int) or rows < 1:
         raise ValueError(
             f"policy={shown(name)} with rows={rows}; give the rows that a layer sees per call, batch x tokens"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, positive, shown, tensors
+from .._checks import is_one_of, not_among, positive, tensors
 from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
 from .._tracing import once_differentiable
@@ -112,7 +112,7 @@ def linear_cross_entropy(
         RuntimeError: the gradient is differentiated.
     """
     if not is_one_of(reduction, _REDUCTIONS):
-        raise ValueError(f"reduction is {shown(reduction)}; use one of {', '.join(map(repr, _REDUCTIONS))}")
+        raise ValueError(f"reduction is {not_among(reduction, _REDUCTIONS)}")
     if chunk_size is not None:
         positive(chunk_size=chunk_size)
     tensors(hidden=hidden)

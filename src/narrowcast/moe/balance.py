@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import in_range, is_one_of, numbers, positive, shown, tensors, whole
+from .._checks import in_range, is_one_of, not_among, numbers, positive, tensors, whole
 from .._device import HIGH_PRECISION
 from ..functional import product
 
@@ -170,7 +170,7 @@ def moe_drop_tokens(
     tensors(probs=probs, routing_map=routing_map)
     positive(capacity=capacity, experts_per_group=experts_per_group)
     if not is_one_of(policy, POLICIES):
-        raise ValueError(f"policy is {shown(policy)}; use one of {', '.join(POLICIES)}")
+        raise ValueError(f"policy is {not_among(policy, POLICIES)}")
     if probs.dim() != 2 or routing_map.shape != probs.shape or routing_map.dtype != torch.bool:
         raise ValueError(
             f"probs has shape {tuple(probs.shape)} and routing_map is {routing_map.dtype} "

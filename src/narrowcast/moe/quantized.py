@@ -8,6 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import a_kind
 from .._tracing import refuse_in_graphs
 from ..tensors import QuantizedTensorStorage
 
@@ -30,7 +31,7 @@ def check_movable(x: Any, name: str) -> None:
     layout = x._quantizer._format_layout()
     if layout.scale_group[0] > 1 or not x.get_usages()["rowwise"]:
         raise TypeError(
-            f"{name} got a {type(x).__name__} whose rows have no scales of their own; quantize it row-wise with one "
+            f"{name} got {a_kind(x)} whose rows have no scales of their own; quantize it row-wise with one "
             "scale per tensor or per block of a row, or pass x.dequantize()"
         )
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import flags, is_one_of, numbers, positive, shown, tensor, tensors, whole
+from .._checks import flags, is_one_of, not_among, numbers, positive, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads, is_eager
 
@@ -281,9 +281,7 @@ def _check(
     if logits.dtype not in HIGH_PRECISION:
         raise ValueError(f"logits is {logits.dtype}; use float32, bfloat16 or float16")
     if not is_one_of(score_function, SCORE_FUNCTIONS):
-        raise ValueError(
-            f"score_function is {shown(score_function)}; use one of {', '.join(SCORE_FUNCTIONS)}"
-        )
+        raise ValueError(f"score_function is {not_among(score_function, SCORE_FUNCTIONS)}")
     map_format = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
     if logits.dim() < 2 or not 1 <= topk <= logits.shape[-1]:
         raise ValueError(

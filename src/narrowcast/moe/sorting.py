@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import shown, tensor
+from .._checks import tensor, typed
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Reorder
@@ -104,6 +104,4 @@ def _integers(label: str, given: Any) -> Tensor:
         return torch.as_tensor(given, dtype=torch.int64)
     if isinstance(given, Tensor):
         return given
-    raise TypeError(
-        f"{label} is {shown(given)}, of type {type(given).__name__}; pass integers, a tensor or a list"
-    )
+    raise TypeError(f"{label} is {typed(given)}; pass integers, a tensor or a list")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, in_range, is_one_of, positive, shown
+from .._checks import flags, in_range, is_one_of, not_among, positive
 from ..layers.parameters import parameter_device, parameter_dtype
 from ..moe import (
     fused_compute_score_for_moe_aux_loss,
@@ -95,13 +95,11 @@ class MoERouter(nn.Module):
         positive(hidden_size=hidden_size, num_experts=num_experts, topk=topk)
         flags(bias=bias, use_pre_softmax=use_pre_softmax)
         if not is_one_of(score_function, SCORE_FUNCTIONS):
-            raise ValueError(
-                f"score_function is {shown(score_function)}; use one of {', '.join(SCORE_FUNCTIONS)}"
-            )
+            raise ValueError(f"score_function is {not_among(score_function, SCORE_FUNCTIONS)}")
         if topk > num_experts:
             raise ValueError(f"topk is {topk}; use 1 to the {num_experts} experts")
         if not is_one_of(drop_policy, POLICIES):
-            raise ValueError(f"drop_policy is {shown(drop_policy)}; use one of {', '.join(POLICIES)}")
+            raise ValueError(f"drop_policy is {not_among(drop_policy, POLICIES)}")
         in_range("aux_loss_coeff", aux_loss_coeff, "use 0 or a positive number")
         in_range("z_loss_coeff", z_loss_coeff, "use 0 or a positive number")
         if bias_update_rate is not None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._checks import is_one_of, shown
+from .._checks import is_one_of, not_among
 from ..autograd import NormSettings, normalize
 from .norm import LayerNorm, RMSNorm
 
@@ -52,7 +52,7 @@ def qk_norms(
         norm = HeadL2Norm(size, eps)  # has no parameters: one is enough for both
         return norm, norm
     if not is_one_of(kind, QK_NORMS):
-        raise ValueError(f"qk_norm_type is {shown(kind)}; use None or one of {', '.join(QK_NORMS)}")
+        raise ValueError(f"qk_norm_type is {not_among(kind, (None, *QK_NORMS))}")
     norm_class = RMSNorm if kind == "RMSNorm" else LayerNorm
     return (
         norm_class(size, eps, dtype=dtype, device=place),

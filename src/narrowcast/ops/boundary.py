@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import a_kind
 from .._tracing import once_differentiable, release
 from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, scales_of_backward
 from ..functional import Metadata, replay_of
@@ -208,7 +209,7 @@ def _forward(
                 wiring.distribute(call.basic_ops[index], index, outputs, channels, to_caller, marks)
     if not isinstance(x, Tensor):
         raise RuntimeError(
-            f"{type(forward[-1][0]).__name__} returned a {type(x).__name__} as the last output; an operation returns a "
+            f"{type(forward[-1][0]).__name__} returned {a_kind(x)} as the last output; an operation returns a "
             "quantized tensor only where next_op_input_quantizer is not None"
         )
     return (x, to_caller, *_taken_off(contexts, call.key is not None))

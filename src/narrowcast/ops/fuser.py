@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, shown
+from .._checks import a_kind, flags, shown, typed
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..layers import read_together
@@ -66,7 +66,7 @@ class OperationFuser:
         outgoing: Collection[str] = (),
     ) -> None:
         if not isinstance(ops, Sequence) or not all(hasattr(op, "is_fused_op") for op in ops):
-            raise TypeError(f"ops is {shown(ops)}, of type {type(ops).__name__}; pass a list of operations")
+            raise TypeError(f"ops is {typed(ops)}; pass a list of operations")
         flags(capture=capture)
         self.basic_ops = tuple(taken_apart(ops))
         if not self.basic_ops:
@@ -296,7 +296,7 @@ class OperationFuser:
         for position, given in enumerate((input_, *extra_inputs)):
             if not isinstance(given, Tensor):
                 which = f"extra input {position - 1}" if position else "the input"
-                raise TypeError(f"{which} is a {type(given).__name__}; pass a tensor")
+                raise TypeError(f"{which} is {a_kind(given)}; pass a tensor")
         if basic_op_kwargs is not None and len(basic_op_kwargs) != len(self.basic_ops):
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries; give one dict for each of the "

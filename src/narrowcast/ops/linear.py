@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags
+from .._checks import a_kind, flags
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.collective import AllReduce, ReduceScatter
@@ -126,7 +126,7 @@ class Linear(CompositeOperation):
                 f"this Linear has {has}, no {name}; make it with bias=True, or keep {name} elsewhere"
             )
         if not isinstance(param, nn.Parameter):
-            raise TypeError(f"{name} is a {type(param).__name__}; assign an nn.Parameter")
+            raise TypeError(f"{name} is {a_kind(param)}; assign an nn.Parameter")
         setattr(owners[name], name, param)
 
     def reset_parameters(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._checks import is_one_of, shown
+from .._checks import a_kind, is_one_of, shown
 from .contract import FusibleOperation
 
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -27,7 +27,7 @@ class Registry:
             TypeError: it cannot be called.
         """
         if not callable(function):
-            raise TypeError(f"a fusion is a function(ops, *, recipe) -> ops; got a {type(function).__name__}")
+            raise TypeError(f"a fusion is a function(ops, *, recipe) -> ops; got {a_kind(function)}")
         functions.insert(0 if prepend else len(functions), function)
         self.version += 1
 

@@ -135,7 +135,7 @@ class Sequential(nn.Sequential):
 
     def __add__(self, other: Any) -> Sequential:
         if not isinstance(other, nn.Sequential):
-            raise ValueError(f"cannot add a {type(other).__name__} to a Sequential; wrap it in one")
+            raise ValueError(f"cannot add {_checks.a_kind(other)} to a Sequential; wrap it in one")
         return type(self)(*self, *other)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _kwargs_by_number(groups: list[Any], op_kwargs: OperationKwargs) -> dict[int
         number = key if isinstance(key, int) else next((at for at, op in enumerate(ops) if op is key), None)
         if number is None:
             raise ValueError(
-                f"op_kwargs has a {type(key).__name__} as key; use a basic operation of this Sequential, or its number"
+                f"op_kwargs has {_checks.a_kind(key)} as key; use a basic operation of this Sequential, or its number"
             )
         if not 0 <= number < len(ops):
             raise KeyError(f"op_kwargs has key {number}; there are {len(ops)} basic operations")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import in_range, shown, tensor
+from .._checks import in_range, shown, tensor, typed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -21,11 +21,11 @@ def checked_parameters(params: Any) -> list[Any]:
     """
     remedy = "pass model.parameters(), or a list of groups"
     if isinstance(params, (str, Tensor, dict)) or not isinstance(params, Iterable):
-        raise TypeError(f"params is {shown(params)}, of type {type(params).__name__}; {remedy}")
+        raise TypeError(f"params is {typed(params)}; {remedy}")
     listed = list(params)
     for one in listed:
         if not isinstance(one, (Tensor, dict, tuple)):
-            raise TypeError(f"params has {shown(one)}, of type {type(one).__name__}; {remedy}")
+            raise TypeError(f"params has {typed(one)}; {remedy}")
     return listed
 
 
@@ -57,10 +57,7 @@ def check_lists(noop_flag: Any, tensor_lists: Any, least: int) -> None:
     lists = tensor_lists if isinstance(tensor_lists, (list, tuple)) else ()
     fits = len(lists) >= least and all(isinstance(one, (list, tuple)) for one in lists)
     if not fits or not all(isinstance(x, Tensor) for one in lists for x in one):
-        raise TypeError(
-            f"tensor_lists is {shown(tensor_lists)}, of type {type(tensor_lists).__name__}; pass {least} or more "
-            "lists of tensors"
-        )
+        raise TypeError(f"tensor_lists is {typed(tensor_lists)}; pass {least} or more lists of tensors")
 
 
 def check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:

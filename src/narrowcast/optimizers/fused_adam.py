@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._checks import flags, is_one_of, module, shown
+from .._checks import a_kind, flags, is_one_of, module, not_among
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs
 from ..functional import adam_, adam_quantize_
@@ -123,7 +123,7 @@ class FusedAdam(torch.optim.Optimizer):
             ("exp_avg_sq_dtype", exp_avg_sq_dtype, _MOMENT_DTYPES),
         ):
             if not is_one_of(dtype, allowed):
-                raise ValueError(f"{name} is {shown(dtype)}; use one of {', '.join(map(str, allowed))}")
+                raise ValueError(f"{name} is {not_among(dtype, allowed)}")
         if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
             raise RuntimeError(
                 "store_param_remainders keeps the rest of fp32 master weights: it needs master_weights=True and "
@@ -193,7 +193,7 @@ class FusedAdam(torch.optim.Optimizer):
         quantized = isinstance(own, DequantizingTensor)
         if quantized and not self.master_weights:
             raise RuntimeError(
-                f"a parameter is a {type(own).__name__}, which is too coarse for a step; use master_weights=True"
+                f"a parameter is {a_kind(own)}, which is too coarse for a step; use master_weights=True"
             )
         if store_param_remainders and not quantized and param.dtype != torch.bfloat16:
             raise RuntimeError(

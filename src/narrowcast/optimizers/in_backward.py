@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import module, shown
+from .._checks import module, typed
 from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
 from .fused_adam import FusedAdam
@@ -106,9 +106,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer is {shown(optimizer)}, of type {type(optimizer).__name__}; pass an optimizer"
-        )
+        raise TypeError(f"optimizer is {typed(optimizer)}; pass an optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS calls the model several times in a step; use another optimizer, " + _WITHOUT)
     if getattr(optimizer, "use_decoupled_grad", False):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._tracing import can_check
 from ..functional import amax_to_share, quantize
 from ..functional.collectives import largest_of
@@ -65,7 +65,7 @@ class AmaxReducing(Quantizer):
         # before torch 2.13 a trace cannot ask a group what it has
         if not isinstance(group, str) and can_check() and not hasattr(group, "group_name"):
             raise TypeError(
-                f"amax_reduction_group is a {type(group).__name__}; pass a torch.distributed process group or its name"
+                f"amax_reduction_group is {a_kind(group)}; pass a torch.distributed process group or its name"
             )
         name, seed = group if isinstance(group, str) else group.group_name, self._seed(tensor)
         reduced = largest_of(amax_to_share(tensor, self, seed), name)

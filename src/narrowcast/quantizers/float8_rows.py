@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, numbers, shown
+from .._checks import is_one_of, not_among, numbers, shown
 from ..formats import ELEMENT_FORMATS, FLOAT8_BLOCK, FLOAT8_BLOCK_SCALE_ALIGNMENT, DType
 from ..functional import GemmOperand, NativeOperand
 from ..reference import float8_rows
@@ -21,7 +21,7 @@ from .quantizer import Quantizer
 
 def _check_rule(rule: str, smallest_scale: float) -> None:
     if not is_one_of(rule, float8_rows.RULES):
-        raise ValueError(f"rule is {shown(rule)}; use one of {', '.join(map(repr, float8_rows.RULES))}")
+        raise ValueError(f"rule is {not_among(rule, float8_rows.RULES)}")
     if rule in float8_rows.TRAINING_RULES and smallest_scale:
         raise ValueError(
             f"smallest_scale is {smallest_scale}; rule={shown(rule)} has amax_epsilon alone, leave it 0"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._device import HIGH_PRECISION, default_device
 from .._sealing import Sealable
 from .._tracing import in_eager, refuse_in_one_graph, traced_local, while_tracing
@@ -528,7 +528,7 @@ class Quantizer(Sealable, QuantizerValue):
         """
         if not isinstance(dst, self._storage_class):
             raise ValueError(
-                f"out is a {type(dst).__name__}; {type(self).__qualname__} writes {self._storage_class.__name__}"
+                f"out is {a_kind(dst)}; {type(self).__qualname__} writes {self._storage_class.__name__}"
             )
         kept = self.with_usage(**dst.get_usages())
         kept._check_input(src)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .._checks import shown
+from .._checks import article, shown
 from .base import Format, MMParams, QParams, Recipe
 from .names import ALIASES, NAMES, recipe_from_name
 
@@ -163,7 +163,9 @@ def _field(value: Any, default: Any, where: str) -> Any:
     kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str, type(None))}
     wanted = kinds.get(type(default), (str, type(None), *([int, float] if default is None else [])))
     if type(value) not in wanted or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{where} is {shown(value)}; use a {' or '.join(kind.__name__ for kind in wanted)}")
+        raise ValueError(
+            f"{where} is {shown(value)}; use {' or '.join(article(kind.__name__) for kind in wanted)}"
+        )
     least, most = _BOUNDS.get(where.rpartition(".")[2], (value, value))
     if value is not None and not least <= value <= most:
         raise ValueError(f"{where} is {value}; in a file it may be {least} to {most}")

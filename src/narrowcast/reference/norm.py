@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import not_among
 from .._device import HIGH_PRECISION
 from .reduction import canonical_nan, column_sum, round_to_dtype, row_sum
 
@@ -37,9 +37,7 @@ def statistics(
         ``d = x - mean``, or ``x``.
     """
     if normalization not in NORMALIZATIONS:
-        raise ValueError(
-            f"unknown normalization {shown(normalization)}; use one of {', '.join(NORMALIZATIONS)}"
-        )
+        raise ValueError(f"unknown normalization {not_among(normalization, NORMALIZATIONS)}")
     values = _rows(x)
     summed = None
     if residual is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
-from .._checks import shown
+from .._checks import a_kind, typed
 from ..functional import taking_apart
 from ..tensors import QuantizedTensor
 
@@ -32,11 +32,10 @@ def decompose(program: ExportedProgram, decomp_table: Any = None) -> ExportedPro
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if not isinstance(program, ExportedProgram):
-        raise TypeError(f"program is a {type(program).__name__}; pass what torch.export.export returns")
+        raise TypeError(f"program is {a_kind(program)}; pass what torch.export.export returns")
     if decomp_table is not None and not isinstance(decomp_table, dict):
         raise TypeError(
-            f"decomp_table is {shown(decomp_table)}, of type {type(decomp_table).__name__}; pass a dict from "
-            "operators to functions, or None"
+            f"decomp_table is {typed(decomp_table)}; pass a dict from operators to functions, or None"
         )
     for name, value in program.state_dict.items():
         if value.is_cuda:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import _checks
-from .._checks import is_one_of, shown
+from .._checks import is_one_of, not_among, shown
 from ..formats import E4M3, DType
 from ..layers import LinearLayer
 from ..layers.set_recipe import set_recipe
@@ -121,9 +121,9 @@ def forward_like(
     """
     _checks.module("model", model)
     if not is_one_of(engine, ENGINES):
-        raise ValueError(f"engine is {shown(engine)}; use one of {', '.join(map(repr, ENGINES))}")
+        raise ValueError(f"engine is {not_among(engine, ENGINES)}")
     if not is_one_of(format, FORMATS):
-        raise ValueError(f"format is {shown(format)}; use one of {', '.join(map(repr, FORMATS))}")
+        raise ValueError(f"format is {not_among(format, FORMATS)}")
     names = {
         name: layer._module_type == "grouped_linear"
         for name, layer in model.named_modules()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import shown
+from .._checks import not_among, shown
 from ..convert.adapters import layer_with_adapters
 from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
@@ -90,7 +90,7 @@ def checked(
             "narrowcast.distributed.save_checkpoint, load into a model of all experts, and export that"
         )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
-        raise ValueError(f"format is {shown(format)}; use one of {', '.join(map(repr, CHECKPOINT_FORMATS))}")
+        raise ValueError(f"format is {not_among(format, CHECKPOINT_FORMATS)}")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {shown(name)} is on the meta device and has no values to export")

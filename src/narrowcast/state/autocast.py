@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from .._checks import flags, shown
+from .._checks import a_kind, flags, shown
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..recipe import (
@@ -139,7 +139,7 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
         raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{owner}: recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes, or a name such "
+            f"{owner}: recipe is {a_kind(recipe)}; pass one of narrowcast.recipe's recipes, or a name such "
             "as 'current'"
         )
     if can_remember():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from .._checks import article
 from ..functional import renew_delayed_scaling
 from ..recipe import DelayedScaling, Mode
 
@@ -270,8 +271,8 @@ def warn_of_no_renewal(name: str) -> None:
     if "kept" not in _SAID:
         _SAID.add("kept")
         warnings.warn(
-            f"the weight of a {name} changes between training forwards, and nothing renews its scales of delayed "
-            "scaling, as a step of a torch.optim.Optimizer that has the weight would; call "
+            f"the weight of {article(name)} changes between training forwards, and nothing renews its scales of "
+            "delayed scaling, as a step of a torch.optim.Optimizer that has the weight would; call "
             "narrowcast.renew_delayed_scaling(model) after each change",
             stacklevel=6,
         )

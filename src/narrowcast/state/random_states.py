@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._device import default_device
 from .._tracing import refuse_in_graphs
 
@@ -52,7 +52,7 @@ class CudaRNGStatesTracker:
             TypeError: ``states`` is no dict.
         """
         if not isinstance(states, dict):
-            raise TypeError(f"states is a {type(states).__name__}; pass a dict, as get_states() returns")
+            raise TypeError(f"states is {a_kind(states)}; pass a dict, as get_states() returns")
         adopted: dict[str, Any] = {}
         for name, state in states.items():
             if not self.graph_safe:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
 from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
@@ -41,10 +41,10 @@ class RecipeState:
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode is {shown(mode)}; use 'forward' or 'backward'")
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe is a {type(recipe).__name__}; pass one of narrowcast.recipe's recipes")
+            raise ValueError(f"recipe is {a_kind(recipe)}; pass one of narrowcast.recipe's recipes")
         if self._family not in ("", recipe._family):
             raise ValueError(
-                f"{type(self).__name__} got a {type(recipe).__name__}; RecipeState.create chooses by the recipe"
+                f"{type(self).__name__} got {a_kind(recipe)}; RecipeState.create chooses by the recipe"
             )
         if num_quantizers < 1:
             raise ValueError(f"num_quantizers is {num_quantizers}; use at least 1")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._checks import a_kind
 from ..upstream.compiler import never_compiled
 from ..upstream.functionalization import FunctionalTensor
 from ..upstream.tensors import make_wrapper, no_torch_function, schema_of, tree_leaves, tree_map_only
@@ -73,9 +74,7 @@ class DequantizingTensor(Tensor):
     def data(self, value: Tensor) -> None:
         source = value if isinstance(value, DequantizingTensor) else self._with_values(value.detach())
         if type(source) is not type(self):
-            raise ValueError(
-                f"cannot make a {type(self).__name__} hold the data of a {type(source).__name__}"
-            )
+            raise ValueError(f"cannot make {a_kind(self)} hold the data of {a_kind(source)}")
         Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
         self._adopt(source)
 
@@ -405,7 +404,7 @@ def _warn_if_updated(func: Any, target: DequantizingTensor) -> None:
     updates = name.removeprefix("_foreach_") in _UPDATES or name.startswith("_fused_")
     if updates and (target.requires_grad or getattr(target, "_is_shard", False)):
         warnings.warn(
-            f"an optimizer adds to the codes of a {type(target).__name__} that trains: the sum is rounded to codes, so "
+            f"an optimizer adds to the codes of {a_kind(target)} that trains: the sum is rounded to codes, so "
             "small steps change nothing; use narrowcast.optimizers.FusedAdam(master_weights=True), or decode what was "
             "stored with narrowcast.revert(model) before you make the optimizer",
             stacklevel=2,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from ..functional import QuantizerValue
 from ..functional.grouped_places import part_of
 from ..upstream.functionalization import FunctionalTensor
@@ -186,9 +186,7 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             RuntimeError: this tensor needs a gradient, as for a plain leaf.
         """
         if self.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"cannot assign into a {type(self).__name__} that requires grad; use torch.no_grad()"
-            )
+            raise RuntimeError(f"cannot assign into {a_kind(self)} that requires grad; use torch.no_grad()")
         plain = self._plain()
         plain[index] = value._plain() if isinstance(value, DequantizingTensor) else value
         self.quantize_(plain)

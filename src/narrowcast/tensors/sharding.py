@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._checks import a_kind
 from ..formats import Buffer, Layout
 from ..upstream.autograd import version_preserved
 from ..upstream.fsdp import (
@@ -207,7 +208,7 @@ def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
     """Return the error where a quantized tensor cannot be sharded."""
     apart = "make the layer with single_grouped_weight=False and use FSDP2, or " if tensor.dim() == 3 else ""
     return RuntimeError(
-        f"FSDP cannot shard a {type(tensor).__name__}: {reason}; {apart}build the model without quantized_model_init "
+        f"FSDP cannot shard {a_kind(tensor)}: {reason}; {apart}build the model without quantized_model_init "
         "and shard that, a recipe then quantizes the gathered weights"
     )
 

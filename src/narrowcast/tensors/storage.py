@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .._checks import shown
+from .._checks import a_kind, shown
 from .._tracing import can_overwrite, can_remember
 from ..formats import Layout
 from ..functional import QuantizerValue, dequantize
@@ -259,9 +259,7 @@ class QuantizedTensorStorage(BufferHolder):
         for buffer in self._LAYOUT.buffers:
             if buffer.attribute == attribute:
                 if not buffer.shape:
-                    raise RuntimeError(
-                        f"the buffers of a {type(self).__name__} do not say its shape; give shape="
-                    )
+                    raise RuntimeError(f"the buffers of {a_kind(self)} do not say its shape; give shape=")
                 return buffer.logical_shape(sizes)
         # a class that spells its buffers out by itself
         return (*sizes[1:], sizes[0]) if columnwise else sizes

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import is_one_of, shown
+from ..._checks import article, is_one_of, shown
 from ..._device import HIGH_PRECISION
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
@@ -180,7 +180,7 @@ def check_out(
         storage is not None and not issubclass(theirs, storage)
     ):
         wanted = "a plain tensor" if storage is None else storage.__name__
-        raise ValueError(f"{name} is a {theirs.__name__}, but its result is {wanted}")
+        raise ValueError(f"{name} is {article(theirs.__name__)}, but its result is {wanted}")
     if accumulate and quantizer is not None:
         raise ValueError(f"a quantized {name} cannot be accumulated into")
     if quantizer is not None and described._layout() != quantizer._layout():
@@ -231,6 +231,6 @@ def _check_directions(name: str, tensor: Any, rowwise: bool, columnwise: bool) -
     ):
         if missing:
             raise RuntimeError(
-                f"{name} is a {storage.__name__} without {direction} data, which is read here; quantize it in both "
-                "directions"
+                f"{name} is {article(storage.__name__)} without {direction} data, which is read here; quantize it "
+                "in both directions"
             )

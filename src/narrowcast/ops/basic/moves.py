@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._checks import numbers, shown, whole
+from ..._checks import numbers, typed, whole
 from ..forms import SavesTensors
 from ..op import BasicOperation
 
@@ -35,9 +35,7 @@ class Reshape(SavesTensors, BasicOperation, values=("shape",)):
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
         if not isinstance(shape, (tuple, list)):
-            raise TypeError(
-                f"shape is {shown(shape)}, of type {type(shape).__name__}; use sizes, such as (-1, 64)"
-            )
+            raise TypeError(f"shape is {typed(shape)}; use sizes, such as (-1, 64)")
         for size in shape:
             whole(shape=size)
         self.shape = tuple(shape)
