@@ -23,6 +23,10 @@ listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
+# What continues an interrupted demo, for people who typed make.
+given = $(foreach name,TORCH VENV,$(if $(filter command,$(origin $(name))),$(name)=$($(name))))
+repeat = $(strip make demo $(given) DEMO_ARGS=)
+demo: export NARROWCAST_DEMO = $(repeat)
 demo: $(installed)-train
 	$(bin)/narrowcast demo $(DEMO_ARGS)
 

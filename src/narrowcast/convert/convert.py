@@ -25,6 +25,7 @@ from .stored import FOUR_BITS, nothing_to_store, restore, store, uses_of_paramet
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
+_NONE = "None in a table leaves layers as they are"
 
 
 @overload
@@ -120,7 +121,7 @@ def convert(
     """
     _check_arguments(model, recipe, weights)
     _checks.flags(norms=norms, routers=routers, heads=heads, small=small, blocks=blocks, dry_run=dry_run)
-    table = recipe_table(recipe, "convert")
+    table = recipe_table(recipe, "convert", _NONE)
     reshard(model)  # what FSDP2 has gathered looks like a plain weight, and is given back later
     found, found_norms = list(gemm_modules(model)), list(norm_modules(model)) if norms else []
     modules = {one.name: one.module for one in (*found, *found_norms)}
@@ -194,7 +195,7 @@ def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
         raise TypeError(f"model is {a_kind(model)}; pass a torch.nn.Module")
     if recipe is None:
         raise TypeError(
-            "recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table"
+            f"recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table; {_NONE}"
         )
     if not is_one_of(weights, ("plain", "stored", *FOUR_BITS)):
         raise ValueError(f"weights is {shown(weights)}; use 'plain', 'stored', 'nvfp4' or 'mxfp4'")

@@ -74,11 +74,12 @@ def set_recipe(
     return model
 
 
-def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
+def recipe_table(recipe: RecipeChoice, caller: str, *none: str) -> dict[str, Recipe | None]:
     """Return recipes by pattern, from any of the ways in which :func:`set_recipe` takes them.
 
     Args:
         caller: whose argument it is, for the message.
+        none: what None means there, if it is not high precision.
     Raises:
         TypeError: no recipe.
         ValueError: text that is neither the name of a recipe nor a table of recipes.
@@ -86,7 +87,7 @@ def recipe_table(recipe: RecipeChoice, caller: str) -> dict[str, Recipe | None]:
     is_json = isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "[")
     table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]
     table = dict(table) if isinstance(table, Mapping) else {"": table}
-    return {pattern: checked_recipe(value, caller) for pattern, value in table.items()}
+    return {pattern: checked_recipe(value, caller, *none) for pattern, value in table.items()}
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:

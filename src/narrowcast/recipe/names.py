@@ -77,4 +77,4 @@ def nearest_recipe(name: str) -> str:
     return f"; the nearest: {', '.join(map(repr, nearest))}" if nearest else ""
 
 
-_KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES])) + "; None is high precision"
+_KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES]))

@@ -121,12 +121,13 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
-def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
+def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision") -> Recipe | None:
     """Return None, or a recipe with the plans that equal ones have made.
 
     Args:
         recipe: a recipe, the name of one, or None.
         owner: whose argument it is, for the message.
+        none: what None means there, for the message.
     Raises:
         TypeError: something else.
         ValueError: a name that no recipe has.
@@ -134,7 +135,7 @@ def checked_recipe(recipe: Any, owner: str) -> Recipe | None:
     if recipe is None:
         return None
     if isinstance(recipe, str):
-        recipe = _recipe_named(recipe, owner)
+        recipe = _recipe_named(recipe, owner, none)
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
@@ -154,11 +155,11 @@ def _is_recipe_name(name: str) -> bool:
         return False
 
 
-def _recipe_named(name: str, owner: str) -> Recipe:
+def _recipe_named(name: str, owner: str, none: str) -> Recipe:
     try:
         return recipe_from_name(name)
     except ValueError as error:
-        raise ValueError(f"{owner}: {error}") from error
+        raise ValueError(f"{owner}: {error}; {none}") from error
 
 
 class autocast:

@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from narrowcast._checks import shown
+from narrowcast._checks import not_among, shown
 from narrowcast._version import __version__
 
 from .account import measure_ceilings, take_account
@@ -112,9 +112,7 @@ def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
 def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> int:
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
     if model not in ACCOUNT_MODELS:
-        raise typer.BadParameter(
-            f"--model is {shown(model)}; bench account takes one of {', '.join(ACCOUNT_MODELS)}"
-        )
+        raise typer.BadParameter(f"--model of bench account is {not_among(model, ACCOUNT_MODELS)}")
     try:
         running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
     except ValueError as error:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from narrowcast import nn as own_layers
-from narrowcast._checks import shown
+from narrowcast._checks import not_among
 from narrowcast.layers import set_recipe
 from narrowcast.recipe import NAMES, Recipe
 
@@ -86,7 +86,7 @@ def contenders(
     for given, known, what in checks:
         for name in given:
             if name not in known:
-                raise ValueError(f"{what} is {shown(name)}; use one of {', '.join(known)}")
+                raise ValueError(f"{what} is {not_among(name, known)}")
     yield Contender("bf16", "compiled", None)
     own: dict[str, Any] = {"optimizer": optimizer}
     own["head"] = None if head == "bf16" else RECIPES[head](emulate=emulate)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast import renew_delayed_scaling
-from narrowcast._checks import shown
+from narrowcast._checks import not_among, shown
 from narrowcast.losses import linear_cross_entropy
 from narrowcast.optimizers import FusedAdam
 from narrowcast.recipe import Recipe
@@ -62,7 +62,7 @@ def works(suite: str, only: str = "") -> list[Work]:
         ValueError: an unknown suite, or nothing of that name.
     """
     if suite not in SUITES:
-        raise ValueError(f"suite is {shown(suite)}; use one of {', '.join(SUITES)}")
+        raise ValueError(f"suite is {not_among(suite, SUITES)}")
     found = [work for work in SUITES[suite] if only in work.name]
     if not found:
         raise ValueError(f"no work of suite {shown(suite)} has {shown(only)} in its name")

@@ -85,6 +85,8 @@ def _how_to_go_on(words: list[str]) -> str:
     if _rank() is not None:
         return "; the same command with --resume continues"
     further = words if "--resume" in words else [*words, "--resume"]
+    if words[0] == "demo" and (by_make := os.environ.get("NARROWCAST_DEMO")):
+        return f"; to continue: {by_make}{shlex.quote(shlex.join(further[1:]))}"
     return f"; to continue: {shlex.join([*_program(), *further])}"
 
 

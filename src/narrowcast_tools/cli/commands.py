@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..plan.layout import BATCH, BATCH_PER_GPU
 from . import options as o
@@ -22,6 +23,17 @@ app = typer.Typer(
 )
 
 
+class _Command(TyperCommand):
+    """A command whose help does not show a type for options without a value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
 def _command(module: str) -> Callable[[Callable[..., Any]], None]:
     """Declare a command by a function's name, options and docstring.
 
@@ -30,7 +42,7 @@ def _command(module: str) -> Callable[[Callable[..., Any]], None]:
     """
 
     def declare(declaration: Callable[..., Any]) -> None:
-        @app.command()
+        @app.command(cls=_Command)
         @functools.wraps(declaration)
         def run(**given: Any) -> Any:
             return getattr(import_module(f"narrowcast_tools.{module}"), declaration.__name__)(**given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-SPINS = "5000"
+SPINS = "2000"
 
 
 def spin_less() -> None:

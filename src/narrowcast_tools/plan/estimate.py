@@ -111,9 +111,9 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
             raise ValueError(f"{name} is {getattr(layout, name)}; it must be at least 1")
     groups = layout.tp * layout.pp * layout.cp
     if layout.gpus % groups:
-        raise ValueError(
-            f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} does not divide {layout.gpus} GPUs"
-        )
+        split = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+        product = " x ".join(f"{name} {ranks}" for name, ranks in split.items() if ranks > 1)
+        raise ValueError(f"{product} does not divide {layout.gpus} GPUs")
     rules = (
         (layout.tp > HOST or model.heads % layout.tp, f"tp must divide the heads and be at most {HOST}"),
         (

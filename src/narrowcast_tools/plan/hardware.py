@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import difflib
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
+
+
+T = TypeVar("T")
 
 
 class Gpu(NamedTuple):
@@ -60,28 +65,33 @@ STOLEN = 20 / 132  # share of the multiprocessors that communication takes while
 RESERVE = 0.92  # share of the memory that a plan may fill
 
 
+def find(name: str, known: Mapping[str, T], option: str, problem: str) -> T:
+    """Return the entry of a name.
+
+    Args:
+        option: that takes the name, for the message.
+        problem: what is wrong with a name that has no entry.
+
+    Raises:
+        ValueError: there is none; the message has the name that looks like it.
+    """
+    if name in known:
+        return known[name]
+    alike = difflib.get_close_matches(name.lower(), known, 1)
+    near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
+    raise ValueError(f"{problem} {name!r:.60}{near}; {option} takes one of {', '.join(known)}")
+
+
 def find_gpu(name: str) -> Gpu:
     """Return a GPU; ValueError for an unknown name."""
-    if name not in GPUS:
-        raise ValueError(f"unknown GPU {name!r:.60}; --gpu takes one of {', '.join(GPUS)}")
-    return GPUS[name]
+    return find(name, GPUS, "--gpu", "unknown GPU")
 
 
 def find_optimizer(name: str) -> tuple[float, float, float]:
-    """Return the bytes of a weight, its gradient and its state.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r:.60}; --optimizer takes one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]
+    """Return the bytes of a weight, its gradient and its state; ValueError for an unknown name."""
+    return find(name, OPTIMIZERS, "--optimizer", "unknown optimizer")
 
 
 def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
-    if recipe not in RECIPES:
-        raise ValueError(
-            f"no measured rates for recipe {recipe!r:.60} on these GPUs; --recipe takes one of {', '.join(RECIPES)}"
-        )
-    return RECIPES[recipe]
+    return find(recipe, RECIPES, "--recipe", "these GPUs have no measured rates for recipe")

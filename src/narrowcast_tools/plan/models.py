@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hardware import find
+
 
 @dataclass(frozen=True)
 class Model:
@@ -111,11 +113,5 @@ MODELS = {
 
 
 def find_model(name: str) -> Model:
-    """Return the shape of a published model.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r:.60}; --model takes one of {', '.join(MODELS)}")
-    return MODELS[name]
+    """Return the shape of a published model; ValueError for an unknown name."""
+    return find(name, MODELS, "--model", "unknown model")

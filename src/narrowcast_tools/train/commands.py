@@ -32,7 +32,7 @@ from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table, recipe_name
 from .report import Row, remarks, terminal_table
-from .session import COMPARED, run_in, series
+from .session import COMPARED, describe_runs, run_in, series
 from .tokens import TOKENIZER, load_tokens
 
 MOST_SEEDS = 1000
@@ -100,6 +100,7 @@ def train(
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(seeds)]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
+    kept["intro"] = describe_runs(config, corpus, recipes, seeds)
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
         if choice:

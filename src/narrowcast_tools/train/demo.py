@@ -12,12 +12,11 @@ from .config import ModelConfig, TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
 from .errors import SettingsError
-from .memory import parameters_of
 from .picture import draw
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
-from .session import COMPARED, series
+from .session import COMPARED, describe_runs, series
 
 # Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
@@ -64,15 +63,6 @@ def check_recipes(config: TrainConfig, recipes: Sequence[str] = ALL_RECIPES) -> 
         build_recipe(name, device=config.device, emulate=config.emulate)
 
 
-def describe(config: TrainConfig, recipes: Sequence[str]) -> str:
-    """Return in one line what a demo trains."""
-    model = config.model
-    return (
-        f"trains {model.layers} blocks of width {model.dim} ({parameters_of(model):,} parameters), "
-        f"{config.steps} steps of {config.tokens_per_step:,} bytes, {len(recipes)} times: {', '.join(recipes)}"
-    )
-
-
 def run_demo(
     config: TrainConfig,
     corpus: Corpus,
@@ -98,9 +88,8 @@ def run_demo(
         raise SettingsError(
             f"{runs} is of a demo that was interrupted; add --resume to continue it, or give --out another folder"
         )
-    progress.note(describe(config, recipes))
     configs = [replace(config, recipe=name) for name in recipes]
-    series(runs, configs, corpus, progress, resume=resume)
+    series(runs, configs, corpus, progress, resume=resume, intro=describe_runs(config, corpus, recipes))
     comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes], strict=False)
     return Demo(comparison.rows, config, corpus, comparison.results[0].parameters)
 

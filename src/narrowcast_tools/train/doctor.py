@@ -20,6 +20,7 @@ from .recipes import CHOICES, RecipeChoice
 NEVER_RUN = ("mxfp8", "nvfp4")
 """Recipes whose native GEMM was written without a GPU that has it."""
 PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
+EMULATED = "emulated"
 ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]'"
 
 
@@ -47,8 +48,15 @@ def doctor(json: bool) -> int:
     if json:
         print(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
     else:
-        print(f"{'verdict':<12} {'this machine can train' if healthy else 'something above is broken'}")
+        print(f"{'verdict':<12} {_verdict(findings) if healthy else 'something above is broken'}")
     return 0 if healthy else 1
+
+
+def _verdict(findings: list[Finding]) -> str:
+    recipes = [finding for finding in findings if finding.subject in CHOICES and finding.subject != "bf16"]
+    if all(finding.text.startswith(EMULATED) for finding in recipes):
+        return "this machine can train, emulated only: it shows losses, and no recipe is faster than bf16"
+    return "this machine can train"
 
 
 def examine() -> Iterator[Finding]:
@@ -89,7 +97,7 @@ def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
     recipe, how = None, "native"
     if choice.recipe is not None:
         native, reason = choice.availability()
-        how = "native" if native else f"emulated: {reason}"
+        how = "native" if native else f"{EMULATED}: {reason}"
         if native and name in NEVER_RUN:
             how = "native, but never run on such a GPU before a release: compare with emulate=True first"
         recipe = choice.recipe(emulate=not native)

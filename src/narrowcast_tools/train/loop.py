@@ -72,11 +72,12 @@ class Run:
                 progress.note(note)
         self.first_step = len(self.history.train)
 
-    def train(self, title: str = "") -> RunResult:
+    def train(self, title: str = "", further: int = 0) -> RunResult:
         """Run the remaining steps, with evaluations and saves.
 
         Args:
             title: of the run in its progress; empty for its recipe.
+            further: steps of the runs after this one, for the time left.
 
         Raises:
             TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.
@@ -84,7 +85,8 @@ class Run:
                 different steps, so they stop at once.
         """
         began, watch = time.perf_counter(), Stopwatch()
-        self.progress.begin(title or self.config.recipe, done=self.first_step, total=self.config.steps)
+        steps = {"done": self.first_step, "total": self.config.steps, "further": further}
+        self.progress.begin(title or self.config.recipe, **steps)
         signals = nullcontext(Stop()) if self.ranks.mode else noticing(self.progress.note)
         try:
             with memory_told(self.config), signals as stop:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from narrowcast._checks import shown
+from narrowcast._checks import not_among
 
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
@@ -67,7 +67,7 @@ def find_preset(name: str) -> TrainConfig:
         SettingsError: the name is unknown.
     """
     if name not in PRESETS:
-        raise SettingsError(f"unknown preset {shown(name)}; --preset takes one of {', '.join(PRESETS)}")
+        raise SettingsError(f"--preset is {not_among(name, PRESETS)}")
     return PRESETS[name]
 
 

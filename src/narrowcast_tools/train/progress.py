@@ -12,13 +12,15 @@ from .pace import Pace, format_pace
 
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 NARROWEST_BAR = 8  # cells
+ROOM = "00:00"  # of a time
+TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
 
 class Progress:
     """The output of a run; this one prints nothing, as in all but one of several processes."""
 
-    def begin(self, title: str, *, done: int, total: int) -> None:
-        """The run begins, or goes on, at ``done`` of ``total`` steps."""
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+        """The run begins, or goes on, at ``done`` of ``total`` steps; runs after it have ``further`` steps."""
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
         """A step is done."""
@@ -39,7 +41,7 @@ class Bar(Progress):
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def begin(self, title: str, *, done: int, total: int) -> None:
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         # A new one for each run: one that starts again prints the lines of the runs before it once more.
         self._rich = RichProgress(
             TextColumn("{task.description:<8}"),
@@ -48,11 +50,12 @@ class Bar(Progress):
             _Figures(self._console),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
+            *((_AllRuns(),) if further else ()),
             console=self._console,
             expand=True,
         )
         self._rich.start()
-        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0)}
+        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0), "further": further}
         self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
@@ -83,11 +86,25 @@ class _Figures(ProgressColumn):
         left = 5 if (task.time_remaining or 0) < 3600 else 7
         others = (
             f"{task.description:<8} {'':{NARROWEST_BAR}} {task.total:.0f}/{task.total:.0f}  left {'':{left}}"
+            f"{f', all runs {ROOM}' if task.fields['further'] else ''}"
         )
         pace = _short_pace(task.fields["pace"])
         while pace and len(f"{others}{losses}  {pace}") > self._console.width:
             pace = pace.rpartition("  ")[0]
         return Text(f"{losses}  {pace}".rstrip())
+
+
+class _AllRuns(ProgressColumn):
+    """The time left of this run and of those after it, at this run's speed."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        if task.speed is None or task.remaining is None:
+            return Text("")
+        left = (task.remaining + task.fields["further"]) / task.speed
+        return Text(f"all runs {format_duration(left)}")
 
 
 def _short_pace(pace: Pace) -> str:
@@ -101,20 +118,21 @@ class Lines(Progress):
         self._console = console
         self._title = ""
         self._total = 0
-        self._first = 0
-        self._began = 0.0
+        self._further = 0
+        self._timed: tuple[int, float] | None = None  # the first step, and when it was done
         self._last_line = 0.0
         self._loss = "-"
         self._speed = ""
 
-    def begin(self, title: str, *, done: int, total: int) -> None:
-        self._title, self._total, self._first = title, total, done
-        self._loss, self._speed = "-", ""
-        self._began = self._last_line = time.monotonic()
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+        self._title, self._total, self._further = title, total, further
+        self._loss, self._speed, self._timed = "-", "", None
+        self._last_line = time.monotonic()
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
-        self._loss, self._speed = f"{loss:.3f}", _short_pace(pace)
-        if time.monotonic() - self._last_line >= QUIET_SECONDS:
+        self._loss, self._speed, now = f"{loss:.3f}", _short_pace(pace), time.monotonic()
+        self._timed = self._timed or (done, now)
+        if now - self._last_line >= QUIET_SECONDS:
             self._line(done, "")
 
     def evaluated(self, done: int, loss: float) -> None:
@@ -126,9 +144,12 @@ class Lines(Progress):
     def _line(self, done: int, held_out: str) -> None:
         self._last_line = time.monotonic()
         left = ""
-        if done > self._first:
-            per_step = (self._last_line - self._began) / (done - self._first)
-            left = f"  left {format_duration(per_step * (self._total - done))}"
+        first, at = self._timed or (done, 0.0)
+        if done >= first + TIMED_STEPS:
+            per_step, steps = (self._last_line - at) / (done - first), self._total - done
+            left = f"  left {format_duration(per_step * steps)}"
+            if self._further:
+                left += f", all runs {format_duration(per_step * (steps + self._further))}"
         speed = f"  {self._speed}" if self._speed else ""
         self._print(f"{self._title:<8} step {done}/{self._total}  loss {self._loss}{held_out}{speed}{left}")
 

@@ -20,7 +20,7 @@ from .history import RunResult
 from .interrupt import Interrupted
 from .loop import Run
 from .machine import describe
-from .memory import expected_peak
+from .memory import expected_peak, parameters_of
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .tokens import TOKENIZER
@@ -29,6 +29,17 @@ RESULT = "result.json"
 COMPARED = "results.json"  # of a comparison
 CHECKPOINTS = "checkpoints"
 BOARD = "tensorboard"
+
+
+def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], seeds: int = 1) -> str:
+    """Return in one line what the runs of a command train."""
+    model, runs = config.model, len(recipes) * seeds
+    table = " and --recipe-table" if config.recipe_table else ""
+    return (
+        f"trains {model.layers} blocks of width {model.dim} ({parameters_of(model):,} parameters), "
+        f"{config.steps} steps of {config.tokens_per_step:,} {corpus.unit}s of {corpus.source}, "
+        f"{f'{runs} times' if runs > 1 else 'once'}: {', '.join(recipes)}{table}"
+    )
 
 
 def run_in(
@@ -40,6 +51,8 @@ def run_in(
     resume: bool,
     told: bool,
     title: str = "",
+    further: int = 0,
+    intro: str = "",
     remarks: bool = True,
     tokenizer: str = "",
     tensorboard: bool = False,
@@ -51,7 +64,9 @@ def run_in(
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
         title: of the run in its progress; empty for its recipe.
-        remarks: whether to note what is unusual about the text.
+        further: steps of the runs after this one.
+        intro: says what is trained.
+        remarks: whether to note that, and what is unusual about the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
         ranks: the processes that do it together, of which the first writes.
@@ -81,9 +96,11 @@ def run_in(
         ):  # without, eager code holds more than the planner counts
             progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
-        for remark in filter(None, (corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))):
+        for remark in filter(
+            None, (intro, corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))
+        ):
             progress.note(remark)
-    result = run.train(title)
+    result = run.train(title, further)
     report = folder / RESULT
     written = run.first_step == config.steps and report.exists()
     if ranks.first and not written:  # resuming a finished run measures no speed
@@ -107,7 +124,7 @@ def series(
 
     Args:
         resume: continue each run from its newest checkpoint, if it has one.
-        kept: `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
+        kept: `intro`, `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
 
     Raises:
         SettingsError, TrainingError: as `Run`.
@@ -115,7 +132,7 @@ def series(
     """
     remarks = True  # the runs share the text: its remarks are noted once
     several = len({config.seed for config in configs}) > 1
-    for config in configs:
+    for index, config in enumerate(configs):
         own = folder / f"{config.recipe}-{config.seed}"
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
         if resume and _is_finished(own / RESULT, config):
@@ -127,9 +144,10 @@ def series(
         torch.compiler.reset()
         gc.collect()  # free the previous model before creating the next
         title = f"{config.recipe}, seed {config.seed}" if several else ""
-        options = {"resume": saved, "told": False, "title": title, "remarks": remarks, **kept}
+        further = sum(later.steps for later in configs[index + 1 :])
+        options = {"resume": saved, "told": False, "title": title, "further": further, "remarks": remarks}
         try:
-            run_in(own, config, corpus, progress, **options)
+            run_in(own, config, corpus, progress, **options, **kept)
         except Interrupted as error:
             raise Interrupted(str(error), resumable=True, code=error.code) from error
         remarks = False

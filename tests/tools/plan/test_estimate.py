@@ -115,10 +115,14 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
     ("words", "message"),
     [
         ("--model 13b", "unknown model '13b'; --model takes one of 8b, 70b, 405b, 671b"),
-        ("--recipe mxfp8", "no measured rates for recipe 'mxfp8' on these GPUs; --recipe takes one of bf16"),
-        ("--gpu b200", "unknown GPU 'b200'; --gpu takes one of h100"),
+        (
+            "--recipe mxfp8",
+            "these GPUs have no measured rates for recipe 'mxfp8'; --recipe takes one of bf16",
+        ),
+        ("--gpu b200", "unknown GPU 'b200'; the nearest: 'h200'; --gpu takes one of h100"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
-        ("--gpus 8 --tp 3", "tp 3 x pp 1 x cp 1 does not divide 8 GPUs"),
+        ("--gpus 8 --tp 3", "Invalid value: tp 3 does not divide 8 GPUs"),
+        ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
         ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
         ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
         ("--gpus 4096 --batch 8192", "raise the batch, tp or pp"),

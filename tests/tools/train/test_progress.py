@@ -83,6 +83,32 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 < len(console.file.getvalue().splitlines()) < 6
 
 
+def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step compiles: it alone once said that hours were left."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO())
+    lines = Lines(console)
+    lines.begin("bf16", done=0, total=10, further=20)
+    for done, seconds in ((1, 100.0), (2, 110.0), (3, 120.0)):
+        now[0] = seconds
+        lines.step(done, 2.5, Pace(0.0))
+    first, second, third = console.file.getvalue().splitlines()
+    assert "left" not in first + second
+    assert third.endswith("step 3/10  loss 2.500  left 1:10, all runs 4:30")
+
+
+def test_the_bar_has_the_time_of_all_runs() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=90)
+    bar = make_progress(console)
+    bar.begin("delayed", done=0, total=240, further=960)
+    for done in range(0, 240, 5):
+        bar.step(done, 4.321, Pace(34558.0))
+    bar.end()
+    last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]
+    assert last.startswith("delayed  ━") and " all runs 0:0" in last and "…" not in last
+
+
 def test_formats() -> None:
     assert format_pace(Pace(0.0)) == ""
     assert format_pace(Pace(12345.6, None, 2**29)) == "12,346 tok/s  MFU unknown  0.5 GiB"
