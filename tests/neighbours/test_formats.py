@@ -90,7 +90,7 @@ def test_compressed_tensors_decodes_an_export(name: str, tmp_path: Path) -> None
         ) * value.norm()
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "current"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4", "current"])
 def test_what_compressed_tensors_compresses_again_is_read(name: str, tmp_path: Path) -> None:
     """Its own codes of the decoded values, in the layout that it writes."""
     model = nn.Sequential(nn.Linear(160, 224), nn.Linear(224, 96)).bfloat16()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.convert.stored import FOUR_BITS
+from narrowcast.convert.stored import DECODED, FOUR_BITS
 
 from .test_export import decoded, stack, trained
 from .test_load import unchanged
@@ -32,9 +32,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "format": "mxfp4-pack-quantized",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}},
     },
+    "compressed-mxfp8": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}},
+    },
     "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "modelopt-mxfp4": {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
 }
+
+
+def added(kind: str) -> str:
+    """What the name of a weight's codes adds to the weight's."""
+    return "_packed" if kind in ("compressed-nvfp4", "compressed-mxfp4") else ""
 
 
 def written(
@@ -44,11 +54,12 @@ def written(
     modelopt, name = kind.startswith("modelopt"), kind[-5:]
     state, values = stack(*SIZES).cpu().state_dict(), {}
     for key in [key for key in state if key.endswith("weight")]:
-        copy: Any = FOUR_BITS[name].quantize(state.pop(key))
+        copy: Any = DECODED[name].quantize(state.pop(key))
         rows, columns = copy.shape
         block = 16 if name == "nvfp4" else 32
         scale = copy._rowwise_scale_inv[:rows, : columns // block].contiguous()
-        state[key + ("" if modelopt else "_packed")] = copy._rowwise_data
+        codes = copy._rowwise_data
+        state[key + added(kind)] = codes.view(torch.float8_e4m3fn) if name == "mxfp8" else codes
         state[key + "_scale"] = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale
         if name == "nvfp4":
             second = copy._amax_rowwise / 2688
@@ -73,7 +84,7 @@ def written(
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_codes_and_scales_of_others_become_the_weights(kind: str, tmp_path: Path) -> None:
-    modelopt, name = kind.startswith("modelopt"), kind[-5:]
+    name = kind[-5:]
     file = "hf_quant_config.json" if kind == "modelopt-nvfp4" else "config.json"
     state, values = written(kind, tmp_path, file)
     model = stack(*SIZES).to("meta")
@@ -84,7 +95,7 @@ def test_codes_and_scales_of_others_become_the_weights(kind: str, tmp_path: Path
     }
     for key, value in values.items():
         weight: Any = model.get_parameter(key)
-        assert torch.equal(weight._rowwise_data, state[key + ("" if modelopt else "_packed")])
+        assert torch.equal(weight._rowwise_data, state[key + added(kind)].view(torch.uint8))
         assert not weight.requires_grad
         if name == "nvfp4":  # the second scale came as a quotient
             torch.testing.assert_close(weight.dequantize(), value, rtol=2**-8, atol=0)
@@ -232,7 +243,9 @@ def test_what_cannot_be_asked_for_changes_nothing(tmp_path: Path) -> None:
     plain = nc.export(trained(QUANTIZED["current"], *SIZES), tmp_path / "plain", format="bf16").path
     with pytest.raises(ValueError, match="it is in high precision; pass weights="):
         nc.load_quantized(model, plain)
-    with pytest.raises(ValueError, match="weights is 'nf4'; use 'stored', 'nvfp4' or 'mxfp4'"):
+    with pytest.raises(
+        ValueError, match="weights is 'nf4'; the nearest: 'nvfp4'; use one of stored, nvfp4, mxfp4, mxfp8"
+    ):
         nc.load_quantized(model, plain, weights="nf4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="finds no frozen weight"):
         nc.load_quantized(model, plain, weights="nvfp4")

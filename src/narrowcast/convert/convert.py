@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from .. import _checks
-from .._checks import a_kind, is_one_of, shown, some
+from .._checks import a_kind, is_one_of, not_among, shown, some
 from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
@@ -21,7 +21,7 @@ from .adapters import unmerge_exactly
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import FOUR_BITS, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
+from .stored import DECODED, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "module with the weight of a GEMM"
@@ -35,7 +35,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -52,7 +52,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -68,7 +68,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -95,7 +95,7 @@ def convert(
             quantized copy: about half the bytes of bf16. The state dict has the copy's values. For recipes that
             quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and "mxfp4" keep the
             copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it and quantizes
-            the values under the recipe.
+            the values under the recipe. "mxfp8" does so in eight bits, .52 of the bytes of bf16.
         norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
             eager and compiled, and on every device.
         routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
@@ -197,8 +197,9 @@ def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
         raise TypeError(
             f"recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table; {_NONE}"
         )
-    if not is_one_of(weights, ("plain", "stored", *FOUR_BITS)):
-        raise ValueError(f"weights is {shown(weights)}; use 'plain', 'stored', 'nvfp4' or 'mxfp4'")
+    ways = ("plain", "stored", *DECODED)
+    if not is_one_of(weights, ways):
+        raise ValueError(f"weights is {not_among(weights, ways)}")
 
 
 def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
@@ -297,7 +298,7 @@ def _decide_again(before: Decision, recipe: Recipe | None) -> Decision:
     """
     if recipe is None or recipe == before.recipe:
         return before
-    if before.stored == "stored":  # a copy in four bits serves every recipe
+    if before.stored == "stored":  # a copy that is decoded serves every recipe
         raise ValueError(
             f"the weight of {shown(before.found.name or 'the model')} is stored quantized for "
             f"{recipe_name(before.recipe)}; call narrowcast.revert(model) before converting with another recipe"

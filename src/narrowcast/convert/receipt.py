@@ -22,7 +22,7 @@ from .decisions import Decision, decisions_so_far, norms_so_far
 from .find import Found, FoundNorm, Weight, gemm_modules
 from .recording import NamedWeight, RanGemms, Recorder, codes_of
 from .show import as_html, as_rich, as_text
-from .stored import FOUR_BITS, stored_bytes
+from .stored import DECODED, stored_bytes
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
 """What the sizes of a native GEMM are padded to, by how it scales; emulated GEMMs pad to the blocks of the format."""
@@ -43,7 +43,7 @@ class GemmRecord:
         flops_share: share of the FLOPs per token of all these weights.
         padding: multiplications added by padding, as a share.
         stored: the weight is kept as one quantized copy.
-        stored_as: "nvfp4" or "mxfp4" if that copy has four bits; "" if it has the recipe's format.
+        stored_as: "nvfp4", "mxfp4" or "mxfp8" if each pass decodes that copy; "" if it has the recipe's format.
         saved_activations: "fp8" if the layer's norm and activation keep their inputs in codes, else "".
     """
 
@@ -335,7 +335,7 @@ def _record(one: Decision, weight: Weight, share: float) -> GemmRecord:
         share,
         0.0 if one.recipe is None else _padding(one.recipe, one, weight),
         bool(one.stored),
-        one.stored if one.stored in FOUR_BITS else "",
+        one.stored if one.stored in DECODED else "",
         _saved_activations(one),
     )
 

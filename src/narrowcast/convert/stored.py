@@ -1,12 +1,12 @@
-"""Frozen weights that are kept as one quantized copy, row-wise: in the recipe's format, or in four bits.
+"""Frozen weights that are kept as one quantized copy, row-wise: in the recipe's format, in four bits, or in MXFP8.
 
 In the recipe's format, "stored", a step quantizes no weight: fprop reads the copy as it is, and dgrad reads its
 transpose, which holds the same numbers in formats that quantize a matrix and its transpose alike.
 
-In four bits, "nvfp4" or "mxfp4", each pass decodes the copy to the model's dtype and quantizes the result under the
-recipe. So outputs and gradients are those of the same recipe on a plain weight with the decoded values, bit for bit,
-under every recipe and on every device. Nothing but the copy, and the scale or the maxima that quantize its values once
-more, is kept from the forward to the backward.
+In four bits, "nvfp4" or "mxfp4", and in "mxfp8", each pass decodes the copy to the model's dtype and quantizes the
+result under the recipe. So outputs and gradients are those of the same recipe on a plain weight with the decoded
+values, bit for bit, under every recipe and on every device. Nothing but the copy, and the scale or the maxima that
+quantize its values once more, is kept from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from .._checks import shown
+from ..formats import DType
 from ..layers.described import how_stored
 from ..layers.parameters import weight_quantizer
-from ..quantizers import MXFP4Quantizer, NVFP4Quantizer, Operand, Quantizer
+from ..quantizers import MXFP4Quantizer, MXFP8Quantizer, NVFP4Quantizer, Operand, Quantizer
 from ..recipe import Recipe
 from ..upstream.modules import own_parameters
 
@@ -32,22 +33,26 @@ FOUR_BITS: dict[str, Quantizer] = {
 }
 """Quantizers of weights that are stored in four bits, by name."""
 
+DECODED: dict[str, Quantizer] = {**FOUR_BITS, "mxfp8": MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)}
+"""Quantizers of copies that each pass decodes, by name: their formats quantize a matrix and its transpose otherwise."""
+
 
 def stored_quantizer(recipe: Recipe, name: str, weights: str = "stored") -> Quantizer:
     """Return the quantizer of a weight to be stored.
 
     Args:
-        weights: "stored" for the recipe's format, or a name of :data:`FOUR_BITS`.
+        weights: "stored" for the recipe's format, or a name of :data:`DECODED`.
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.
     """
-    if weights in FOUR_BITS:
-        return FOUR_BITS[weights]
+    if weights in DECODED:
+        return DECODED[weights]
     quantizer = weight_quantizer(recipe, name, "linear")  # only nn.Linear stores weights
     if quantizer._format_layout().native not in _SYMMETRIC:
         raise ValueError(
             f"weights='stored' keeps one copy for both directions, and {type(recipe).__name__} quantizes them "
-            "differently; use Float8CurrentScaling, DelayedScaling or Float8BlockScaling, or weights='nvfp4' or 'mxfp4'"
+            "differently; use Float8CurrentScaling, DelayedScaling or Float8BlockScaling, or weights='nvfp4', "
+            "'mxfp4' or 'mxfp8'"
         )
     return quantizer.with_usage(rowwise=True, columnwise=False)
 
@@ -101,7 +106,7 @@ def store(layer: Any, weights: str) -> None:
         quantized = stored_quantizer(layer.recipe, layer.name, weights).quantize(layer.weight.detach())
         layer.weight = nn.Parameter(quantized, requires_grad=False)
     layer._stored_rowwise, layer._stored_copy = True, weights
-    if weights in FOUR_BITS:
+    if weights in DECODED:
         layer._decodes = weights
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import is_one_of, shown, some
+from .._checks import is_one_of, not_among, shown, some
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.find import gemm_modules
 from ..convert.stored import (
+    DECODED,
     FOUR_BITS,
     nothing_to_store,
     stored_quantizer,
@@ -41,7 +42,7 @@ def load_quantized(
     path: str | Path,
     recipe: Recipe | str | None = None,
     *,
-    weights: Literal["stored", "nvfp4", "mxfp4"] | None = None,
+    weights: Literal["stored", "nvfp4", "mxfp4", "mxfp8"] | None = None,
     skip: Selectors = None,
 ) -> Model:
     """Load a checkpoint into a model whose frozen weights are stored quantized, and convert their layers.
@@ -56,9 +57,10 @@ def load_quantized(
         model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
         path: a folder with ``config.json``, and safetensors files: those that ``model.safetensors.index.json`` names if
             present, else all. The ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128),
-            compressed-tensors' (FP8, per tensor or in such tiles, NVFP4 or MXFP4) or ModelOpt's (FP8 per tensor, NVFP4
-            or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high precision.
-        recipe: for the layers; default Float8BlockScaling for tiles and MXFP4, else Float8CurrentScaling.
+            compressed-tensors' (FP8, per tensor or in such tiles, MXFP8, NVFP4 or MXFP4) or ModelOpt's (FP8 per tensor,
+            NVFP4 or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high
+            precision.
+        recipe: for the layers; default Float8BlockScaling for tiles, MXFP8 and MXFP4, else Float8CurrentScaling.
         weights: for a checkpoint in high precision alone: how :func:`narrowcast.convert` stores the weights that it
             would convert.
         skip: for a checkpoint in high precision alone: as in :func:`narrowcast.convert`.
@@ -84,15 +86,16 @@ def load_quantized(
     if weights is None:
         made, recipe, stored = _read_codes(model, path, config, recipe)
     else:
-        recipe = recipe or (Float8BlockScaling() if weights == "mxfp4" else Float8CurrentScaling())
+        recipe = recipe or (Float8BlockScaling() if weights in ("mxfp4", "mxfp8") else Float8CurrentScaling())
         made = _quantize_while_reading(model, path, recipe, weights, skip)
     names = [key.removesuffix(".weight") for key in made]
     return convert(model, recipe, only=names, weights=stored)
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
-    if weights is not None and not is_one_of(weights, ("stored", *FOUR_BITS)):
-        raise ValueError(f"weights is {shown(weights)}; use 'stored', 'nvfp4' or 'mxfp4'")
+    ways = ("stored", *DECODED)
+    if weights is not None and not is_one_of(weights, ways):
+        raise ValueError(f"weights is {not_among(weights, ways)}")
     if config is not None and not (weights is None and skip is None):
         raise ValueError(
             f"weights={shown(weights)} and skip={shown(skip)} are for checkpoints in high precision, and this one "
@@ -100,8 +103,8 @@ def _check_weights(weights: Any, skip: Any, config: Any) -> None:
         )
     if config is None and weights is None:
         raise ValueError(
-            "the checkpoint's quantization_config is None: it is in high precision; pass weights='nvfp4', 'mxfp4' or "
-            "'stored' to quantize its weights while they are read"
+            "the checkpoint's quantization_config is None: it is in high precision; pass weights='nvfp4', 'mxfp4', "
+            "'mxfp8' or 'stored' to quantize its weights while they are read"
         )
 
 

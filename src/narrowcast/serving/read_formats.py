@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..convert.stored import FOUR_BITS, stored_quantizer
+from ..convert.stored import DECODED, FOUR_BITS, stored_quantizer
 from ..dynamo import TensorProto
 from ..formats import (
     E2M1,
@@ -156,13 +156,14 @@ def _eight_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tupl
     return [found[fmt.codes].view(torch.uint8).clone(), scale if fmt.tiles else scale.reshape(1)]
 
 
-def _four_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tuple[int, int]) -> list[Tensor]:
+def _blocks(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tuple[int, int]) -> list[Tensor]:
     """Return codes as they are on disk, and the scales of blocks padded as tensor cores read them."""
-    block = FOUR_BITS[fmt.weights]._format_layout().scale_group[1]
+    block = DECODED[fmt.weights]._format_layout().scale_group[1]
     if shape[1] % block:
         raise ValueError(f"{shown(key)} is {shape}, and {fmt.name} is read in multiples of {block} columns")
     codes, scale = found[fmt.codes], found[fmt.scales[0]]
-    _check_shape(f"the codes of {shown(key)}", codes, [shape[0], shape[1] // 2])
+    if fmt.weights in FOUR_BITS:
+        _check_shape(f"the codes of {shown(key)}", codes, [shape[0], shape[1] // 2])
     _check_shape(f"the scales of {shown(key)}", scale, [shape[0], shape[1] // block])
     nvfp4 = fmt.weights == "nvfp4"
     if scale.dtype not in ((torch.float8_e4m3fn,) if nvfp4 else (torch.uint8, torch.float8_e8m0fnu)):
@@ -176,11 +177,12 @@ def _four_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tuple
     if not nvfp4:
         _check_numbers(key, scale, scale == E8M0.nan_code)
     padding = (0, -scale.shape[1] % SCALE_TILE_COLUMNS, 0, -scale.shape[0] % SCALE_TILE_ROWS)
-    buffers = [codes.clone(), torch.nn.functional.pad(scale, padding).clone()]
+    buffers = [codes.view(torch.uint8).clone(), torch.nn.functional.pad(scale, padding).clone()]
     return [*buffers, _amax(fmt, key, found[fmt.scales[1]])] if nvfp4 else buffers
 
 
-_SCALE_DTYPES = {"nvfp4": "float8_e4m3fn", "mxfp4": "uint8, codes of E8M0"}
+_E8M0 = "uint8, codes of E8M0"
+_SCALE_DTYPES = {"nvfp4": "float8_e4m3fn", "mxfp4": _E8M0, "mxfp8": _E8M0}
 
 
 def _amax(fmt: ReadFormat, key: str, second: Tensor) -> Tensor:
@@ -207,11 +209,12 @@ _NVFP4 = ReadFormat(
     "_packed",
     ("_scale", "_global_scale"),
     ("input_global_scale",),
-    _four_bits,
+    _blocks,
     Float8CurrentScaling,
 )
 # under Float8BlockScaling most of its values are exact
 _MXFP4 = replace(_NVFP4, weights="mxfp4", scales=("_scale",), recipe=Float8BlockScaling)
+_MXFP8 = replace(_MXFP4, weights="mxfp8", dtype=torch.float8_e4m3fn, codes="")
 _MODELOPT = {
     "FP8": _PER_TENSOR,
     "NVFP4": replace(_NVFP4, codes="", scales=("_scale", "_scale_2"), inputs=_INPUTS),
@@ -244,8 +247,8 @@ def read_format(config: Any) -> ReadFormat:
     told = {name: found[name] for name in ("quant_method", "quant_algo", "format") if name in found} or config
     raise ValueError(
         f"the checkpoint's quantization_config is {shown(told)}; load_quantized reads FP8 with 128 x 128 tiles "
-        "(quant_method 'fp8', compressed-tensors) or one scale per tensor (compressed-tensors, ModelOpt), and their "
-        "NVFP4 and MXFP4"
+        "(quant_method 'fp8', compressed-tensors) or one scale per tensor (compressed-tensors, ModelOpt), their "
+        "NVFP4 and MXFP4, and compressed-tensors' MXFP8"
     )
 
 
@@ -265,6 +268,8 @@ def _compressed(format: Any, schemes: list[dict[str, Any]]) -> ReadFormat | None
             return _TILES
     if format == "nvfp4-pack-quantized" and all_have(num_bits=4, group_size=16):
         return _NVFP4
+    if format == "mxfp8-quantized" and all_have(num_bits=8, group_size=32):
+        return _MXFP8
     if format == "mxfp4-pack-quantized" and all_have(num_bits=4, group_size=32):
         return _MXFP4
     return None

@@ -20,7 +20,7 @@ from .._checks import shown
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import Found, gemm_modules
-from ..convert.stored import FOUR_BITS, uses_of_parameters
+from ..convert.stored import DECODED, uses_of_parameters
 from ..distributed.together import ALONE, Together
 from ..formats import cdiv
 from ..functional.collectives import gather_rows, registered_name
@@ -210,7 +210,7 @@ class Served:
     def _operand(self, found: Found, stage: Stage) -> tuple[Operand, WeightFormat]:
         layer: Any = found.module
         if self.recipe is None and layer._decodes:  # as it is stored, if the format holds that
-            stored = Operand.of(FOUR_BITS[layer._decodes], True, False)
+            stored = Operand.of(DECODED[layer._decodes], True, False)
             as_stored = self.kind.weight_format(stored.quantizer)
             if as_stored is not None:
                 return stored, as_stored
