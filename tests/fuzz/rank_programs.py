@@ -1,6 +1,7 @@
 """Programs of two or four ranks: layouts of a model, and what is done with it: train, save, load, export, merge, clip.
 
-Saves and exports are interrupted, too, where one rank's disk is full, and two runs save into one folder.
+Saves and exports are interrupted, too, where one rank's disk is full or one rank is killed, and two runs save into one
+folder.
 
 The oracle is a plain model in the same process that gets the whole batch. After a step of training the gathered weights
 are compared with it and copied into it, so that what follows is compared closely: bits for what moves weights, the
@@ -19,6 +20,7 @@ import errno
 import functools
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +43,7 @@ from .models import recipe_of
 from .programs import Difference, Invalid, Program, normal, refusal, said
 
 SECONDS = 120
+PRELOADED = [__name__, "torch.distributed.fsdp"]  # by the server that ranks are forked from
 HIDDEN, ROWS, EXPERTS = 64, 32, 4
 TOKENS, HEADS = 8, 4  # of a sequence; the rows are four of them
 LAYOUTS = {
@@ -48,6 +51,7 @@ LAYOUTS = {
     4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "pp", "cp"),
 }
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
+WHOLE = ("none", "ddp", "cp")  # each rank has all parameters
 ROW_WISE = ("none", "ddp", "fsdp", "hsdp")  # each rank computes as one process with its rows
 TOLERANCES = {"none": 1e-4, "nvfp4": 0.5, "mxfp4": 0.5}
 FORMATS = {"none": "bf16", "block": "hf-fp8-block128"}
@@ -56,6 +60,7 @@ STEPS = (
     *("train", "train", "evaluate", "save and load", "save and load", "export", "merge", "clip"),
     *("interrupted save", "interrupted export", "two runs", "dispatch"),
 )
+KILLED = ("killed save", "killed export")  # as the last step: its ranks are no more
 
 
 def draw(rng: random.Random) -> Program:
@@ -64,7 +69,7 @@ def draw(rng: random.Random) -> Program:
     options = {"disable_stochastic_rounding": True, "disable_rht": True} if family == "nvfp4" else {}
     layouts = [rng.choice(LAYOUTS[world]) for _ in range(3)]
     pipeline = "pp" in layouts
-    return {
+    program = {
         "do": "mesh",
         "world": world,
         "seed": rng.randrange(10**6),
@@ -80,6 +85,10 @@ def draw(rng: random.Random) -> Program:
         "steps": [rng.choice(STEPS) for _ in range(rng.randint(3, 7))],
         "full": [rng.randrange(world), rng.randrange(FULL_AT)],
     }
+    if rng.random() < 0.2:
+        program["steps"] += [rng.choice(KILLED)]
+    program["kill"] = [rng.randrange(world), rng.randrange(FULL_AT // 3)]
+    return program
 
 
 # -- the model and its layouts -----------------------------------------------------------------------------------------
@@ -310,6 +319,17 @@ def must_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -
             raise Difference(f"{what}: {name} differs")
 
 
+def is_scale(name: str) -> bool:
+    """Whether a value is of delayed scaling."""
+    return "scale_" in name or "amax_" in name
+
+
+def kept_by(layout: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a layout loads of a state: experts on other ranks begin delayed scaling anew."""
+    anew = {name for name in state if layout == "ep" and name.startswith("experts.") and is_scale(name)}
+    return {name: value for name, value in state.items() if name not in anew}
+
+
 def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, clip: bool) -> None:
     before = {name: value.clone() for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
     one.backward(x)
@@ -329,7 +349,9 @@ def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, cl
     found = {name: value for name, value in one.gathered().items() if not name.endswith("_bwd")}
     for name, value in whole.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point() and name in found:
-            off = error_of(found[name] - before[name], value - before[name])
+            # A scale has the noise of what was computed, and may hardly move.
+            start = 0 if is_scale(name) else before[name]
+            off = error_of(found[name] - start, value - start)
             rounding = 1e-6 * value.norm() + 1e-7  # of the weight, which may be large beside the step
             if not off <= tolerance and (found[name] - value).norm() > rounding:
                 raise Difference(f"{one.layout}: a step moves {name} otherwise, {off:.3g}")
@@ -354,37 +376,45 @@ def save_and_load(one: Laid, program: Program, layout: str, folder: Path) -> Lai
     nc.distributed.save_checkpoint(folder, one.model, one.optimizer)
     other = Laid(program, layout, build(program, 1))
     nc.distributed.load_checkpoint(folder, other.model, other.optimizer)
-    must_equal(other.gathered(), wanted, f"saved by {one.layout}, loaded by {layout}")
+    must_equal(other.gathered(), kept_by(layout, wanted), f"saved by {one.layout}, loaded by {layout}")
     return other
 
 
-_left: list[int] = []  # files that this rank's disk still takes
+_limits: list[Any] = []  # how many files this rank still writes, and what it does then
 
 
 def _count_files(event: str, args: tuple[Any, ...]) -> None:
     writes = event in ("os.rename", "os.mkdir") or (event == "open" and set(str(args[1])) & set("wxa+"))
-    if _left and writes:
-        _left[0] -= 1
-        if _left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if _limits and writes:
+        _limits[0] -= 1
+        if _limits[0] < 0:
+            _limits[1]()
+
+
+def find_no_room() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def full(program: Program) -> Iterator[None]:
-    """Let the disk of one rank be full after some files."""
-    rank, files = program["full"] or (0, 0)
+def limited(drawn: list[int] | None, then: Callable[[], None]) -> Iterator[None]:
+    """Let one rank do something in place of writing, after some files."""
+    rank, files = drawn or (0, 0)
     if rank % dist.get_world_size() == dist.get_rank():
-        _left.append(files)
+        _limits.extend((files, then))
     try:
         yield
     finally:
-        _left.clear()
+        _limits.clear()
 
 
 def raises(function: Callable[[], Any], program: Program) -> bool:
     """Whether a call fails for want of room: on all ranks or on none."""
     error: BaseException | None = None
-    with full(program):
+    with limited(program["full"], find_no_room):
         try:
             function()
         except BaseException as raised:  # CheckpointException is no Exception
@@ -416,8 +446,52 @@ def interrupted_save(one: Laid, program: Program, layout: str, folder: Path) -> 
             raise Difference("a save leaves more than its folder")
     other = Laid(program, layout, build(program, 1))
     nc.distributed.load_checkpoint(folder / "at", other.model, other.optimizer)
-    must_equal(other.gathered(), wanted, f"interrupted, saved by {one.layout}, loaded by {layout}")
+    must_equal(
+        other.gathered(), kept_by(layout, wanted), f"interrupted, saved by {one.layout}, loaded by {layout}"
+    )
     return other
+
+
+def killed(one: Laid, program: Program, folder: Path, saves: bool) -> None:
+    """Save or export in peace, and again while one rank is killed in place of writing a file."""
+    rank, files = program["kill"] or (0, 0)
+    own, form = dist.get_rank(), FORMATS.get(program["recipe"]["family"], "compressed-tensors")
+    suffix = f"-{own}" if one.layout == "pp" else ""
+    for turn in range(2):
+        if saves:
+            state = one.gathered()
+            if own == 0:
+                torch.save(state, folder.parent / f"wanted{turn}")
+        dist.barrier()
+        with limited([rank if saves else 0, files], die) if turn else contextlib.nullcontext():
+            if saves:
+                nc.distributed.save_checkpoint(folder / "at", one.model, one.optimizer, extra={"turn": turn})
+            elif own == 0 or one.layout not in WHOLE:
+                nc.export(one.model.eval(), folder / f"at{turn}{suffix}", format=form)
+        with torch.no_grad():
+            for parameter in one.model.parameters() if saves else ():
+                parameter.mul_(1.25)
+    dist.barrier()
+
+
+def check_killed(program: Program, folder: Path) -> None:
+    """What a killed save or export leaves is the old or the new; the next save takes away the rest."""
+    place = folder / str(len(program["steps"]) - 1)
+    if program["steps"][-1] == "killed export":
+        if not any(place.glob("at0*")):
+            raise Difference("a rank died before it was killed")
+        for new in place.glob("at1*"):
+            for path in (place / new.name.replace("at1", "at0")).iterdir():
+                if (new / path.name).read_bytes() != path.read_bytes():
+                    raise Difference(f"a killed export leaves another {path.name}")
+        return
+    whole = build(program, 1)
+    turn = nc.distributed.load_checkpoint(place / "at", whole)["turn"]
+    state = {name: value for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
+    must_equal(state, torch.load(folder / f"wanted{turn}"), f"what a killed save left, of turn {turn}")
+    nc.distributed.save_checkpoint(place / "at", whole)
+    if [path.name for path in place.iterdir()] != ["at"]:
+        raise Difference("the save behind a killed one leaves more than its folder")
 
 
 def two_runs(program: Program, folder: Path) -> None:
@@ -459,10 +533,10 @@ def export(one: Laid, whole: Any, program: Program, folder: Path, interrupted: b
     place = folder / (f"stage{dist.get_rank()}" if one.layout == "pp" else "shared")
 
     def write() -> None:
-        if first or one.layout not in ("none", "ddp", "cp"):
+        if first or one.layout not in WHOLE:
             nc.export(one.model, place, format=form)
 
-    if interrupted and one.layout not in ("none", "ddp", "cp", "pp"):
+    if interrupted and one.layout not in (*WHOLE, "pp"):
         raised = raises(write, program)
         left = [path.name for path in folder.iterdir()]
         if left != ([] if raised else ["shared"]):
@@ -584,6 +658,9 @@ def work(program: Program, folder: Path) -> dict[str, float]:
         elif step in ("export", "interrupted export"):
             place.mkdir(exist_ok=True)
             export(one, whole, program, place, step != "export")
+        elif step in KILLED:
+            place.mkdir(exist_ok=True)
+            killed(one, program, place, step == "killed save")
         elif step == "two runs":
             two_runs(program, place)
         elif step == "dispatch":
@@ -630,7 +707,7 @@ class Pool:
     def __init__(self, world: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context: Any = mp.get_context("forkserver")
-        context.set_forkserver_preload(["narrowcast", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(PRELOADED)
         pipes = [context.Pipe() for _ in range(world)]
         self.pipes, self.runs = [near for near, _ in pipes], 0
         self.ranks = [
@@ -643,10 +720,10 @@ class Pool:
     def run(self, program: Program) -> list[dict[str, Any]]:
         """Return what each rank gave; {} of one that did not end."""
         self.runs += 1
-        place = Path(self.folder.name, f"run{self.runs}")
-        place.mkdir()
+        self.place = Path(self.folder.name, f"run{self.runs}")
+        self.place.mkdir()
         for pipe in self.pipes:
-            pipe.send((program, str(place)))
+            pipe.send((program, str(self.place)))
         results: list[dict[str, Any]] = [{} for _ in self.pipes]
         waiting, end = set(range(len(self.pipes))), time.monotonic() + SECONDS
         while waiting and time.monotonic() < end:
@@ -655,15 +732,19 @@ class Pool:
                     try:
                         results[rank] = self.pipes[rank].recv()
                     except EOFError:
-                        results[rank] = {"error": "the rank died", "refusal": False, "text": ""}
+                        results[rank] = {"died": True, "error": "the rank died", "refusal": False, "text": ""}
                     waiting.discard(rank)
                     if "error" in results[rank]:
                         end = min(end, time.monotonic() + 5.0)
         return results
 
-    def end(self) -> None:
+    def kill(self) -> None:
         for process in self.ranks:
             process.kill()
+            process.join()
+
+    def end(self) -> None:
+        self.kill()
         self.folder.cleanup()
 
 
@@ -685,6 +766,14 @@ def run(program: Program) -> dict[str, float]:
     pool = _pools.pop(world, None) or Pool(world)
     results = pool.run(program)
     failed = [one for one in results if "error" in one]
+    died = any("died" in one for one in failed)
+    if program["steps"][-1] in KILLED and (died or (all(results) and not failed)):
+        try:
+            pool.kill()
+            check_killed(program, pool.place)
+        finally:
+            pool.end()
+        return {f"{program['steps'][-1]}{'' if died else ', too late'}": 1.0}
     if not failed and all(results) and pool.runs < 40:
         _pools[world] = pool
     else:

@@ -193,7 +193,7 @@ def run(program: Program) -> dict[str, float]:
     if not layers or not program["quantizer"]:
         raise Invalid("no layers")
     with tempfile.TemporaryDirectory() as folder:
-        mp.set_forkserver_preload(["narrowcast", "torch.distributed.fsdp"])
+        mp.set_forkserver_preload(rank_programs.PRELOADED)
         processes: Any = mp.start_processes(
             _rank, (program, folder), 2, join=False, start_method="forkserver"
         )

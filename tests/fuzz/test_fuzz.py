@@ -22,7 +22,7 @@ SLICES = [
     ("special", 0, 60),
     ("semantics", 2000, 40),
     ("options", 0, 30),
-    pytest.param("ranks", 354, 3, marks=pytest.mark.slow),
+    pytest.param("ranks", 354, 4, marks=pytest.mark.slow),
     pytest.param("compiled", 0, 5, marks=pytest.mark.requested),
     pytest.param("cycles", 0, 1, marks=pytest.mark.requested),
     pytest.param("resume", 0, 1, marks=pytest.mark.requested),
