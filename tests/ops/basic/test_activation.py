@@ -107,7 +107,7 @@ def test_interleaving_converts_weights() -> None:
     assert torch.equal(ops.interleave_glu_tensor(weight, 6), weight)
     with pytest.raises(ValueError, match=r"tensor has shape \(12, 2\); .* first dim must be a multiple of 8"):
         ops.interleave_glu_tensor(weight, 4)
-    with pytest.raises(ValueError, match="glu_interleave_size is 0; use a positive number"):
+    with pytest.raises(ValueError, match="glu_interleave_size is 0; use a positive whole number"):
         ops.deinterleave_glu_tensor(weight, 0)
 
 
