@@ -11,6 +11,7 @@ from recipes import DEVICE, MORE_FORMATS, RECIPES
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast.quantizers import MXFP4Quantizer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "numerics.md"
 NAMES: dict[str, nc.recipe.Recipe | None] = {
@@ -66,3 +67,12 @@ def test_table_of_what_is_not_finite(dtype: torch.dtype) -> None:
     ]
     page = PAGE.read_text()
     assert "\n".join(expected) in page, "put this into docs/numerics.md:\n" + "\n".join(expected)
+
+
+def test_values_are_exact_in_bf16_but_for_the_ends_of_the_range() -> None:
+    """The smallest of MXFP8 are below bf16's; what rounds up to 2**128 is infinite in every dtype."""
+    small = nc.MXFP8Quantizer(nc.DType.kFloat8E4M3).quantize(torch.full((32, 96), 2.0**-135, device=DEVICE))
+    assert (small.dequantize(dtype=torch.float32) == 2.0**-135).all()
+    assert (small.dequantize(dtype=torch.bfloat16) == 0).all()
+    large = MXFP4Quantizer().quantize(torch.full((32, 96), 3e38, device=DEVICE))
+    assert all(large.dequantize(dtype=dtype).isinf().all() for dtype in (torch.float32, torch.bfloat16))

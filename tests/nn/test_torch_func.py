@@ -55,8 +55,9 @@ def test_functional_call_runs_on_other_parameters(recipe: Any) -> None:
     ],
     ids=["Linear", "LayerNormLinear", "LayerNormMLP"],
 )
-def test_transforms_refuse_a_recipe_with_the_reason(make: Any, name: str) -> None:
-    layer, x = make(recipe=QUANTIZED["current"]), torch.randn(8, 32, device=DEVICE)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_transforms_refuse_a_recipe_with_the_reason(recipe: str, make: Any, name: str) -> None:
+    layer, x = make(recipe=QUANTIZED[recipe]), torch.randn(8, 32, device=DEVICE)
     with pytest.raises(NotImplementedError, match=r"transform of torch\.func .*functional_call"):
         TRANSFORMED[name](layer, x)
 
