@@ -233,7 +233,9 @@ class DelayedLayer(RecipeOwner):
         if delayed:
             reading: Reading = [], [], []
             self._note_scales(prefixes, plans, scales, reading)
-            _read(reading)
+            if reading[0]:
+                for own, copied in zip(reading[2], read_scales(reading[0], reading[1])):
+                    own.scale_fwd = copied
         return scales
 
     def _note_scales(
@@ -427,13 +429,8 @@ def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales
     reading: Reading = [], [], []
     for layer, plan, scales in stages:
         layer._note_scales(("",), (plan,), [scales], reading)
-    _read(reading)
-
-
-def _read(reading: Reading) -> None:
-    to_read, unseen, owners = reading
-    if to_read:
-        for own, copied in zip(owners, read_scales(to_read, unseen)):
+    if reading[0]:
+        for own, copied in zip(reading[2], read_scales(reading[0], reading[1])):
             own.scale_fwd = copied
 
 
