@@ -44,6 +44,7 @@ def llama() -> Any:
         ("MXFP4_DEFAULT_CFG", "mxfp4", 0.2),
         ("W4A8_MXFP4_FP8_CFG", "W4A8_MXFP4_FP8", 0.2),
         ("FP8_DEFAULT_CFG", "FP8", 0.04),
+        ("MXFP8_DEFAULT_CFG", "MXFP8", 0.04),
     ],
 )
 def test_a_checkpoint_of_modelopt(name: str, algorithm: str, error: float, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}},
     },
     "modelopt-nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "modelopt-mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8"},
     "modelopt-mxfp4": {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"},
 }
 

@@ -58,7 +58,7 @@ def load_quantized(
         path: a folder with ``config.json``, and safetensors files: those that ``model.safetensors.index.json`` names if
             present, else all. The ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128),
             compressed-tensors' (FP8, per tensor or in such tiles, MXFP8, NVFP4 or MXFP4) or ModelOpt's (FP8 per tensor,
-            NVFP4 or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high
+            MXFP8, NVFP4 or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high
             precision.
         recipe: for the layers; default Float8BlockScaling for tiles, MXFP8 and MXFP4, else Float8CurrentScaling.
         weights: for a checkpoint in high precision alone: how :func:`narrowcast.convert` stores the weights that it

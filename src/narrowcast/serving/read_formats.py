@@ -219,6 +219,7 @@ _MODELOPT = {
     "FP8": _PER_TENSOR,
     "NVFP4": replace(_NVFP4, codes="", scales=("_scale", "_scale_2"), inputs=_INPUTS),
     "MXFP4": replace(_MXFP4, codes="", inputs=_INPUTS),
+    "MXFP8": replace(_MXFP8, inputs=_INPUTS),
 }
 _MODELOPT |= {"W4A16_NVFP4": _MODELOPT["NVFP4"], "W4A8_MXFP4_FP8": _MODELOPT["MXFP4"]}
 
@@ -248,7 +249,7 @@ def read_format(config: Any) -> ReadFormat:
     raise ValueError(
         f"the checkpoint's quantization_config is {shown(told)}; load_quantized reads FP8 with 128 x 128 tiles "
         "(quant_method 'fp8', compressed-tensors) or one scale per tensor (compressed-tensors, ModelOpt), their "
-        "NVFP4 and MXFP4, and compressed-tensors' MXFP8"
+        "NVFP4, MXFP4 and MXFP8"
     )
 
 
