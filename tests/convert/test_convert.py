@@ -223,7 +223,7 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     for layer in quantized:
         weight = torch.Tensor._make_subclass(of_torchao, layer.weight.detach())
         layer._parameters["weight"] = weight  # type: ignore[assignment]
-    told = r"'0' and 1 more: torchao made its weight a AffineQuantizedTensor; convert the model instead"
+    told = r"'0' and 1 more: torchao made its weight an AffineQuantizedTensor; convert the model instead"
     with pytest.raises(ValueError, match=f"would change nothing in this Sequential; {told}"):
         nc.convert(quantized, CURRENT)
     trained = type(

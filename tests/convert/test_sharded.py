@@ -46,7 +46,7 @@ def test_sharded_after_conversion(name: str, mesh: Any) -> None:
     assert torch.equal(out, plain(x))
     gemms = {("0", "fprop"), ("0", "wgrad"), ("1", "fprop"), ("1", "dgrad"), ("1", "wgrad")}
     assert {(one.name, one.gemm) for one in receipt.ran()} == gemms
-    with pytest.raises(RuntimeError, match="'0' was converted and is a FSDPLinear now"):
+    with pytest.raises(RuntimeError, match="'0' was converted and is an FSDPLinear now"):
         nc.revert(model)
 
 

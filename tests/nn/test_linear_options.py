@@ -310,7 +310,7 @@ def test_per_tensor_input_gets_its_columns_by_transposing() -> None:
 
 def test_block_scaled_input_without_columns_is_refused_only_for_wgrad() -> None:
     module, x = layer(), nc.MXFP8Quantizer(nc.DType.kFloat8E4M3, columnwise=False).quantize(tokens())
-    with pytest.raises(RuntimeError, match=r"a MXFP8Tensor .*columnwise=True"):
+    with pytest.raises(RuntimeError, match=r"an MXFP8Tensor .*columnwise=True"):
         forward(module, x, RECIPES["mxfp8"])
     with torch.no_grad():
         forward(module, x, RECIPES["mxfp8"])

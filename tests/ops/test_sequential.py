@@ -79,7 +79,7 @@ def test_editing_changes_the_groups() -> None:
     assert type(part) is Sequential and kinds(part) == [["Identity", "ConstantScale"]]
     setattr(block, "1", Identity())
     assert kinds(block) == [["Bias", "Identity", "Identity", "ConstantScale"]]
-    with pytest.raises(ValueError, match="cannot add a Identity to a Sequential"):
+    with pytest.raises(ValueError, match="cannot add an Identity to a Sequential"):
         block + Identity()
     named = Sequential(OrderedDict(first=a, second=b))
     assert named.first is a and kinds(named) == [["Bias", "ConstantScale"]]

@@ -212,7 +212,7 @@ def test_assigning_data(name: str) -> None:
 
 def test_assigning_data_of_another_format() -> None:
     weight = parameter("current")
-    with pytest.raises(ValueError, match="cannot make a Float8Tensor hold the data of a MXFP8Tensor"):
+    with pytest.raises(ValueError, match="cannot make a Float8Tensor hold the data of an MXFP8Tensor"):
         weight.data = quantize(ONE_OF_EACH["mxfp8"], torch.ones(33, 50))
 
 
