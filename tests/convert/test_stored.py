@@ -160,7 +160,10 @@ def test_recipes_of_two_different_directions_are_refused(recipe: Any) -> None:
 def test_what_cannot_be_raises() -> None:
     with pytest.raises(ValueError, match="finds no frozen weight"):
         nc.convert(nn.Linear(8, 8), CURRENT, weights="stored")
-    with pytest.raises(ValueError, match="weights is 'fp8'; the nearest: 'mxfp8'; use one of plain, stored, nvfp4, mxfp4, mxfp8"):
+    with pytest.raises(
+        ValueError,
+        match="weights is 'fp8'; the nearest: 'mxfp8'; use one of plain, stored, nvfp4, mxfp4, mxfp8",
+    ):
         nc.convert(nn.Linear(8, 8), CURRENT, weights="fp8")  # type: ignore[arg-type]
     model = frozen(32, 32)
     nc.convert(model, CURRENT, weights="stored")
