@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,23 @@ def test_a_first_step_under_delayed_scaling_is_seen_as_one_under_current_scaling
             rows.append(watch.step())
     assert rows[0] == rows[2] and len(rows[0]) == 6
     assert rows[1] == rows[3]
+
+
+def test_a_feed_forward_is_compiled_under_an_autocast_while_it_is_watched() -> None:
+    """Its first graph makes the state of both stages, of which watching reads one before the forward does."""
+    torch._dynamo.reset()
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nc.LayerNormMLP(64, 128, device=DEVICE)
+        watch = nc.watch(model) if watched else None
+        run = torch.compile(functools.partial(nc.checkpoint, model), backend="aot_eager", fullgraph=True)
+        with nc.autocast(recipe=QUANTIZED["delayed"]):
+            out = run(torch.randn(32, 64).to(DEVICE))
+        out.square().mean().backward()
+        assert watch is None or len(watch.step()) == 4
+        results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
 
 
 def test_every_format_knows_its_largest_code() -> None:

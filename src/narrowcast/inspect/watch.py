@@ -222,11 +222,16 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
 
 def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> Tensor | None:
     """Return the scales that the casts of a stage read in a direction; None without delayed scaling."""
-    plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+    plans = {
+        one.prefix: linear_plan(recipe, one.name, True, True, module_type=layer._module_type)
+        for one in layer._stages
+    }
+    plan = plans[stage.prefix]
     delayed = plan.forward_state if direction == "fwd" else plan.backward_state
     if delayed is None:
         return None
-    layer._keep_states((stage.prefix,), (plan,))  # under an autocast its first forward would
+    # Under an autocast its first forward would. A trace reads once which rules the layer has: those of all stages.
+    layer._keep_states(tuple(plans), tuple(plans.values()))
     mode = "forward" if direction == "fwd" else "backward"
     scale = getattr(layer, f"{stage.prefix}scale_{direction}")
     shared = layer._parallel is not None or bool(DETERMINISM.batch_invariant)
