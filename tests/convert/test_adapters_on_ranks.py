@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch ha
 
 
 REFUSED = {
-    "stored": ["is stored as codes, and ranks share it", "merge in one process"],
+    "stored": ["is stored as codes, and ranks share it", "narrowcast.distributed.save_checkpoint"],
     "plain": ["the PEFT model was sharded by itself", "model.get_base_model()"],
 }
 
@@ -77,12 +77,31 @@ def refuses(weights: str, wrapper: bool) -> list[Any]:
     return [said, all(a is b for a, b in zip(layers, model.model, strict=True))]
 
 
+def merges_what_was_saved(folder: Path) -> bool:
+    """Return whether codes that ranks share, saved and loaded whole, merge as those of one process."""
+    alone: Any = made("stored")
+    saved: Any = sharded("stored")
+    saved.model.reshard()
+    for model in (alone, saved):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.mul_(1.5)
+    nc.distributed.save_checkpoint(folder / "adapted", saved)
+    loaded: Any = made("stored")
+    nc.distributed.load_checkpoint(folder / "adapted", loaded)
+    x = inputs(96).detach()
+    before = loaded(x)
+    same = torch.equal(nc.merge_adapters(loaded)(x), nc.merge_adapters(alone)(x))
+    return same and not torch.equal(before, made("stored")(x))
+
+
 def checks(folder: str) -> dict[str, Any]:
     kept = {f"export {merge}": functools.partial(exports, merge, Path(folder)) for merge in ("kept", "new")}
     refused = {
         f"refuses {weights}": functools.partial(refuses, weights, weights == "plain") for weights in REFUSED
     }
-    return {"merges": merges, **kept, **refused}
+    saved = functools.partial(merges_what_was_saved, Path(folder))
+    return {"merges": merges, "saved": saved, **kept, **refused}
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +126,7 @@ def test_what_the_merge_would_lose_is_refused_before_anything_changed(
 ) -> None:
     for said, same in of_all(results, f"refuses {weights}"):
         assert all(part in said for part in REFUSED[weights]) and same
+
+
+def test_what_is_refused_merges_from_a_checkpoint(results: list[Any]) -> None:
+    assert of_all(results, "saved") == [True, True]

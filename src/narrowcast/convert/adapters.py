@@ -324,8 +324,8 @@ def _check_merges(name: str, layer: Any, record: ParameterRecord) -> None:
     if record.splits and record.stored != "plain":
         how = "stored" if record.stored == "codes" else "gathered by narrowcast.distributed.shard"
         raise ValueError(
-            f"the weight under {shown(name)} is {how} as codes, and ranks share it; save the adapters "
-            "(model.save_pretrained), and merge in one process with a base that is not sharded"
+            f"the weight under {shown(name)} is {how} as codes, and ranks share it; save with "
+            "narrowcast.distributed.save_checkpoint, load in one process into a model that is not sharded, and merge it"
         )
     if len(record.parts) > 1:
         raise ValueError(f"ranks share the weight under {shown(name)} in blocks; merge before it is split")
