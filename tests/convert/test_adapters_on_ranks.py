@@ -95,13 +95,28 @@ def merges_what_was_saved(folder: Path) -> bool:
     return same and not torch.equal(before, made("stored")(x))
 
 
+def writes_beside(folder: Path) -> list[Any]:
+    """Return what a rank is told of adapters that PEFT would write as this rank has them, and what is there then."""
+    try:
+        nc.export(sharded("plain", wrapper=True), folder / "beside", format="bf16", merge="beside")
+    except ValueError as error:
+        return [str(error), (folder / "beside").exists()]
+    return ["", True]
+
+
 def checks(folder: str) -> dict[str, Any]:
     kept = {f"export {merge}": functools.partial(exports, merge, Path(folder)) for merge in ("kept", "new")}
     refused = {
         f"refuses {weights}": functools.partial(refuses, weights, weights == "plain") for weights in REFUSED
     }
     saved = functools.partial(merges_what_was_saved, Path(folder))
-    return {"merges": merges, "saved": saved, **kept, **refused}
+    return {
+        "merges": merges,
+        "saved": saved,
+        "beside": functools.partial(writes_beside, Path(folder)),
+        **kept,
+        **refused,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +145,9 @@ def test_what_the_merge_would_lose_is_refused_before_anything_changed(
 
 def test_what_is_refused_merges_from_a_checkpoint(results: list[Any]) -> None:
     assert of_all(results, "saved") == [True, True]
+
+
+def test_adapters_of_which_ranks_hold_parts_are_not_written_by_one(results: list[Any]) -> None:
+    for said, there in of_all(results, "beside"):
+        assert "of which each rank holds a part; save with narrowcast.distributed.save_checkpoint" in said
+        assert not there

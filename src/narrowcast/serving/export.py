@@ -26,6 +26,7 @@ from .. import _checks
 from .._checks import is_one_of, shown
 from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..distributed.together import Together
+from ..layers.described import describe_parameters
 from ..recipe import Recipe
 from .formats import compressed_tensors_config, fine_grained_config
 from .load import INDEX
@@ -97,7 +98,8 @@ def export(
     Raises:
         TypeError: ``merge`` is given for a model without adapters.
         ValueError: the format is unknown, cannot hold a recipe's weights, nothing can be quantized, or parameters are
-            on the meta device; ``merge`` is unknown, or missing for a model with adapters.
+            on the meta device; ``merge`` is unknown, missing for a model with adapters, or "beside" where ranks share
+            adapters.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
         RuntimeError: another rank raised one of these.
@@ -135,7 +137,18 @@ def _without_adapters(model: Any, merge: Any) -> Any:
                 "the model has adapters of PEFT; say with merge='kept', 'new' or 'beside' how to write them"
             )
         return model
-    return base_copy(model) if merge == "beside" else merged_copy(model, merge)
+    if merge != "beside":
+        return merged_copy(model, merge)
+    base = base_copy(model)
+    of_base = {id(parameter) for parameter in base.parameters()}
+    for record in describe_parameters(model).values():
+        if record.splits and id(record.parameter) not in of_base:
+            raise ValueError(
+                f"merge='beside' has PEFT write {record.name}, of which each rank holds a part; save with "
+                "narrowcast.distributed.save_checkpoint, load in one process into a model that is not sharded, and "
+                "export that, or use merge='kept'"
+            )
+    return base
 
 
 def _safetensors() -> Any:
