@@ -19,7 +19,7 @@ LIGHT = {"torch._custom_class_base", "torch._opaque_base", "torch.utils._device"
 
 
 def run_python(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -53,7 +53,7 @@ import narrowcast
 
 def test_import_is_silent() -> None:
     """Not a line on stdout, on stderr, or of any logger, PyTorch's included: pytest itself cannot see the latter."""
-    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for stream in (done.stdout, done.stderr):
         assert stream.partition("torch is there\n")[2] == ""

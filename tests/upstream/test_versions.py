@@ -43,7 +43,7 @@ def test_the_tested_releases_are_the_supported_ones() -> None:
     assert [numbers(release)[:2] for release in releases] == [
         (major, oldest + i) for i in range(versions.SUPPORTED_RELEASES)
     ]
-    assert set(versions.SLICED_TORCH) <= set(releases)
+    assert set(versions.CI_TORCH) <= set(releases)
     assert {minor(triton) for triton in versions.TESTED_TORCH.values()} <= set(versions.TESTED_TRITON)
     pythons = list(versions.TESTED_PYTHON)
     assert (pythons[0], pythons[-1]) == (versions.OLDEST_PYTHON, versions.NEWEST_PYTHON)
@@ -143,7 +143,7 @@ def test_the_requirements_file_pins_the_newest() -> None:
 
 
 @posix
-@pytest.mark.parametrize("name", ["OLDEST_TORCH", "NEWEST_PYTHON", "SLICED_TORCH", "TESTED_TORCH"])
+@pytest.mark.parametrize("name", ["OLDEST_TORCH", "NEWEST_PYTHON", "CI_TORCH", "TESTED_TORCH"])
 def test_build_files_read_the_releases(name: str) -> None:
     printed = subprocess.run([ROOT / ".ci/release", name], check=True, capture_output=True, text=True).stdout
     value = getattr(versions, name)
@@ -371,11 +371,12 @@ def run_ci(
 
 @posix
 def test_a_run_skips_a_release_that_pip_cannot_have(tmp_path: Path) -> None:
-    missing, *others = versions.SLICED_TORCH
+    missing, *others = versions.CI_TORCH
     done, calls = run_ci(tmp_path, missing=missing)
     assert done.returncode == 0, done.stdout
     assert f"no make slice TORCH=torch=={missing}" in done.stdout
-    assert [word for call in calls if call[0] == "slice" for word in call if "TORCH" in word] == [
+    assert "slice" not in {call[0] for call in calls}
+    assert [word for call in calls if call[0] == "small" for word in call if "TORCH" in word] == [
         f"TORCH=torch=={release}" for release in others
     ]
     assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
@@ -401,8 +402,17 @@ def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Pat
         oldest, main = (call for call in whole if call[0] == "fuzz")
         assert f"TORCH=torch=={versions.OLDEST_TORCH}" in oldest and "TORCH" not in " ".join(main)
         assert installed == [call[1:] for call in whole if call[0] in ("slice", "small")]
-        slices = [call[-1 - ("PYTHON" in call[-1])] for call in whole if call[0] == "slice"]
-        assert slices == [f"TORCH=torch=={release}" for release in versions.SLICED_TORCH]
+        of_releases = [
+            (call[0], word)
+            for call in whole
+            if call[0] in ("slice", "small")
+            for word in call
+            if "TORCH" in word
+        ]
+        kinds = ["slice", *["small"] * (len(versions.CI_TORCH) - 1)]
+        assert of_releases == [
+            (kind, f"TORCH=torch=={release}") for kind, release in zip(kinds, versions.CI_TORCH, strict=True)
+        ]
         assert done.stdout.splitlines()[-1] == "1 passed in 2.00s of test"
     folders = {
         Path(word.removeprefix("VENV=")).parent for call in whole for word in call if word.startswith("VENV=")
