@@ -159,6 +159,26 @@ def test_numbers_of_operations_do_not_change(name: str, compiled: bool) -> None:
     assert torch.equal(step(model, model, 9)[0], step(plain, plain, 9)[0])
 
 
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_gradient_that_an_operation_quantizes_does_not_change(name: str) -> None:
+    """As the operation in front requests it, not with a scale of its own and then once more."""
+    ops, models = nc.ops, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        front, behind = ops.Linear(64, 64, bias=False, device=DEVICE), ops.Bias(64, device=DEVICE)
+        models.append(
+            ops.Sequential(front, ops.Quantize(forward=False, backward=True, device=DEVICE), behind)
+        )
+        nc.set_recipe(models[-1], RECIPES[name])
+    plain, model = models
+    watch = nc.watch(model, every=1)
+    for count in range(3):
+        assert all(map(torch.equal, step(model, model, count), step(plain, plain, count)))
+        assert {one.operand for one in watch.step()} == {"input", "weight", "grad_output"}
+        for one in models:
+            nc.renew_delayed_scaling(one)
+
+
 def test_groups_are_observed_as_they_are_quantized() -> None:
     quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3, columnwise=False)
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))

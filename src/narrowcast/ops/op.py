@@ -42,7 +42,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     _watcher: Any = None
     """What observes the operands of a linear operation, as ``inspect.watch`` sets it."""
     _passes_gradient: bool = False
-    """Whether the gradient of its input is that of its output."""
+    """Whether the operation in front quantizes the gradient of this one's output as that of its input."""
     _reads_codes: bool = False
     """Whether it takes the gradient of its output as rows in codes."""
 

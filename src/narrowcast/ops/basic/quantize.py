@@ -38,6 +38,9 @@ class Quantize(BasicOperation):
         TypeError: in forward, the input is not fp32, bf16 or fp16.
     """
 
+    # It quantizes a gradient as the operation in front requests, which is observed before that.
+    _passes_gradient = True
+
     def __init__(
         self, forward: bool = True, backward: bool = False, *, device: torch.device | str | None = None
     ) -> None:
