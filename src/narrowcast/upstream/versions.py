@@ -38,7 +38,9 @@ NOT_WORKING = {
     "Python 3.9 and older": "`pip` refuses them: the code has syntax of Python 3.10",
     "PyTorch 2.11": "several threads that compile at the same time may crash the process; "
     "so may loading one of two AOTInductor packages on a GPU; Inductor may fail to partition a compiled checkpoint "
-    "that calls `torch.rand` behind a norm ([pytorch#177396](https://github.com/pytorch/pytorch/pull/177396))",
+    "that calls `torch.rand` behind a norm ([pytorch#177396](https://github.com/pytorch/pytorch/pull/177396)); after a "
+    "checkpointed function raised, a backward in the handler runs it again "
+    "(`findings/torch-failed-checkpoint-keeps-its-hooks.sh`)",
     "PyTorch 2.11 and 2.12": "an `autocast` entered inside a compiled checkpoint raises an error that says so; "
     "pipeline schedules that split the backward, such as `ScheduleInterleavedZeroBubble`, fail inside PyTorch",
 }
