@@ -19,7 +19,7 @@ import narrowcast as nc
 from narrowcast.serving import shards as SHARDS
 from serving.test_interrupted_export import contents
 
-FAILS = {0: "_safetensors", 1: "_decoded"}  # a rank -> the function that fails on it
+FAILS = {0: "_safetensors", 1: "_SharedAmax"}  # a rank -> the function that fails on it
 MODULE = sys.modules["narrowcast.serving.export"]  # the function has its name
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 
@@ -77,8 +77,8 @@ def _served(made: Any, index: int) -> torch.Tensor:
 
 def fails_on(rank: int, at: str, folder: Path) -> list[Any]:
     """A rank that lacks a package, or has no memory for a weight."""
-    told = MemoryError("no memory") if at == "_decoded" else ModuleNotFoundError("no safetensors")
-    failing = mock.patch.object(SHARDS if at == "_decoded" else MODULE, at, side_effect=told)
+    told = MemoryError("no memory") if at == "_SharedAmax" else ModuleNotFoundError("no safetensors")
+    failing = mock.patch.object(SHARDS if at == "_SharedAmax" else MODULE, at, side_effect=told)
     with failing if dist.get_rank() == rank else mock.MagicMock():
         said = exported(sharded(), folder / f"failed{rank}")
     return [said, sorted(path.name for path in folder.glob("*failed*"))]
@@ -131,7 +131,7 @@ def test_more_bytes_than_fit_one_file_are_several_with_an_index(results: list[An
 def test_an_error_on_one_rank_ends_the_call_on_all(results: list[Any], rank: int) -> None:
     for own, (said, left) in enumerate(of_all(results, f"fails on {rank}")):
         told = (
-            "MemoryError: no memory" if FAILS[rank] == "_decoded" else "ModuleNotFoundError: no safetensors"
+            "MemoryError: no memory" if FAILS[rank] == "_SharedAmax" else "ModuleNotFoundError: no safetensors"
         )
         assert said == (
             told if own == rank else f"RuntimeError: rank {rank} could not go on, so no rank does: {told}"
