@@ -131,7 +131,9 @@ def test_more_bytes_than_fit_one_file_are_several_with_an_index(results: list[An
 def test_an_error_on_one_rank_ends_the_call_on_all(results: list[Any], rank: int) -> None:
     for own, (said, left) in enumerate(of_all(results, f"fails on {rank}")):
         told = (
-            "MemoryError: no memory" if FAILS[rank] == "_SharedAmax" else "ModuleNotFoundError: no safetensors"
+            "MemoryError: no memory"
+            if FAILS[rank] == "_SharedAmax"
+            else "ModuleNotFoundError: no safetensors"
         )
         assert said == (
             told if own == rank else f"RuntimeError: rank {rank} could not go on, so no rank does: {told}"

@@ -107,6 +107,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--seeds", "0"], ["--seeds is 0", "at least 1"]),
         (["--seeds", str(10**9)], ["--seeds is 1000000000", "at most 1000"]),
         (["--recipe", "bf16,fp7"], ["'fp7'"]),
+        (["--recipe", "current,none,bf16"], ["--recipe names bf16 twice", "--seeds"]),
         (["--batch-size", str(10**12)], ["scores of a batch", "GiB", "lower --batch-size or --seq-len"]),
         (["--batch-size", str(10**30)], ["--batch-size is 1000", "below 2^63"]),
         (["--eval-batches", str(10**12)], ["held-out batches", "lower --eval-batches or --batch-size"]),

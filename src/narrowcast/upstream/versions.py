@@ -69,7 +69,7 @@ GPU_TESTS = {
         "commit": "eb87df55",
         "passed": "1535",
         "failed": "1",
-        "not run": "42 and a sweep",
+        "not run": "42 tests and one sweep of shapes",
     },
 }
 """Compute capabilities, each with the last whole run of the GPU tests; "not run" are skipped and unfinished ones."""

@@ -76,6 +76,11 @@ def train(
     model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
     automatically, choice = recipe.strip() == automatic.AUTO, ""
     recipes = ["bf16"] if automatically else [recipe_name(word.strip()) for word in recipe.split(",")]
+    for at, name in enumerate(recipes):
+        if name in recipes[:at]:
+            raise SettingsError(
+                f"--recipe names {name} twice; name it once, and give --seeds for more runs of it"
+            )
     config = override(
         start,
         **{
