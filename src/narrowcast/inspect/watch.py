@@ -30,7 +30,7 @@ from ..nn import MoERouter
 from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
 from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from ..recipe import Recipe, linear_plan
+from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import unseen_scale
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
@@ -207,9 +207,14 @@ def _splits(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Tenso
     return layer._checked_splits(given, x.reshape(-1, layer.in_features))[0]
 
 
+def _plan(layer: Any, recipe: Recipe | None, stage: Stage) -> LinearPlan:
+    """Return the plan of a stage with both gradients."""
+    return linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+
+
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
     """Return the row-wise quantizer of an operand of a stage; None for high precision."""
-    plan = linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+    plan = _plan(layer, recipe, stage)
     if not plan.quantized:
         return None
     quantizer: Any = getattr(plan, operand).quantizer
@@ -222,10 +227,7 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
 
 def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> Tensor | None:
     """Return the scales that the casts of a stage read in a direction; None without delayed scaling."""
-    plans = {
-        one.prefix: linear_plan(recipe, one.name, True, True, module_type=layer._module_type)
-        for one in layer._stages
-    }
+    plans = {one.prefix: _plan(layer, recipe, one) for one in layer._stages}
     plan = plans[stage.prefix]
     delayed = plan.forward_state if direction == "fwd" else plan.backward_state
     if delayed is None:

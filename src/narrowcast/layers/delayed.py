@@ -143,8 +143,8 @@ class DelayedLayer(RecipeOwner):
             fitted[:kept] = history[:kept]
             setattr(self, names[1], fitted)
 
-    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
-        """Call :meth:`_keep_state` for all stages; return whether code is traced."""
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
+        """Call :meth:`_keep_state` for all stages."""
         if while_tracing(_keep_states_while_tracing):
             for prefix, plan in zip(prefixes, plans):
                 if plan.forward_state is not None or plan.backward_state is not None:
@@ -153,10 +153,9 @@ class DelayedLayer(RecipeOwner):
                     known = _is_rule(forward, plan.forward_state) and _is_rule(backward, plan.backward_state)
                     if self.training and not known:
                         raise RuntimeError("a layer does not know what renews it; report this with the code")
-            return True
+            return
         for prefix, plan in zip(prefixes, plans):
             self._keep_state(prefix, plan.forward_state, plan.backward_state)
-        return False
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
