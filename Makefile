@@ -88,7 +88,7 @@ bench: $(installed)-train
 soak: $(installed)-test
 	$(bin)/python -m tests.fuzz $(SOAK_ARGS)
 
-# Five minutes of them with new seeds, as CI does: half as long on each of two cores.
+# Three minutes of them with new seeds, as CI does: half as long on each of two cores.
 fuzz: $(installed)-test
 	seq $(JOBS) | xargs -P $(JOBS) -I{} $(bin)/python -m tests.fuzz --minutes 1.5 --effort 0.05 --device cpu
 
