@@ -27,15 +27,17 @@ class Past:
     def collect(self, operand: Tensor) -> None:
         self.pending = max(self.pending, _amax(operand))
 
+    def fit(self, length: int) -> None:
+        """A forward in training makes the history as long as its recipe's, and what a shorter one drops is gone."""
+        self.rows = (self.rows + length * [0.0])[:length]
+
     def renew(self, recipe: Any, kind: str) -> None:
         """End a step: of what was seen, the scale follows by the recipe in force."""
-        length = recipe.amax_history_len
-        self.rows = (self.rows + length * [0.0])[:length]
         if 0.0 < self.pending < math.inf:
             recent = recipe.amax_compute_algo == "most_recent"
             amax = self.pending if recent else max(self.pending, *self.rows)
             self.scale = _scale_of(recipe, kind, amax, self.scale)
-            self.rows = [0.0, *self.rows[2:], self.pending][:length]
+            self.rows = [0.0, *self.rows[2:], self.pending][: recipe.amax_history_len]
         self.pending = 0.0
 
 
@@ -96,6 +98,8 @@ class Exact:
         past = self.past.setdefault(layer, {kind: Past() for kind in ("input", "grad_output")})
         if layer.training or layer not in self.recipes:
             self.recipes[layer] = recipe
+            for one in past.values():
+                one.fit(recipe.amax_history_len)
         operands = {
             "input": x.detach().reshape(-1, x.shape[-1]).clone(),
             "weight": layer.weight.detach().clone(),

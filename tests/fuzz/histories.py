@@ -314,7 +314,7 @@ class Stopped(Exception):
 class World:
     """One run of a program."""
 
-    def __init__(self, program: Program, plain: bool, torchs: bool) -> None:
+    def __init__(self, program: Program, plain: bool, torchs: bool, measured: bool = True) -> None:
         self.program, self.plain, self.torchs = program, plain, torchs
         self.trace: list[tuple[str, Tensor | None]] = []
         self.recipe = None if torchs else recipe_of(program["recipe"])
@@ -341,7 +341,7 @@ class World:
         alone = not _is_invariant(program) and not _runs_under_several(
             program
         )  # else first steps read constants
-        if plain and not torchs and alone:
+        if plain and measured and not torchs and alone:
             self.measure = Measure(self)
 
     def _give(self, recipe: Any) -> None:
@@ -911,8 +911,8 @@ class Rooms:
 
     def _move(self, generator: torch.Generator | None) -> None:
         with _started(self.program, ours=False):
-            world = World(self.program, plain=True, torchs=False)
-            world.measure, world.terms = None, Terms(world.model, generator)
+            world = World(self.program, plain=True, torchs=False, measured=False)
+            world.terms = Terms(world.model, generator)
             moved = world.play()
         for label, tensor in moved:
             other = self.wanted.get(label)

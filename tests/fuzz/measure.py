@@ -110,7 +110,9 @@ class Measure:
             return True
         if kind == "gradient" and evaluates and past:
             return False  # its scale is from before the last renewal, of which no call tells here
-        if past or not self.starts:
+        if not self.starts:
+            return False  # another recipe's scales, of which no call told: ``Exact`` has the products
+        if past:
             return (
                 len(past) >= self.calls * (1 if layer.training else 2)
                 and not self.world.program.get("around")
