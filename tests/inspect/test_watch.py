@@ -159,16 +159,16 @@ def test_numbers_of_operations_do_not_change(name: str, compiled: bool) -> None:
     assert torch.equal(step(model, model, 9)[0], step(plain, plain, 9)[0])
 
 
+@pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_a_gradient_that_an_operation_quantizes_does_not_change(name: str) -> None:
-    """As the operation in front requests it, not with a scale of its own and then once more."""
+def test_what_an_operation_quantizes_does_not_change(name: str, forward: bool) -> None:
+    """As the linear operation beside requests it, not with a scale of its own and then once more."""
     ops, models = nc.ops, []
     for _ in range(2):
         torch.manual_seed(0)
-        front, behind = ops.Linear(64, 64, bias=False, device=DEVICE), ops.Bias(64, device=DEVICE)
-        models.append(
-            ops.Sequential(front, ops.Quantize(forward=False, backward=True, device=DEVICE), behind)
-        )
+        linear, bias = ops.Linear(64, 64, bias=False, device=DEVICE), ops.Bias(64, device=DEVICE)
+        rounds = ops.Quantize(forward, not forward, device=DEVICE)
+        models.append(ops.Sequential(*((bias, rounds, linear) if forward else (linear, rounds, bias))))
         nc.set_recipe(models[-1], RECIPES[name])
     plain, model = models
     watch = nc.watch(model, every=1)

@@ -122,6 +122,17 @@ class Kept(Metadata):
     objects: list[Any]
 
 
+def observed_input(
+    ops: Sequence[BasicOperationLike], observers: dict[int, Any], where: Sequence[int]
+) -> int | None:
+    """Return the watched operation whose input an operation of the forward reads first; None without."""
+    at = where[0]
+    if at > 0 and ops[at - 1]._passes_input:
+        return None
+    at += ops[at]._passes_input
+    return at if at in observers else None
+
+
 def observed_gradient(
     ops: Sequence[BasicOperationLike], observers: dict[int, Any], where: Sequence[int]
 ) -> int | None:
@@ -183,8 +194,9 @@ def _forward(
     for step, (op, where) in enumerate(forward):
         run = slice(where[0], where[-1] + 1)
         own = contexts[run]
-        if where[0] in call.observers:
-            x = call.observers[where[0]].observe_input(x, own[0].scales)
+        watched = observed_input(call.basic_ops, call.observers, where)
+        if watched is not None:
+            x = call.observers[watched].observe_input(x, contexts[watched].scales)
         kwargs: dict[str, Any] = {
             "basic_op_extra_inputs": [
                 wiring.inputs_of(index, channels, extra_inputs, where) for index in where

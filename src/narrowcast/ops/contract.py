@@ -54,6 +54,7 @@ class BasicOperationLike(Protocol):
     _output_channels: dict[int, str]
     _channel_only_outputs: set[int]
     _passes_gradient: bool
+    _passes_input: bool
 
     def get_quantizer_roles(self, mode: Mode) -> list[QuantizerRole]: ...
 

@@ -22,7 +22,7 @@ from ..state import THREAD
 from ..upstream.autograd import forward_level, graph_task_id
 from ..upstream.modules import own_children, own_parameters, own_tables
 from ..upstream.tensors import in_transform
-from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradient, run_forward
+from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradient, observed_input, run_forward
 from .contract import FusibleOperation
 from .registry import REGISTRY, FusionFunction
 from .wiring import wire
@@ -280,7 +280,7 @@ class OperationFuser:
         inputs: list[Operand | None] = [None] * len(self.basic_ops)
         grads = list(inputs)
         for op, where in fused.forward[1:]:
-            if where[0] not in observers:
+            if observed_input(self.basic_ops, observers, where) != where[0]:
                 inputs[where[0]] = op.get_input_quantizer()
         for op, where in fused.backward[:-1]:
             if observed_gradient(self.basic_ops, observers, where) is None:

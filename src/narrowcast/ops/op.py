@@ -43,6 +43,8 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     """What observes the operands of a linear operation, as ``inspect.watch`` sets it."""
     _passes_gradient: bool = False
     """Whether the operation in front quantizes the gradient of this one's output as that of its input."""
+    _passes_input: bool = False
+    """Whether the operation behind quantizes this one's input as its own."""
     _reads_codes: bool = False
     """Whether it takes the gradient of its output as rows in codes."""
 

@@ -47,6 +47,8 @@ class Quantize(BasicOperation):
         super().__init__()
         flags(forward=forward, backward=backward)
         self.quantizes_forward, self.quantizes_backward = bool(forward), bool(backward)
+        # as the operation behind requests, which is observed before that
+        self._passes_input = self.quantizes_forward
         self.quantizes_output, self.quantizes_grad_input = self.quantizes_forward, self.quantizes_backward
         self._add_delayed_state("", device)
 
