@@ -246,7 +246,7 @@ def test_symmetric_memory_is_set_up_for_the_group(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda group: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(group_name="all")))
-    monkeypatch.setattr(micro_pipeline, "group_name", lambda group: group)
+    monkeypatch.setattr(micro_pipeline, "group_name", lambda group, label: group)
     monkeypatch.setattr(micro_pipeline, "group_named", lambda name: SimpleNamespace(group_name=groups[name]))
     monkeypatch.setattr(micro_pipeline, "start_symmetric_memory", started.append)
     monkeypatch.setattr(micro_pipeline, "turn_on", lambda own, cls: False)

@@ -313,3 +313,22 @@ def test_what_stands_for_a_gradient_that_was_accumulated(zeros: bool | None) -> 
     out.sum().backward()
     assert torch.equal(layer.weight.main_grad, torch.full((16, 16), 4.0))
     assert not zeros or not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", [None, nc.recipe.DelayedScaling()], ids=["plain", "delayed"])
+@pytest.mark.parametrize("value", ["no", torch.tensor(True), 1.5], ids=str)
+def test_first_microbatch_is_a_bool(value: Any, recipe: Any) -> None:
+    """A text such as "no" would count as the first."""
+    x = torch.randn(32, 32)
+    layers = [
+        nc.Linear(32, 32),
+        nc.LayerNormLinear(32, 32),
+        nc.LayerNormMLP(32, 64),
+        nc.GroupedLinear(2, 32, 32),
+    ]
+    for layer in layers:
+        if recipe is not None:
+            nc.set_recipe(layer, recipe)
+        splits = ([16, 16],) if isinstance(layer, nc.GroupedLinear) else ()
+        with pytest.raises(TypeError, match="^is_first_microbatch is .*; use True or False"):
+            layer(x, *splits, is_first_microbatch=value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_a_text_in_place_of_a_flag_is_no_recipe() -> None:
 
 
 def test_group_is_the_innermost_one() -> None:
-    groups: list[Any] = [object(), object()]
+    groups: list[Any] = [SimpleNamespace(group_name=name) for name in "ab"]
     with nc.autocast(recipe=CURRENT, amax_reduction_group=groups[0]):
         with nc.autocast(recipe=CURRENT, amax_reduction_group=groups[1]):
             assert state.get_fp8_group() is groups[1]

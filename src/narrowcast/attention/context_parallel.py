@@ -42,7 +42,7 @@ def context_parallel(cp_group: Any, cp_comm_type: str) -> ContextParallel | None
             f"context parallelism (cp_group={shown(cp_group)}) with cp_comm_type={shown(cp_comm_type)} is not there; "
             "pass one group and cp_comm_type='all_gather'"
         )
-    name = group_name(cp_group)
+    name = group_name(cp_group, "cp_group")
     size = group_size(name)
     return None if size == 1 else ContextParallel(name, size, dist.get_rank(cp_group))
 

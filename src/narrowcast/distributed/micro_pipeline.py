@@ -41,7 +41,7 @@ def async_tensor_parallel(group: Any = None) -> None:
     Raises:
         RuntimeError: the group has no symmetric memory, or another graph pass occupies its place; the message says why.
     """
-    name = group_name(group)
+    name = group_name(group, "group")
     reason = _why_not(name)
     if reason:
         raise RuntimeError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import a_kind
+from .._checks import a_kind, shown
 from .._environment import read_foreign
 from .._tracing import can_check
 from ..upstream.c10d import (
@@ -33,27 +33,48 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or get
 )
 
 
-def group_name(process_group: Any) -> str | None:
+def group_name(process_group: Any, label: str = "process_group") -> str | None:
     """Return the name of a process group; None for the default group.
 
+    Args:
+        process_group: a group, its name, or None.
+        label: the argument's name, for messages.
     Raises:
         TypeError: no process group.
+        ValueError: the name of none.
         RuntimeError: it is not registered under a name.
     """
+    # before torch 2.13 a trace cannot ask a group what it has
+    if process_group is not None and can_check():
+        check_group(process_group, label)
     if process_group is None or isinstance(process_group, str):
         return process_group
-    # before torch 2.13 a trace cannot ask a group what it has
-    if can_check() and not hasattr(process_group, "group_name"):
-        raise TypeError(
-            f"process_group is {a_kind(process_group)}; pass a torch.distributed process group, or None for "
-            "the default one"
-        )
     name = process_group.group_name
     if not name:
         raise RuntimeError(
             "the process group has no registered name; make it with torch.distributed.new_group"
         )
     return name
+
+
+def check_group(process_group: Any, label: str) -> None:
+    """Check a process group or the name of one.
+
+    Raises:
+        TypeError, ValueError: as of :func:`group_name`.
+    """
+    if isinstance(process_group, str):
+        try:
+            size_of_group_named(process_group)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"{label} is {shown(process_group)}, which names no process group here; call "
+                "torch.distributed.init_process_group first and pass a group, or None"
+            ) from error
+    elif not hasattr(process_group, "group_name"):
+        raise TypeError(
+            f"{label} is {a_kind(process_group)}; pass a torch.distributed process group, or None"
+        )
 
 
 def group_size(name: str | None) -> int:

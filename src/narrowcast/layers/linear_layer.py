@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import function, shown
+from .._checks import flags, function, shown
 from .._determinism import DETERMINISM
 from .._tracing import record, records_transforms, refuse_in_transform, warn
 from ..autograd import (
@@ -323,9 +323,12 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             workspace: of a stored weight, where it was made already.
             needs_bias: whether the gradient of the bias is requested; None: ``bias`` tells.
         Raises:
+            TypeError: ``is_first_microbatch`` is no bool.
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
             ValueError: the layer is split in a way that the batch-invariant mode does not allow.
         """
+        if is_first_microbatch is not None:
+            flags(is_first_microbatch=is_first_microbatch)
         scales = scales or self._scales(stage.prefix, plan)
         parallel = None if self._parallel is None else self._split_over(stage.prefix)
         if parallel is not None and plan.batch_invariant:
@@ -464,6 +467,8 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _linear_in_high_precision(
         self, stage: Stage, inp: Tensor, weight: Tensor, bias: Tensor | None, is_first_microbatch: bool | None
     ) -> Tensor:
+        if is_first_microbatch is not None:
+            flags(is_first_microbatch=is_first_microbatch)
         # PyTorch multiplies a real tensor with one on meta to unwritten memory
         if weight.device != inp.device:
             raise RuntimeError(

@@ -97,7 +97,7 @@ def parallel_of(
         raise ValueError(
             f"rng_tracker_name is {shown(tracker_name)} without get_rng_state_tracker; give both or neither"
         )
-    group = NO_GROUP if tp_group is None else group_name(tp_group)
+    group = NO_GROUP if tp_group is None else group_name(tp_group, "tp_group")
     return Parallel(modes, size, group, bool(sequence_parallel), tracker, tracker_name)
 
 
@@ -111,7 +111,7 @@ def ranks_of(
     flags(set_parallel_mode=set_parallel_mode, sequence_parallel=sequence_parallel)
     if not set_parallel_mode:
         return None, 1, False
-    size = tp_size if tp_group is None else tp_group.size()
+    size = checked_size(tp_group, tp_size)
     return tp_group, size, sequence_parallel and size > 1
 
 
@@ -163,14 +163,17 @@ class TensorParallelLayer:
         """
         if tp_group is None and self.tp_size == 1:
             return
-        if tp_group is None or group_size(group_name(tp_group)) != self.tp_size:
-            found = "None" if tp_group is None else f"of {group_size(group_name(tp_group))} processes"
+        size = None if tp_group is None else group_size(group_name(tp_group, "tp_group"))
+        if size != self.tp_size:
+            found = "None" if size is None else f"of {size} processes"
             raise ValueError(
                 f"tp_group is {found}, and the layer was made for tp_size={self.tp_size}; give that many"
             )
         if self._parallel is not None:
             self._parallel = {
-                prefix: TensorParallel(parallel.mode, group_name(tp_group), parallel.sequence_parallel)
+                prefix: TensorParallel(
+                    parallel.mode, group_name(tp_group, "tp_group"), parallel.sequence_parallel
+                )
                 for prefix, parallel in self._parallel.items()
             }
 
@@ -244,7 +247,7 @@ def checked_size(tp_group: Any, tp_size: int) -> int:
         raise ValueError(f"tp_size is {shown(tp_size)}; use a positive number of processes")
     if tp_group is None:
         return tp_size
-    size = group_size(group_name(tp_group))
+    size = group_size(group_name(tp_group, "tp_group"))
     if tp_size not in (1, size):
         raise ValueError(f"tp_size is {tp_size}, and tp_group has {size} processes; leave tp_size out")
     return size

@@ -91,7 +91,7 @@ def parallel_cross_entropy(
         )
     shard = _Shard(None, 1, 0)
     if dist_process_group is not None:
-        group = group_name(dist_process_group)
+        group = group_name(dist_process_group, "dist_process_group")
         size = group_size(group)
         shard = _Shard(group, size, dist.get_rank(dist_process_group) if size > 1 else 0)
     smoothing = Smoothing(label_smoothing, ignore_idx)

@@ -148,7 +148,7 @@ class DotProductAttention(nn.Module):
 
     def _split_of(self, name: str) -> Split | None:
         """Return how ranks share the offsets of a learnable softmax: each has those of its heads."""
-        group = NO_GROUP if self.tp_group is None else group_name(self.tp_group)
+        group = NO_GROUP if self.tp_group is None else group_name(self.tp_group, "tp_group")
         return None if name != "softmax_offset" else Split(1, group, self.tp_size, "tensor")
 
     def reset_parameters(self) -> None:

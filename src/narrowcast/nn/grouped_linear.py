@@ -130,7 +130,7 @@ class GroupedLinear(GroupedLinearLayer):
                 f"tp_group is of {found} processes, and the layer was made for tp_size={self.tp_size}"
             )
         if tp_group is not None:
-            self._tp_group = group_name(tp_group)
+            self._tp_group = group_name(tp_group, "tp_group")
 
     def forward(
         self,

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import a_kind, shown
-from .._tracing import can_check
+from .._checks import shown
 from ..functional import amax_to_share, quantize
-from ..functional.collectives import largest_of
+from ..functional.collectives import group_name, largest_of
 from .quantizer import Quantizer
 from .value import _rebuild_quantizer
 
@@ -62,12 +61,7 @@ class AmaxReducing(Quantizer):
             )
 
     def _reduced_buffers(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        # before torch 2.13 a trace cannot ask a group what it has
-        if not isinstance(group, str) and can_check() and not hasattr(group, "group_name"):
-            raise TypeError(
-                f"amax_reduction_group is {a_kind(group)}; pass a torch.distributed process group or its name"
-            )
-        name, seed = group if isinstance(group, str) else group.group_name, self._seed(tensor)
+        name, seed = group_name(group, "amax_reduction_group"), self._seed(tensor)
         reduced = largest_of(amax_to_share(tensor, self, seed), name)
         return quantize(tensor, self, None, reduced, seed)
 

@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from .._checks import a_kind, flags, shown
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
+from ..functional.collectives import check_group
 from ..recipe import (
     DelayedScaling,
     Float8CurrentScaling,
@@ -175,7 +176,8 @@ class autocast:
         amax_reduction_group: the result of :func:`get_fp8_group`. Nothing is reduced over it: a warning names the call
             that does.
     Raises:
-        TypeError: ``recipe`` is not a recipe, or a recipe is passed as ``enabled``.
+        TypeError: ``recipe`` is not a recipe, a recipe is passed as ``enabled``, or the group is none.
+        ValueError: the group is the name of none.
         RuntimeError: the instance is active; or, before PyTorch 2.13, it is entered inside a compiled
             ``torch.utils.checkpoint``.
     """
@@ -198,8 +200,10 @@ class autocast:
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
         chosen = checked_recipe(recipe, "autocast")
-        if amax_reduction_group is not None and can_check() and getattr(chosen, "reduce_amax", False):
-            _warn_of_group()
+        if amax_reduction_group is not None and can_check():
+            check_group(amax_reduction_group, "amax_reduction_group")
+            if getattr(chosen, "reduce_amax", False):
+                _warn_of_group()
         self.enabled = enabled
         self.recipe = chosen if enabled else None
         self.calibrating = chosen if calibrating and not enabled else None

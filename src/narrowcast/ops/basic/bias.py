@@ -50,7 +50,9 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
     ) -> None:
         super().__init__()
         flags(tensor_parallel=tensor_parallel)
-        shares = group_size(group_name(tensor_parallel_group)) if tensor_parallel else 1
+        shares = (
+            group_size(group_name(tensor_parallel_group, "tensor_parallel_group")) if tensor_parallel else 1
+        )
         whole(size=size)
         if size < 1 or size % shares:
             raise ValueError(f"size is {size}; use a positive multiple of the {shares} ranks that share it")
