@@ -6,6 +6,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,9 +72,18 @@ def test_failures_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert fine.cases > 2
 
 
-@pytest.mark.parametrize("file", corpus.files(), ids=lambda file: file.stem)
-def test_what_failed_once_passes(file: Path) -> None:
-    entry = json.loads(file.read_text())
+ENTRIES = {file.stem: json.loads(file.read_text()) for file in corpus.files()}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        # what takes long runs with --full-matrix alone
+        pytest.param(entry, id=name, marks=pytest.mark.requested if entry.get("slow") else ())
+        for name, entry in ENTRIES.items()
+    ],
+)
+def test_what_failed_once_passes(entry: dict[str, Any]) -> None:
     suite = next(suite for suite in suites.all_suites() if suite.name == entry["suite"])
     error = outcome(suite, entry["program"])
     if error is not None:

@@ -268,6 +268,7 @@ QUANTIZERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtypes, beside", [MIXED[0], MIXED[3], MIXED[6], MIXED[7]])
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_codes_of_the_same_pass(

@@ -171,6 +171,7 @@ def test_a_graph_that_runs_backward_twice(given: str) -> None:
     assert_plain(train(model, give(model, given), twice(model), "lifo"), given, "lifo")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_a_compiled_model(given: str, backend: str) -> None:
@@ -179,6 +180,7 @@ def test_a_compiled_model(given: str, backend: str) -> None:
     assert_plain(train(model, give(model, given), call, "lifo", evaluate), given, "lifo")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", ["set_recipe", "own"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_blocks_in_checkpoints(given: str, reentrant: bool) -> None:

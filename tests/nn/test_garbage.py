@@ -40,6 +40,7 @@ def kept() -> Iterator[list[Any]]:
     others.clear()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_step_leaves_no_tensor_in_a_cycle(kind: str, recipe: str, request: pytest.FixtureRequest) -> None:

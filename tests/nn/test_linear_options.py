@@ -93,6 +93,7 @@ class Twice(nn.Module):
         return x
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize("kind", ["linear", "norm", "high precision", "stored"])
 @pytest.mark.parametrize(
@@ -283,6 +284,7 @@ def test_quantized_input_is_multiplied_as_it_is(name: str) -> None:
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("of_input", QUANTIZED)
 @pytest.mark.parametrize("name", QUANTIZED)

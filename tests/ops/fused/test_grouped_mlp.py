@@ -328,6 +328,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_the_last_gemm_runs_without_the_operands_of_the_others(
