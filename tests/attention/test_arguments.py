@@ -26,7 +26,7 @@ CONSTRUCTION: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attention_type": "other"}, ValueError, "other"),
     ({"attention_dropout": 1.0}, ValueError, "attention_dropout"),
     ({"cp_group": object()}, NotImplementedError, "context parallelism"),
-    ({"cp_group": object(), "cp_comm_type": "all_gather"}, TypeError, "process_group is an object"),
+    ({"cp_group": object(), "cp_comm_type": "all_gather"}, TypeError, "cp_group is an object"),
 ]
 
 FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [

@@ -216,7 +216,7 @@ def tensor_parallel(mode: str | None, process_group: Any, sequence_parallel: boo
         raise ValueError(f"tensor_parallel_mode is {shown(mode)}; use None, 'column' or 'row'")
     if sequence_parallel and mode is None:
         raise ValueError("sequence_parallel=True needs tensor_parallel_mode='column' or 'row'")
-    group = group_name(process_group)
+    group = group_name(process_group, "tensor_parallel_group")
     if mode is None or group_size(group) == 1:
         return TensorParallel()
     return TensorParallel(mode, group, bool(sequence_parallel))
