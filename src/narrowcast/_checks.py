@@ -86,7 +86,7 @@ def positive(**sizes: Any) -> None:
     """
     for label, size in sizes.items():
         try:
-            fits = operator.index(size) >= 1
+            fits = not isinstance(size, bool) and operator.index(size) >= 1
         except TypeError:
             fits = False
         if not fits:

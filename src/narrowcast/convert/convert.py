@@ -134,8 +134,8 @@ def convert(
     asked = {"routers": routers, "heads": heads, "small": small, "blocks": blocks}
     named = _names_in_full(only, table)
     decisions = [_decide(one, recipes, chosen, skipped, asked, named) for one in found]
-    if policy is not None:
-        choose = policy_named(policy, rows)
+    choose = policy_named(policy, rows)
+    if choose is not None:
         decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
     if weights != "plain":
         decisions = _with_stored_weights(model, decisions, weights)

@@ -63,10 +63,11 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
 
     Raises:
         ValueError: both are given, and differ.
-        TypeError: no floating-point dtype.
+        TypeError: no floating-point dtype, or one of eight bits or fewer.
     """
     for label, given in (("params_dtype", params_dtype), ("dtype", dtype)):
-        if given is not None and not (isinstance(given, torch.dtype) and given.is_floating_point):
+        known = isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize > 1
+        if given is not None and not known:
             raise TypeError(f"{label} is {shown(given)}; use torch.bfloat16, torch.float16 or torch.float32")
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype is {params_dtype} and dtype is {dtype}; give one of them")

@@ -20,12 +20,18 @@ POLICIES: dict[str, Policy] = {}
 """By name; :mod:`narrowcast.policy` puts in what it has."""
 
 
-def policy_named(name: str, rows: int | None) -> Policy:
-    """Return the policy of that name.
+def policy_named(name: str | None, rows: int | None) -> Policy | None:
+    """Return the policy of that name; None for None.
 
     Raises:
-        ValueError: an unknown name, or no ``rows`` of a positive number.
+        ValueError: an unknown name, no ``rows`` of a positive number, or ``rows`` without a name.
     """
+    if name is None:
+        if rows is not None:
+            raise ValueError(
+                f'rows={shown(rows)} without a policy, which alone reads them; give policy="auto" too'
+            )
+        return None
     if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"policy is {not_among(name, (None, *POLICIES))}")
     if not isinstance(rows, int) or rows < 1:
@@ -43,4 +49,4 @@ def choose(layer: Any, recipe: Recipe | None, policy: str, rows: int) -> Recipe 
     if recipe is None or not stages or any(weight is None or weight.dim() != 2 for weight in stages):
         return recipe
     shapes = [(rows, weight.shape[0], weight.shape[1]) for weight in stages]  # type: ignore[union-attr]
-    return policy_named(policy, rows)(recipe, shapes, stages[0].dtype)[0]  # type: ignore[union-attr]
+    return POLICIES[policy](recipe, shapes, stages[0].dtype)[0]  # type: ignore[union-attr]

@@ -68,8 +68,7 @@ def set_recipe(
         names = dict(model.named_modules()) if value is None else owners
         matching = matching_names(pattern, names, model, "low-precision layer")
         chosen.update((name, value) for name in matching if name in owners)
-    if policy is not None:
-        policy_named(policy, rows)
+    if policy_named(policy, rows) is not None:
         chosen = {name: choose(owners[name], value, policy, rows) for name, value in chosen.items()}  # type: ignore[arg-type]
     for name, value in chosen.items():
         owners[name].recipe = value
@@ -84,12 +83,19 @@ def recipe_table(recipe: RecipeChoice, caller: str, *none: str) -> dict[str, Rec
         caller: whose argument it is, for the message.
         none: what None means there, if it is not high precision.
     Raises:
-        TypeError: no recipe.
-        ValueError: text that is neither the name of a recipe nor a table of recipes.
+        TypeError: no recipe, or a pattern that is no text.
+        ValueError: text that is neither the name of a recipe nor a table of recipes, or a table without any.
     """
     is_json = isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "[")
     table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]
     table = dict(table) if isinstance(table, Mapping) else {"": table}
+    if not table:
+        raise ValueError(f'{caller} got an empty table of recipes; name a pattern, or "" for the whole model')
+    for pattern in table:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f'{caller}: {_checks.typed(pattern)}, is no pattern; name modules by text, as in {{"layers.*": ...}}'
+            )
     return {pattern: checked_recipe(value, caller, *none) for pattern, value in table.items()}
 
 

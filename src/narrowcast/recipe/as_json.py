@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .._checks import article, shown
+from .._checks import article, shown, typed
 from .base import Format, MMParams, QParams, Recipe
 from .names import ALIASES, NAMES, recipe_from_name
 
@@ -20,8 +20,10 @@ def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
     """Return a recipe table by pattern as JSON; :func:`narrowcast.set_recipe` takes it.
 
     Raises:
-        TypeError: a recipe holds a function, which has no JSON.
+        TypeError: no table, or a recipe holds a function, which has no JSON.
     """
+    if not isinstance(recipes, Mapping):
+        raise TypeError(f"recipes is {typed(recipes)}; pass a table, such as narrowcast.get_recipes(model)")
     return json.dumps({pattern: _described(recipe) for pattern, recipe in recipes.items()}, indent=2)
 
 

@@ -339,7 +339,11 @@ def test_bad_input(x: Tensor, error: type[Exception], message: str, name: str) -
         ({"k": 0}, ValueError, "in_features is 0"),
         ({"tensor_parallel_mode": "diagonal"}, ValueError, "'diagonal'; use None, 'column' or 'row'"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel=True needs tensor_parallel_mode"),
-        ({"tensor_parallel_mode": "row", "tensor_parallel_group": 3}, TypeError, "tensor_parallel_group is an int"),
+        (
+            {"tensor_parallel_mode": "row", "tensor_parallel_group": 3},
+            TypeError,
+            "tensor_parallel_group is an int",
+        ),
         (
             {"tensor_parallel_mode": "row", "tensor_parallel_group": SimpleNamespace(group_name="")},
             RuntimeError,
