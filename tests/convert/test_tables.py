@@ -33,7 +33,7 @@ def test_what_says_nothing(call: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, nearest", [("MXFP8", "'mxfp8'"), ("fp8", "'current', 'mxfp8'"), ("float8", "'current'")]
+    "name, nearest", [("MXFP8", "'mxfp8'"), ("fp8", "'current'"), ("float8", "'current'")]
 )
 def test_the_nearest_recipe(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"no recipe is named '{name}'; the nearest: {nearest}; use one of"):

@@ -75,7 +75,8 @@ def train(
         )
     model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
     automatically, choice = recipe.strip() == automatic.AUTO, ""
-    recipes = ["bf16"] if automatically else [recipe_name(word.strip()) for word in recipe.split(",")]
+    words = [word.strip() for word in recipe.split(",")]
+    recipes = ["bf16"] if automatically else [recipe_name(word, "--recipe", automatic.AUTO) for word in words]
     for at, name in enumerate(recipes):
         if name in recipes[:at]:
             raise SettingsError(

@@ -150,7 +150,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("recipe", "head_recipe"):
-            object.__setattr__(self, name, recipe_name(getattr(self, name)))
+            object.__setattr__(self, name, recipe_name(getattr(self, name), "--" + name.replace("_", "-")))
         known = f"use one of {', '.join(OPTIMIZERS)}"
         _require(self.optimizer in OPTIMIZERS, "--optimizer", self.optimizer, known)
         for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):

@@ -4,6 +4,9 @@ It needs no package of the extra ``train``, whose absence it reports.
 """
 
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from json import dumps
@@ -43,13 +46,22 @@ def doctor(json: bool) -> int:
     for finding in examine():
         findings.append(finding)
         if not json:  # one by one: the later ones take a while
-            print(f"{finding.subject:<12} {finding.text}", flush=True)
+            _show(finding.subject, finding.text)
     healthy = not any(finding.broken for finding in findings)
     if json:
         print(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
     else:
-        print(f"{'verdict':<12} {_verdict(findings) if healthy else 'something above is broken'}")
+        _show("verdict", _verdict(findings) if healthy else "something above is broken")
     return 0 if healthy else 1
+
+
+def _show(subject: str, text: str) -> None:
+    """Print a finding, in a terminal with the lines that continue it below its text."""
+    line = f"{subject:<12} {text}"
+    if sys.stdout.isatty():
+        columns = max(shutil.get_terminal_size().columns, 40)
+        line = textwrap.fill(line, columns, subsequent_indent=13 * " ", break_on_hyphens=False)
+    print(line, flush=True)
 
 
 def _verdict(findings: list[Finding]) -> str:

@@ -59,17 +59,20 @@ ALIASES = {"none": "bf16"} | {
 HEAD = "head"  # the model's name of its output layer
 
 
-def recipe_name(word: str) -> str:
+def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
     """Return the canonical name of a recipe; `none` means `bf16`.
 
+    Args:
+        option: that takes the word, for the message.
+        others: what the option takes besides recipes, for the message.
     Raises:
         SettingsError: the word names no recipe.
     """
     name = ALIASES.get(word, word)
     if name not in CHOICES:
-        known = ", ".join([*CHOICES, *ALIASES])
+        known = ", ".join([*CHOICES, *ALIASES, *others])
         nearest = nc.recipe.nearest_recipe(word)
-        raise SettingsError(f"unknown recipe {shown(word)}{nearest}; --recipe takes one of {known}")
+        raise SettingsError(f"unknown recipe {shown(word)}{nearest}; {option} takes one of {known}")
     return name
 
 
