@@ -53,7 +53,8 @@ LAYOUTS = {
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 WHOLE = ("none", "ddp", "cp")  # each rank has all parameters
 ROW_WISE = ("none", "ddp", "fsdp", "hsdp")  # each rank computes as one process with its rows
-TOLERANCES = {"none": 1e-4, "nvfp4": 0.5, "mxfp4": 0.5}
+# Gradients in E5M2, behind five layers, were up to 0.32 off those in high precision; ranks and one process are both.
+TOLERANCES = {"none": 1e-4, "nvfp4": 0.5, "mxfp4": 0.5, "delayed": 0.5, "current": 0.5}
 FORMATS = {"none": "bf16", "block": "hf-fp8-block128"}
 FULL_AT = 12  # a disk takes fewer files than this, of which a save and an export write some
 STEPS = (
@@ -224,7 +225,7 @@ class Laid:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh, ignored_params=apart)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def rows(self, x: Tensor) -> tuple[Tensor, int]:
         if (
@@ -638,7 +639,7 @@ def work(program: Program, folder: Path) -> dict[str, float]:
     tolerance = TOLERANCES.get(family, 0.3)
     layouts = list(program["layouts"] or ["none"])
     whole = build(program, program["seed"] or 0)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3, momentum=0.9)
     one = Laid(program, layouts.pop(0), whole)
     done = {}
     for number, step in enumerate(program["steps"]):
