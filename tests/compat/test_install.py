@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,14 +160,15 @@ def test_a_class_derived_from_the_base_owns_a_recipe(te: Any) -> None:
 
 def test_the_manager_answers_from_the_thread() -> None:
     manager, recipe = compat.FP8GlobalStateManager, nc.recipe.Float8CurrentScaling()
+    group: Any = SimpleNamespace(group_name="ranks")
     assert manager.is_fp8_available() == nc.is_fp8_available(return_reason=True)
     assert manager.is_mxfp8_available() == nc.is_mxfp8_available(return_reason=True)
     assert not manager.is_fp8_enabled() and not manager.is_first_fp8_module()
-    context = nc.autocast(recipe=recipe, amax_reduction_group="group")
+    context = nc.autocast(recipe=recipe, amax_reduction_group=group)
     for _ in range(2):  # one instance, entered again
         with context:
             assert manager.is_fp8_enabled() and manager.get_fp8_recipe() == recipe
-            assert manager.get_fp8_group() == "group" and not manager.fp8_graph_capturing()
+            assert manager.get_fp8_group() is group and not manager.fp8_graph_capturing()
             assert manager.is_first_fp8_module() and not manager.is_first_fp8_module()
             kept = manager.get_autocast_state()
             with nc.autocast(enabled=False):

@@ -238,7 +238,7 @@ def test_a_layer_that_is_split_needs_its_group_and_another_none() -> None:
 @pytest.mark.parametrize("given, size", [(1, 4), (4, 4), (2, None), (3, None)])
 def test_the_size_is_the_group_s(given: int, size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parallel, "group_size", lambda group: 4)
-    monkeypatch.setattr(tensor_parallel, "group_name", lambda group: group)
+    monkeypatch.setattr(tensor_parallel, "group_name", lambda group, label: group)
     if size is None:
         with pytest.raises(ValueError, match=f"tp_size={given}|tp_size is {given}"):
             tensor_parallel.checked_size("a group", given)
