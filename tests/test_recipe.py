@@ -777,3 +777,11 @@ def test_a_plan_is_chosen_by_what_a_broken_graph_knows_as_symbols() -> None:
 
     compiled = torch.compile(run, backend="eager", dynamic=True, fullgraph=True)
     assert [compiled(torch.zeros(1), first).item() for first in (1, 2, 0)] == [1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "name, nearest", [("MXFP8", "'mxfp8'"), ("fp8", "'current'"), ("float8", "'current'")]
+)
+def test_the_nearest_recipe(name: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"no recipe is named '{name}'; the nearest: {nearest}; use one of"):
+        nc.recipe.recipe_from_name(name)

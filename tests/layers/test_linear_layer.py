@@ -332,3 +332,10 @@ def test_first_microbatch_is_a_bool(value: Any, recipe: Any) -> None:
         splits = ([16, 16],) if isinstance(layer, nc.GroupedLinear) else ()
         with pytest.raises(TypeError, match="^is_first_microbatch is .*; use True or False"):
             layer(x, *splits, is_first_microbatch=value)
+
+
+def test_a_size_that_is_true_and_a_dtype_of_eight_bits() -> None:
+    with pytest.raises(ValueError, match="^in_features is True; use a positive whole number"):
+        nc.Linear(True, 32)
+    with pytest.raises(TypeError, match="^params_dtype is torch.float8_e4m3fn; use torch.bfloat16"):
+        nc.Linear(32, 32, params_dtype=torch.float8_e4m3fn)

@@ -344,3 +344,8 @@ def test_none_on_a_plain_layer_is_what_that_is() -> None:
 )
 def test_a_printed_layer_names_its_recipe(layer: nn.Module, shown: str) -> None:
     assert shown in repr(layer)
+
+
+def test_no_table_has_no_json() -> None:
+    with pytest.raises(TypeError, match="^recipes is 'x', of type str; pass a table"):
+        nc.recipe.recipes_to_json("x")  # type: ignore[arg-type]

@@ -163,7 +163,8 @@ class TensorParallelLayer:
         """
         if tp_group is None and self.tp_size == 1:
             return
-        size = None if tp_group is None else group_size(group_name(tp_group, "tp_group"))
+        name = None if tp_group is None else group_name(tp_group, "tp_group")
+        size = None if name is None else group_size(name)
         if size != self.tp_size:
             found = "None" if size is None else f"of {size} processes"
             raise ValueError(
@@ -171,9 +172,7 @@ class TensorParallelLayer:
             )
         if self._parallel is not None:
             self._parallel = {
-                prefix: TensorParallel(
-                    parallel.mode, group_name(tp_group, "tp_group"), parallel.sequence_parallel
-                )
+                prefix: TensorParallel(parallel.mode, name, parallel.sequence_parallel)
                 for prefix, parallel in self._parallel.items()
             }
 

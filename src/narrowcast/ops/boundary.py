@@ -129,7 +129,8 @@ def observed_input(
     at = where[0]
     if at > 0 and ops[at - 1]._passes_input:
         return None
-    at += ops[at]._passes_input
+    if ops[at]._passes_input:
+        at += 1
     return at if at in observers else None
 
 

@@ -57,10 +57,11 @@ def doctor(json: bool) -> int:
 
 def _show(subject: str, text: str) -> None:
     """Print a finding, in a terminal with the lines that continue it below its text."""
-    line = f"{subject:<12} {text}"
+    begin = f"{subject:<12} "
+    line = begin + text
     if sys.stdout.isatty():
         columns = max(shutil.get_terminal_size().columns, 40)
-        line = textwrap.fill(line, columns, subsequent_indent=13 * " ", break_on_hyphens=False)
+        line = textwrap.fill(line, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
     print(line, flush=True)
 
 
