@@ -77,6 +77,7 @@ class Measure:
         self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
         """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
         self.steps = 0
+        self.told = True  # whether a step has made the scales since another recipe came in force
         self.starts = True
         program = world.program
         layers = [layer for block in program["blocks"] for layer in block["layers"]]
@@ -89,7 +90,7 @@ class Measure:
 
     def forget(self) -> None:
         """Another recipe is in force, whose scales no call has told."""
-        self.amaxes, self.starts = {}, False
+        self.amaxes, self.starts, self.told = {}, False, False
         self.exact.forget()
 
     def recipe(self, layer: Any) -> Any:
@@ -110,9 +111,9 @@ class Measure:
             return True
         if kind == "gradient" and evaluates and past:
             return False  # its scale is from before the last renewal, of which no call tells here
-        if not self.starts:
-            return False  # another recipe's scales, of which no call told: ``Exact`` has the products
-        if past:
+        if not self.told:
+            return False
+        if past or not self.starts:
             return (
                 len(past) >= self.calls * (1 if layer.training else 2)
                 and not self.world.program.get("around")
@@ -225,6 +226,7 @@ class Measure:
     def renew(self) -> None:
         """The optimizer has stepped."""
         self.exact.renew()
+        self.told = True
 
     def start_of_step(self) -> None:
         """Forget gradients that were thrown away."""
