@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowcast.recipe import DelayedScaling
+
 from .programs import Difference
 
 _ROUNDED = 1e-5
@@ -97,9 +99,11 @@ class Exact:
         """Check a forward; return what checks the gradients of its output and of its input, in this order."""
         past = self.past.setdefault(layer, {kind: Past() for kind in ("input", "grad_output")})
         if layer.training or layer not in self.recipes:
-            self.recipes[layer] = recipe
+            # an evaluation changes no rule, also not that of a layer which was given one
+            given = layer.recipe if isinstance(layer.recipe, DelayedScaling) else recipe
+            self.recipes[layer] = rule = recipe if layer.training else given
             for one in past.values():
-                one.fit(recipe.amax_history_len)
+                one.fit(rule.amax_history_len)
         operands = {
             "input": x.detach().reshape(-1, x.shape[-1]).clone(),
             "weight": layer.weight.detach().clone(),
