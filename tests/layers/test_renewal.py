@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_same
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -105,6 +106,24 @@ def test_a_step_that_a_scaler_skips_renews_nothing(fused: bool) -> None:
             assert model[0].amax_fwd[0] == 1.0
     assert seen(model) == [2, 2]
     assert all(one.isfinite().all() for one in model.buffers())
+
+
+@pytest.mark.parametrize("algorithm", ["max", lambda history: history.amax(0)], ids=["max", "callable"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layer_of_two_models_is_renewed_once(algorithm: Any, device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=16, amax_compute_algo=algorithm)
+    models = [nn.ModuleList([made(recipe=None) for _ in range(8)]).to(device) for _ in range(2)]
+    for part in models[1]:
+        nc.set_recipe(part, recipe)
+    for model in models:
+        nc.set_recipe(model, recipe)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for part in model:
+                part(torch.full((5, 17), 1.0 + step, device=device)).sum().backward()
+            optimizer.step()
+    named = [dict(model.named_buffers()) for model in models]
+    assert_same(*({name: one for name, one in of.items() if "history" in name} for of in named))
 
 
 def test_frozen_layers_are_renewed_with_their_model_alone() -> None:

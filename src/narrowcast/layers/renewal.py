@@ -114,7 +114,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     outside, others = not is_in_backward(), set(OWNERS)
     # inside of a backward others are still to come: what has a gradient was stepped
     stepped = {id(one) for one in parameters if outside or one.grad is not None}
-    renewed: list[Any] = []
+    renewed: dict[
+        Any, None
+    ] = {}  # each once: a layer may be part of several models, and a history rolls once a step
     for model, groups in list(_MODELS.items()):
         layers = _layers_of(model)
         others.difference_update(layers)
@@ -126,8 +128,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 _reduce(model, own, group)
         elif outside and len(own) < len(layers) and _steps(model, stepped):
             own = [layer for layer in layers if layer.follows(stepped, True)]
-        renewed += own
-    renewed += [owner for owner in others if owner.follows(stepped, outside)]
+        renewed |= dict.fromkeys(own)
+    renewed |= dict.fromkeys(owner for owner in others if owner.follows(stepped, outside))
     if outside:
         forget_autocasts()
     found_inf = getattr(optimizer, "found_inf", None)
@@ -143,7 +145,7 @@ def _steps(model: nn.Module, stepped: set[int]) -> bool:
     return whole or any(id(parameter) in stepped for parameter in sharded_parameters(model).values())
 
 
-def _renew_unless(found_inf: Tensor, owners: list[Any]) -> None:
+def _renew_unless(found_inf: Tensor, owners: Iterable[DelayedState]) -> None:
     """Renew unless the optimizer's kernel has found gradients that are not finite, and so has written nothing."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for owner in owners:
