@@ -305,6 +305,18 @@ def test_refuses_what_depends_on_the_batch() -> None:
         attention(packed, packed, packed, cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
 
 
+@pytest.mark.usefixtures("mode")
+def test_compiles_under_an_autocast() -> None:
+    x, linear = torch.randn(4, 32, device=DEVICE), nc.Linear(32, 16, device=DEVICE)
+    with nc.autocast(recipe=nc.recipe.Float8BlockScaling()):
+        assert torch.equal(torch.compile(linear, fullgraph=True, backend="aot_eager")(x), linear(x))
+    with (
+        nc.autocast(recipe=nc.recipe.Float8CurrentScaling()),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="rows beside it"),
+    ):
+        torch.compile(linear, fullgraph=True, backend="aot_eager")(x)
+
+
 def test_refuses_another_mode() -> None:
     with pytest.raises(ValueError, match="use None or 'batch-invariant'"):
         nc.set_deterministic("batch")

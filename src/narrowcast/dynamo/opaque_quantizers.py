@@ -36,6 +36,7 @@ _MEMBERS = (
     "_resolve_storage_cls",
     "_result_name",
     "_shares_amax",
+    "_spans_rows",
     "_storage_class",
     "_storage_metadata",
     "_storage_name",
