@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import narrowcast as nc
 from narrowcast import _checks
@@ -158,3 +159,29 @@ def test_a_value_that_is_no_choice_is_told_the_nearest_one() -> None:
         == "'rmsnrom'; the nearest: 'RMSNorm'; use one of LayerNorm, RMSNorm"
     )
     assert _checks.not_among(3, choices) == "3; use one of LayerNorm, RMSNorm"
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "cuda:99", torch.device("mps")], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: nc.Linear(7, 9, device=device),
+        lambda device: nc.LayerNorm(7, device=device),
+        lambda device: nc.GroupedLinear(2, 7, 9, device=device),
+        lambda device: nc.TransformerLayer(32, 64, 4, device=device),
+        lambda device: nc.ops.Linear(7, 9, device=device),
+        lambda device: nc.ops.Quantize(device=device),
+        lambda device: nc.InferenceParams(2, 16, device=device),
+    ],
+)
+def test_a_device_that_is_not_there_is_named_with_one_that_is(make: Any, device: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^device is .*, which this machine or this PyTorch lacks; use 'cpu'"
+    ):
+        make(device)
+
+
+def test_a_fake_device_needs_none() -> None:
+    with FakeTensorMode():
+        assert nc.Linear(7, 9, device="cuda").weight.device.type == "cuda"
+    assert nc.Linear(7, 9, device="meta").weight.is_meta

@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from ._checks import shown
+
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers and quantizers take, and that what is quantized turns back to."""
 
@@ -15,6 +17,37 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def checked_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of an argument ``device``.
+
+    Raises:
+        ValueError: no device of PyTorch's, or one that this machine or this PyTorch lacks.
+    """
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
+        ) from error
+    try:
+        torch.empty(
+            0, device=place
+        )  # PyTorch itself answers, so that a fake or a lazy device counts as it does there
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(
+            f"device is {shown(device)}, which this machine or this PyTorch lacks; use {_present()}"
+        ) from error
+    return place
+
+
+def _present() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "'cpu', the only device here"
+    last = torch.accelerator.device_count() - 1
+    return f"'cpu', or '{accelerator.type}:0'" + (f" to '{accelerator.type}:{last}'" if last else "")
 
 
 def get_device_compute_capability() -> tuple[int, int]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .._checks import flags, positive, shown
-from .._device import default_device
-from ..layers.parameters import parameter_device
+from .._device import checked_device, default_device
 from ..upstream.compiler import keep_address
 from .formats import checked_format
 
@@ -251,7 +250,7 @@ class InferenceParams:
             )
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.is_paged, self.max_ctx_len, self.qkv_format = is_paged, max_ctx_len, qkv_format
-        self.device = default_device() if device is None else parameter_device(device)
+        self.device = default_device() if device is None else checked_device(device)
         sizes = (
             max_batch_size,
             max_sequence_length,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import function, shown, tensor
-from .._device import default_device
+from .._device import checked_device, default_device
 from .._tracing import is_eager
 from ..functional import running_backward
 from ..quantizers import Quantizer
@@ -47,12 +47,7 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
         ValueError: no device of PyTorch's, or one that this machine lacks.
     """
     if device is not None:
-        try:
-            return torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
-            ) from error
+        return checked_device(device)
     if is_default_device_set():
         return torch.get_default_device()
     return default_device()
