@@ -60,6 +60,40 @@ def test_a_misspelled_keyword_gets_the_nearest_one(function: Any, names: list[st
     assert len(str(raised.value)) <= 300
 
 
+MODULES = {
+    value: pytest.param(value, id=f"{value.__module__.split('.')[1]}.{name}")
+    for name, value in _keywords.exported(nc)
+    if isinstance(value, type) and issubclass(value, nn.Module)
+    if not issubclass(value, nc.ops.BasicOperation)  # an operation's further keywords are its own
+}
+
+
+@pytest.mark.parametrize("cls", MODULES.values())
+def test_a_forward_names_the_nearest_keyword(cls: type[nn.Module]) -> None:
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    parameters = inspect.signature(module.forward).parameters.values()
+    given = {
+        each.name: None for each in parameters if each.default is each.empty and each.kind < each.VAR_KEYWORD
+    }
+    given.pop("extra_inputs", None)
+    for name in keywords_of(module.forward):
+        wrong = name[:-1] + 2 * name[-1]
+        with pytest.raises(
+            TypeError, match=f"{cls.__name__}.forward takes no '{wrong}'; did you mean {name}="
+        ):
+            module(**given, **{wrong: None})
+
+
+def test_a_forward_that_is_overridden_names_what_ours_takes() -> None:
+    class Own(nc.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x, fp8_ouput=True)
+
+    with pytest.raises(TypeError, match="Own.forward takes no 'fp8_ouput'; did you mean fp8_output="):
+        Own(8, 8)(torch.ones(3, 8))
+
+
 def test_every_function_and_class_is_asked() -> None:
     assert len(CASES) > 130
     assert set(ANY) <= {name for name, _ in EXPORTED}

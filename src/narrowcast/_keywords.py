@@ -2,6 +2,7 @@
 
 Python names the keyword alone, before any line of the function runs. So :func:`check_public` puts a function that
 compares names in front of each public one, at the doors that users call; the package's own calls do not pass it.
+A module's ``forward`` is called too often for a function in front: it takes ``**unknown`` and refuses what is in it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ def _remedy(keyword: str, accepted: Collection[str]) -> str:
     return f"it takes {names if len(names) <= _LISTED else names[:_LISTED].rpartition(',')[0] + ', ...'}"
 
 
+def refuse_keywords(module: Any, unknown: Collection[str]) -> None:
+    """Refuse keywords that a module's ``forward`` was given and does not know.
+
+    Raises:
+        TypeError: always, as :func:`check` does.
+    """
+    ours = (base for base in type(module).__mro__ if base.__module__.partition(".")[0] == _PACKAGE)
+    forward = next(vars(base)["forward"] for base in ours if "forward" in vars(base))
+    check(f"{type(module).__name__}.forward", _accepted(forward)[1:], unknown)
+
+
 def check_public(package: ModuleType) -> None:
     """Check the keywords of all that a package and its public subpackages export and have loaded."""
     for name, value in exported(package):
@@ -88,6 +100,8 @@ def _accepted(function: Any) -> tuple[str, ...]:
         return names
     further = code.co_varnames[last + bool(code.co_flags & inspect.CO_VARARGS)]
     kind = str(function.__annotations__.get(further, ""))
+    if kind == "NoReturn":  # it refuses them itself
+        return names
     if not kind.startswith("Unpack["):
         return ()
     declared = function.__globals__[kind.removeprefix("Unpack[").removesuffix("]")]  # a TypedDict

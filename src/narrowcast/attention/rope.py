@@ -8,7 +8,7 @@ becomes x cos - y sin and its second y cos + x sin. A pair is channels i and i +
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import functional
 from .._checks import flags, in_range, is_one_of, not_among, numbers, positive, shown, tensor, tensors, whole
 from .._device import default_device
+from .._keywords import refuse_keywords
 from .._tracing import host_reads, once_differentiable
 from ..upstream.modules import own_buffers, undo_casts
 from .formats import FORMATS
@@ -75,8 +76,10 @@ class RotaryPositionEmbedding(nn.Module):
         undo_casts(self, exact)
         return self
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, **unknown: NoReturn) -> Tensor:
         """Return angles of the positions from ``offset`` on: (max_seq_len, 1, 1, d) in fp32."""
+        if unknown:
+            refuse_keywords(self, unknown)
         position = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None:

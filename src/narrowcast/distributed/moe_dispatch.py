@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import a_kind, flags, is_one_of, module, positive
+from .._keywords import refuse_keywords
 from .._tracing import can_check, can_remember
 from ..formats import DType
 from ..functional import moe_arrivals, moe_positions
@@ -205,6 +206,7 @@ class MoEDispatch(nn.Module):
         num_out_tokens: int,
         experts: Callable[[Tensor, Tensor], Tensor],
         shared: Callable[[Tensor], Tensor] | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Run a full mixture: permute, dispatch, experts, combine, sum; the same bits with fewer passes over the rows.
 
@@ -219,6 +221,8 @@ class MoEDispatch(nn.Module):
         Returns:
             (T, N).
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         placed = checked_places(
             x, routing_map, num_out_tokens, "MoEDispatch", self.wires.dispatch.ranks, self.capacity
         )

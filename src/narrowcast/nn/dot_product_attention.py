@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import flags, in_range, positive, shown
+from .._keywords import refuse_keywords
 from ..attention import (
     BIAS_TYPES,
     SOFTMAX_TYPES,
@@ -218,6 +219,7 @@ class DotProductAttention(nn.Module):
         kv_layer: Tensor | None = None,
         qkv_interleave_dim: int = -3,
         saves_codes: bool = False,
+        **unknown: NoReturn,
     ) -> Any:
         """Compute the attention.
 
@@ -250,6 +252,8 @@ class DotProductAttention(nn.Module):
             ValueError: shapes, masks, lengths or names do not fit, or no backend is left.
             TypeError: a dtype.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         splits = None if num_splits == 1 else num_splits
         bprop = {"score_mod_bprop": score_mod_bprop, "score_mod_bprop_tensors": score_mod_bprop_tensors}
         check_not_there(fp8_output=fp8_output, bf16_backward=bf16_backward, num_splits=splits, **bprop)

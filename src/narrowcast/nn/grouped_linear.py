@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._checks import flags
+from .._keywords import refuse_keywords
 from .._tracing import in_eager, refuse_in_transform
 from ..autograd import grouped_linear
 from ..functional.collectives import group_name
@@ -139,6 +140,7 @@ class GroupedLinear(GroupedLinearLayer):
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Apply the layers.
 
@@ -170,6 +172,8 @@ class GroupedLinear(GroupedLinearLayer):
             RuntimeError: the input is on another device, parameters are on the meta device, a quantized weight does not
                 fit the recipe, or a ``main_grad`` is missing.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         inp = self._checked_input(inp, weights[0])
         x = inp.reshape(-1, self.in_features)

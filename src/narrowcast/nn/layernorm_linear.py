@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import autograd
 from .._checks import flags, positive, text
+from .._keywords import refuse_keywords
 from .._tracing import in_eager, record
 from ..autograd import (
     NormArgs,
@@ -149,6 +150,7 @@ class LayerNormLinear(NormLinearLayer):
         fp8_grad: bool = False,
         *,
         return_input: bool = False,
+        **unknown: NoReturn,
     ) -> Any:
         """Apply the layer.
 
@@ -165,6 +167,8 @@ class LayerNormLinear(NormLinearLayer):
         Raises:
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         given, inp = inp, checked_input(inp, self.in_features, "in_features", weight)
         passes = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
 from .._checks import flags, positive, text
+from .._keywords import refuse_keywords
 from .._tracing import in_eager, record
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
 from ..layers import Stage, checked_input, parameter_device
@@ -174,7 +175,12 @@ class LayerNormMLP(NormLinearLayer):
         )
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, *, residual: Tensor | None = None
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        residual: Tensor | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Apply the block.
 
@@ -190,6 +196,8 @@ class LayerNormMLP(NormLinearLayer):
         Raises:
             ValueError: the residual has another shape, dtype or device.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         inp = checked_input(inp, self.hidden_size, "hidden_size", self.fc1_weight)
         if residual is not None:
             _check_residual(residual, inp)

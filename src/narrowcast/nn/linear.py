@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import flags, positive, text
 from .._determinism import DETERMINISM
+from .._keywords import refuse_keywords
 from .._tracing import in_eager
 from ..autograd import AdaptedLinearFunction, LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
@@ -250,6 +251,7 @@ class Linear(LinearLayer, nn.Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        **unknown: NoReturn,
     ) -> Any:
         """Apply the layer.
 
@@ -266,6 +268,8 @@ class Linear(LinearLayer, nn.Linear):
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code, a weight changed since
                 True.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         plain = is_first_microbatch is None and not (fp8_output or fp8_grad)

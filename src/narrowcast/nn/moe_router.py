@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import flags, in_range, is_one_of, not_among, positive
+from .._keywords import refuse_keywords
 from ..layers.parameters import parameter_device, parameter_dtype
 from ..moe import (
     fused_compute_score_for_moe_aux_loss,
@@ -151,8 +152,10 @@ class MoERouter(nn.Module):
             f"{self.weight.shape[1]}, num_experts={self.num_experts}, topk={self.topk}, {self.score_function}"
         )
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, **unknown: NoReturn) -> Routing:
         """Choose experts for tokens ``x`` (*lead, K); see :class:`Routing`. T is the product of ``lead``."""
+        if unknown:
+            refuse_keywords(self, unknown)
         logits = moe_router_logits(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         probs, routing_map = fused_topk_with_score_function(
             logits, self.topk, expert_bias=self.expert_bias, **self._choice

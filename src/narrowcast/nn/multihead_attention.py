@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import flags, is_one_of, positive, shown, tensor, text
+from .._keywords import refuse_keywords
 from ..attention import (
     InferenceParams,
     apply_fused_qkv_rotary_pos_emb,
@@ -272,6 +273,7 @@ class MultiheadAttention(OfParts):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
         return_input: bool = False,
+        **unknown: NoReturn,
     ) -> Any:
         """Apply the layer.
 
@@ -290,6 +292,8 @@ class MultiheadAttention(OfParts):
             ValueError: inputs that do not fit the format, ``encoder_output`` in self attention or missing in cross
                 attention, a KV cache in cross attention or without ``layer_number``; and those of the parts.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         self._check_input(hidden_states, encoder_output, inference_params)
         first, rotation = is_first_microbatch, None
         if rotary_pos_emb is not None:

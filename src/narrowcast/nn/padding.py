@@ -7,10 +7,12 @@ several layers once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor, nn
 
 from .._checks import positive, shown
+from .._keywords import refuse_keywords
 from ..formats import round_up
 from ..functional.grouped import pad_rows, unpad_rows
 from ..state import THREAD, get_default_recipe
@@ -59,7 +61,7 @@ class _Padding(nn.Module):
 class Fp8Padding(_Padding):
     __doc__ = f"Zero-pads the rows of each group to a multiple.\n{(_Padding.__doc__ or '').partition('.')[2]}"
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def forward(self, inp: Tensor, m_splits: Sequence[int], **unknown: NoReturn) -> tuple[Tensor, list[int]]:
         """Pad the rows of each group; differentiable.
 
         Args:
@@ -73,6 +75,8 @@ class Fp8Padding(_Padding):
             TypeError: splits are not ints.
             ValueError: their number is another, or their sum is not the rows of ``inp``.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         splits, alignment = self._checked(m_splits), self._alignment()
         padded = [round_up(rows, alignment) for rows in splits]
         rows = inp.reshape(-1, inp.shape[-1])
@@ -82,7 +86,7 @@ class Fp8Padding(_Padding):
 class Fp8Unpadding(_Padding):
     __doc__ = f"Undoes :class:`Fp8Padding`.\n{(_Padding.__doc__ or '').partition('.')[2]}"
 
-    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:
+    def forward(self, inp: Tensor, m_splits: Sequence[int], **unknown: NoReturn) -> Tensor:
         """Remove the padding; differentiable.
 
         Args:
@@ -96,6 +100,8 @@ class Fp8Unpadding(_Padding):
             TypeError: splits are not ints.
             ValueError: their number is another, or ``inp`` has another number of rows.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         splits, alignment = self._checked(m_splits), self._alignment()
         expected, rows = sum(round_up(rows, alignment) for rows in splits), inp.reshape(-1, inp.shape[-1])
         if rows.shape[0] != expected:

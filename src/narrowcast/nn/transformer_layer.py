@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import flags, in_range, is_one_of, shown, text
+from .._keywords import refuse_keywords
 from ..attention import InferenceParams
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
@@ -256,6 +257,7 @@ class TransformerLayer(OfParts):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        **unknown: NoReturn,
     ) -> Tensor:
         """Apply the layer.
 
@@ -271,6 +273,8 @@ class TransformerLayer(OfParts):
         Raises:
             ValueError: with ``sequence_parallel`` another length than ``seq_length / tp_size``; and the parts' errors.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         if self.local_length is not None and hidden_states.shape[0] != self.local_length:
             raise ValueError(
                 f"hidden_states has shape {tuple(hidden_states.shape)}; a rank's share of the sequence is "

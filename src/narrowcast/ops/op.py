@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from .._keywords import refuse_keywords
 from ..layers import DelayedLayer, parameter_device
 from ..quantizers import Operand
 from ..recipe import Mode, Recipe
@@ -368,7 +369,13 @@ class CompositeOperation(FusibleOperation, nn.Module, framework_base=True):
         return own_children(self)["basic_ops"]  # type: ignore[return-value]  # a module: torch.func finds parameters by path
 
     def forward(
-        self, input_: Any, *extra_inputs: Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
+        self,
+        input_: Any,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Run the operations; ``basic_op_kwargs``: keyword arguments, one dict per basic operation."""
+        if unknown:
+            refuse_keywords(self, unknown)
         return OperationFuser([self])(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .. import _checks
+from .._keywords import refuse_keywords
 from ..recipe import Recipe
 from .explain import Explanation, explain
 from .fuser import OperationFuser, taken_apart
@@ -51,7 +52,7 @@ class Sequential(nn.Sequential):
         super().add_module(name, module)
 
     def forward(  # type: ignore[override]
-        self, input: Any, *extra_inputs: Tensor, op_kwargs: OperationKwargs | None = None
+        self, input: Any, *extra_inputs: Tensor, op_kwargs: OperationKwargs | None = None, **unknown: NoReturn
     ) -> Any:
         """Run everything.
 
@@ -62,6 +63,8 @@ class Sequential(nn.Sequential):
         Returns:
             the output of the last module; with extra outputs a tuple of it and them.
         """
+        if unknown:
+            refuse_keywords(self, unknown)
         groups, wanted = self.groups(), 0
         for group in groups:
             if isinstance(group, OperationFuser):
