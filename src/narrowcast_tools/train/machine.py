@@ -25,6 +25,16 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def remark(device: str) -> str:
+    """Return what is unusual about the processor that trains, or ""."""
+    if device != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return ""
+    return (
+        "this CPU has no AVX-512, and PyTorch multiplies bfloat16 on it many times slower than float32 "
+        "(pytorch/pytorch#146508): expect several times the minutes that the README names"
+    )
+
+
 def describe(device: str) -> dict[str, str | int]:
     """Return the facts that a table of measurements must name."""
     facts: dict[str, str | int] = {

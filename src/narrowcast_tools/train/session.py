@@ -19,7 +19,7 @@ from .errors import SettingsError
 from .history import RunResult
 from .interrupt import Interrupted
 from .loop import Run
-from .machine import describe
+from .machine import describe, remark
 from .memory import expected_peak, parameters_of
 from .progress import Progress
 from .ranks import ALONE, Ranks
@@ -66,7 +66,7 @@ def run_in(
         title: of the run in its progress; empty for its recipe.
         further: steps of the runs after this one.
         intro: says what is trained.
-        remarks: whether to note that, and what is unusual about the text.
+        remarks: whether to note that, and what is unusual about the processor and the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
         ranks: the processes that do it together, of which the first writes.
@@ -96,10 +96,9 @@ def run_in(
         ):  # without, eager code holds more than the planner counts
             progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
-        for remark in filter(
-            None, (intro, corpus.remark, corpus.repeated(config.steps * config.tokens_per_step))
-        ):
-            progress.note(remark)
+        repeated = corpus.repeated(config.steps * config.tokens_per_step)
+        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated)):
+            progress.note(text)
     result = run.train(title, further)
     report = folder / RESULT
     written = run.first_step == config.steps and report.exists()
