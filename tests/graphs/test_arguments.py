@@ -33,7 +33,6 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (layer(), {"sample_args": (3,)}, TypeError, "a sample argument is an int"),
     (with_backward_hook(), {}, RuntimeError, r"0 \(Linear\) has backward hooks"),
     (layer(), {"capture_time_hooks": []}, NotImplementedError, "capture_time_hooks"),
-    (layer(), {"_reuse_graph_input_output_buffers": True}, NotImplementedError, "_reuse_graph_input"),
     (layer(), {"_num_layers_per_chunk": [1]}, ValueError, "without _order"),
     (3, {}, TypeError, "int is not callable"),
     (
@@ -74,6 +73,13 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_orders(order: list[Any]) -> None:
     with pytest.raises(ValueError, match="_order"):
         nc.make_graphed_callables((layer(), layer()), ((X,),) * 2, _order=order)
+
+
+def test_an_order_with_delayed_weight_gradients_names_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match=r"-1\.5 is a delayed weight gradient.*set delay_wgrad_compute=False"
+    ):
+        nc.make_graphed_callables((layer(),), ((X,),), _order=[1, -1, -1.5], _num_layers_per_chunk=[1])
 
 
 def test_orders() -> None:

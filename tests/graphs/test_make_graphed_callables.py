@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -268,24 +270,54 @@ def test_gradients_of_parameters_are_copies(clone: bool) -> None:
     assert torch.equal(kept, value) == clone
 
 
-def test_an_order_of_chunks_and_microbatches() -> None:
-    """Two chunks, two microbatches, one forward one backward."""
+ONE_BY_ONE = [1, 2, -2, -1, 1, 2, -2, -1]
+
+
+@pytest.mark.parametrize(
+    "order", [ONE_BY_ONE, [1, 2, 1, 2, -2, -1, -2, -1]], ids=["one by one", "two at once"]
+)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_an_order_of_chunks_and_microbatches(order: list[int], reuse: bool) -> None:
+    """Two chunks, two microbatches; the permission to share buffers changes no value."""
     chunks = nn.ModuleList([model(), model()])
     twins = copy.deepcopy(chunks)
     nc.set_recipe(chunks, RECIPES["current"])
     nc.set_recipe(twins, RECIPES["current"])
-    order = [1, 2, -2, -1, 1, 2, -2, -1]
-    calls = nc.make_graphed_callables(tuple(chunks), tuple((sample(),) for _ in range(4)), _order=order)
+    calls = nc.make_graphed_callables(
+        tuple(chunks),
+        tuple((sample(),) for _ in range(4)),
+        _order=order,
+        _reuse_graph_input_output_buffers=reuse,
+    )
     assert len(calls) == 4  # chunk 1 of both microbatches, then chunk 2
-    for microbatch in range(2):
-        x = sample()
-        twin = x.detach().clone().requires_grad_()
-        y = calls[2 + microbatch](calls[microbatch](x))
-        expected = twins[1](twins[0](twin))
-        y.sum().backward()
-        expected.sum().backward()
-        assert_same([y.detach(), x.grad], [expected.detach(), twin.grad])
+    inputs, waiting = [sample() for _ in range(2)], []
+    for group in [[0], [1]] if order == ONE_BY_ONE else [[0, 1]]:
+        for microbatch in group:
+            x = inputs[microbatch]
+            twin = x.detach().clone().requires_grad_()
+            waiting.append((calls[2 + microbatch](calls[microbatch](x)), x, twins[1](twins[0](twin)), twin))
+        for y, x, expected, twin in waiting:
+            y.sum().backward()
+            expected.sum().backward()
+            assert_same([y.detach(), x.grad], [expected.detach(), twin.grad])
+        waiting.clear()
     assert_same([p.grad for p in chunks.parameters()], [p.grad for p in twins.parameters()])
+
+
+def test_a_reset_frees_the_graphs_and_ends_the_calls() -> None:
+    module, freed = model(), []
+    forward, other = nc.make_graphed_callables((module, model()), ((sample(),),) * 2, _order=[1, 2, -2, -1])
+    y = forward(sample())
+    other(sample())
+    weakref.finalize(forward.reset.__self__.leaves[0], freed.append, True)
+    forward.reset()
+    del y
+    gc.collect()
+    assert freed, "the graph's input is gone"
+    with pytest.raises(RuntimeError, match=r"after its reset\(\); capture it again"):
+        forward(sample())
+    other(sample()).sum().backward()  # the others stay
+    module(sample()).sum().backward()
 
 
 @pytest.mark.gpu

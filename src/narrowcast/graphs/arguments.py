@@ -80,7 +80,9 @@ def check_callable(function: Callable[..., Any]) -> None:
                 f"{where} has backward hooks, which a replay would not run; remove them before"
             )
         if getattr(module, "delay_wgrad_compute", False):
-            raise RuntimeError(f"{where} has delay_wgrad_compute=True: its queue is filled outside any graph")
+            raise RuntimeError(
+                f"{where} has delay_wgrad_compute=True: its queue is filled outside any graph; set it to False"
+            )
     if any(buffer.requires_grad for buffer in function.buffers()):
         raise RuntimeError("a buffer needs a gradient; only parameters may")
 
@@ -144,6 +146,11 @@ def schedule(
 
 def _check_order(order: Sequence[int]) -> tuple[int, int]:
     """Return chunks and the microbatches of an order."""
+    if any(isinstance(number, float) and number % 1 == 0.5 for number in order):
+        raise ValueError(
+            f"_order is {shown(list(order))}; an entry such as -1.5 is a delayed weight gradient, which no graph "
+            "holds: set delay_wgrad_compute=False, and leave such entries out"
+        )
     if not order or any(not isinstance(number, int) or number == 0 for number in order):
         raise ValueError(
             f"_order is {shown(list(order))}; use integers that are not 0, such as [1, 2, -2, -1]"

@@ -165,6 +165,18 @@ class Captured:
         filled = [next(results) if isinstance(out, Tensor) else out for out in self.outputs]
         return tree_unflatten(filled, self.output_spec)
 
+    def reset(self) -> None:
+        """Free the graphs and their tensors; a later call or backward raises RuntimeError."""
+        self.replay_forward = self.replay_backward = self.replay_weights = _after_reset
+        self.leaves, self.inputs, self.parameters, self.surface = [], [], [], []
+        self.linears, self.fused = [], []
+        self.outputs, self.grad_outputs, self.grads = [], [], []
+        self.kept_weights = self.weights_note = None
+
+
+def _after_reset() -> None:
+    raise RuntimeError("a graphed callable was used after its reset(); capture it again")
+
 
 def _nothing() -> None:
     """A graph that there is no need of."""

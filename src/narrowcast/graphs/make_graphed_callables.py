@@ -60,23 +60,23 @@ def make_graphed_callables(
             microbatch. The forwards of all samples are returned: by chunk, microbatch, layer.
         _num_layers_per_chunk, pool: sizes of chunks that differ; a memory pool to share.
         retain_graph_in_backward: capture the backward with ``retain_graph``.
+        _reuse_graph_input_output_buffers: accepted, and without effect: each sample keeps buffers of its own, which
+            takes more memory.
         clone_param_grads_on_return: return copies of the parameters' gradients; else the next replay overwrites them.
         pre_warmup_hook, post_warmup_hook: called around the warm-up.
         **old_names: ``fp8_enabled``, ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``, ``fp8_weight_caching``.
     Returns:
-        The module or function, or a tuple of them.
+        The module or function, or a tuple of them. ``reset()`` of a returned function, or of a module's ``forward``,
+        frees its graphs.
     Raises:
         ValueError: two spellings of one argument, tuples of different lengths, an impossible order, or a later call
             with other arguments, shapes or dtypes.
         TypeError: a sample is not a tensor.
         RuntimeError: backward hooks, delayed weight gradients, no CUDA device, or ``torch.autocast`` caches casts.
-        NotImplementedError: ``_reuse_graph_input_output_buffers``, ``capture_time_hooks``, cached GroupedLinear
-            weights.
+        NotImplementedError: ``capture_time_hooks``, cached GroupedLinear weights.
     """
-    if _reuse_graph_input_output_buffers:
-        raise _not_taken("_reuse_graph_input_output_buffers")
     if capture_time_hooks is not None:
-        raise _not_taken("capture_time_hooks")
+        raise NotImplementedError("make_graphed_callables does not take capture_time_hooks; leave it out")
     if old_names:
         accepted = (*inspect.signature(make_graphed_callables).parameters, *OLD_NAMES)
         _keywords.check("make_graphed_callables", accepted, old_names)
@@ -110,10 +110,6 @@ def make_graphed_callables(
         for i, one in enumerate(captured)
     ]
     return graphed[0] if alone and len(graphed) == 1 else tuple(graphed)
-
-
-def _not_taken(name: str) -> NotImplementedError:
-    return NotImplementedError(f"make_graphed_callables does not take {name}; leave it out")
 
 
 def _warm_up(
@@ -204,6 +200,7 @@ def _graphed(function: Any, captured: Captured, clone_grads: bool, in_place: boo
         with captured.calling():
             return captured(args, kwargs, clone_grads)
 
+    forward.reset = captured.reset  # type: ignore[attr-defined]
     if not (in_place and isinstance(function, nn.Module)):
         return forward
     function.forward = forward  # type: ignore[method-assign]
