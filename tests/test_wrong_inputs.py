@@ -126,6 +126,10 @@ def test_checks_name_argument_value_and_remedy() -> None:
     for check, message in (
         (lambda: _checks.whole(rows=2.5), "rows is 2.5, of type float; use a whole number"),
         (lambda: _checks.numbers(scale="big"), "scale is 'big', of type str; use a number"),
+        (lambda: _checks.positive(heads=2.5), "heads is 2.5, of type float; use a positive whole number"),
+        (lambda: _checks.positive(heads="8"), "heads is '8', of type str; use a positive whole number"),
+        (lambda: _checks.in_range("eps", "1e-5", "use 0"), "eps is '1e-5', of type str; use 0"),
+        (lambda: nc.Linear(8, 8, device=2.5), "device is 2.5; use a torch.device"),
         (lambda: _checks.text(name=3), "name is 3, of type int; use a text or None"),
         (lambda: _checks.module("model", None), "model is None, of type NoneType; pass a torch.nn.Module"),
         (lambda: _checks.path("path", 1), "path is 1, of type int; pass a path"),
@@ -144,6 +148,8 @@ def test_checks_name_argument_value_and_remedy() -> None:
         assert str(raised.value).startswith(message)
     with pytest.raises(ValueError, match="heads is 0; use a positive whole number"):
         _checks.positive(heads=0)
+    with pytest.raises(ValueError, match="eps is -1.0; use 0"):
+        _checks.in_range("eps", -1.0, "use 0")
 
 
 def test_names_have_the_article_that_is_spoken() -> None:

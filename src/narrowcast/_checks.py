@@ -82,13 +82,14 @@ def positive(**sizes: Any) -> None:
     """Check sizes by name.
 
     Raises:
-        ValueError: one that is no positive whole number.
+        TypeError: one is no whole number.
+        ValueError: one is below 1, or True.
     """
     for label, size in sizes.items():
         try:
             fits = not isinstance(size, bool) and operator.index(size) >= 1
-        except TypeError:
-            fits = False
+        except TypeError as error:
+            raise TypeError(f"{label} is {typed(size)}; use a positive whole number") from error
         if not fits:
             raise ValueError(f"{label} is {shown(size)}; use a positive whole number")
 
@@ -103,9 +104,12 @@ def in_range(label: str, value: Any, accepted: str, *, below: float = math.inf) 
         below: the bound that it stays below.
 
     Raises:
-        ValueError: the value is no number in the range.
+        TypeError: the value is no number.
+        ValueError: the value is not in the range.
     """
-    if not isinstance(value, Real) or not 0 <= float(value) < below:
+    if not isinstance(value, Real):
+        raise TypeError(f"{label} is {typed(value)}; {accepted}")
+    if not 0 <= float(value) < below:
         raise ValueError(f"{label} is {shown(value)}; {accepted}")
 
 

@@ -23,14 +23,14 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """Return the device of an argument ``device``.
 
     Raises:
+        TypeError: neither a device nor a name.
         ValueError: no device of PyTorch's, or one that this machine or this PyTorch lacks.
     """
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'"
-        ) from error
+        kind = ValueError if isinstance(device, (str, int)) else TypeError
+        raise kind(f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'") from error
     try:
         torch.empty(
             0, device=place

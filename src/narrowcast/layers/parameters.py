@@ -44,7 +44,7 @@ def parameter_device(device: torch.device | str | None) -> torch.device:
     Ambient is what ``with torch.device(...)`` or ``torch.set_default_device`` say, "cpu" included.
 
     Raises:
-        ValueError: no device of PyTorch's, or one that this machine lacks.
+        TypeError, ValueError: as :func:`checked_device` does.
     """
     if device is not None:
         return checked_device(device)

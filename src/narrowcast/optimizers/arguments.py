@@ -33,7 +33,8 @@ def check_rate(label: str, value: Any) -> None:
     """Check a rate or another number of an optimizer; a tensor of one element is a number on the device.
 
     Raises:
-        ValueError: it is negative or no number.
+        TypeError: it is no number.
+        ValueError: it is negative, or a tensor of several elements.
     """
     if not isinstance(value, Tensor):
         in_range(label, value, "use a number that is not negative")
