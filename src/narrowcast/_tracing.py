@@ -234,8 +234,6 @@ can_overwrite = is_eager
 """A result may be written over an operand that ends here. A graph plans its memory."""
 can_return_quantized = is_eager
 """Functions may hand on quantized tensors. A graph hands on values."""
-can_read_tables = is_eager
-"""A module's tables may be read past its attributes, which takes less time. A graph would guard them otherwise."""
 has_addresses = is_eager
 """Tensors are memory that has an address."""
 

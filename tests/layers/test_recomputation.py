@@ -219,6 +219,20 @@ def test_two_forwards_under_two_recipes_before_their_backwards_say_so(
         optimizer.step()
 
 
+@pytest.mark.parametrize("by", ["optimizer", "call"])
+def test_a_compiled_layer_forgets_the_autocasts_of_the_step_before(by: str) -> None:
+    layer, x = nc.Linear(32, 32, device="cpu"), torch.randn(16, 32, requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with nc.autocast(recipe=RECIPES["mxfp8"]):
+        compiled(x).sum().backward()
+    if by == "optimizer":
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    else:
+        nc.renew_delayed_scaling(layer)
+    layer.recipe = RECIPES["current"]
+    checkpoint(compiled, x, use_reentrant=False).sum().backward()
+
+
 @reentrance
 def test_a_compiled_function_that_enters_autocast_itself(use_reentrant: bool) -> None:
     grads = []

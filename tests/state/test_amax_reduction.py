@@ -14,7 +14,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
-from narrowcast.state import delayed_scaling
+from narrowcast.state import DelayedSlots, delayed_scaling
 
 WORLD, STEPS, SECONDS = 2, 5, 120
 REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
@@ -102,10 +102,11 @@ def work(rank: int) -> Any:
     results["refused"] = refused(rank)
     mine, agreement = torch.tensor([1.0 + rank, 5.0 - rank]), delayed_scaling.Agreement()
     other = None if rank else torch.zeros(3)
-    slots = [
-        delayed_scaling.Reduced(2, mine, torch.ones(2)),
-        delayed_scaling.Reduced(3, other, None if other is None else torch.ones(3)),
+    kept = [
+        (len(amax), DelayedSlots(REDUCED, "forward", torch.ones(len(amax)), torch.zeros(4, len(amax)), amax))
+        for amax in (mine, torch.zeros(3) if other is None else other)
     ]
+    slots = kept if other is not None else [kept[0], (3, None)]
     counts = []
     for _ in range(2):
         delayed_scaling.reduce_amax(slots, agreement=agreement)

@@ -160,7 +160,7 @@ class StackedExpertsLayer(LinearLayer):
         plan = self._plan(self._recipe_in_force(), stage, x.requires_grad, stored)
         plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
-        scales = self._scales(stage.prefix, plan)
+        scales = self._scales_of((stage.prefix,), (plan,))[0]
         codes, turns = None, False
         if plan.quantized and isinstance(stored, GroupedTensor):  # as nc.distributed.shard gathers it
             check_format(self, stored, plan.kept_weight)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .._determinism import DETERMINISM
-from .._tracing import can_read_tables, traced_local, while_tracing
+from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
 from ..functional import read_scales
 from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
-from ..state import OWNERS, DelayedSlots, Reduced, asks_callables, unseen_scale, warn_of_no_renewal
+from ..state import OWNERS, DelayedSlots, asks_callables, unseen_scale, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import own_buffers, own_parameters
@@ -36,9 +36,6 @@ from .replicas import PENDING, leave_state_to_ranks
 
 Rules = tuple[DelayedScaling | None, DelayedScaling | None]
 """The recipes of a stage's forward and backward."""
-
-Reading = tuple[list[Tensor], list[float], list[DelayedScales]]
-"""Scales that a forward is to read, what it reads instead of 0, and whose they are."""
 
 LOOK_EVERY = 32
 """Training forwards between two looks at whether parameters change and nothing renews the scales."""
@@ -51,16 +48,15 @@ def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
     return f"{prefix}scale_{direction}", f"{prefix}amax_history_{direction}", f"{prefix}amax_{direction}"
 
 
-class StateNames(NamedTuple):
-    """A state that a layer may have: of one stage in one direction.
+class State(NamedTuple):
+    """What a layer may keep of one stage in one direction.
 
-    ``prefix``: of the stage. ``rule``: what renews the state; None if it is not kept. ``names``: of its buffers.
+    ``prefix``: of the stage. ``names``: of the buffers. ``slots``: they, and what renews them; None without a rule.
     """
 
     prefix: str
-    mode: Mode
-    rule: DelayedScaling | None
     names: tuple[str, str, str]
+    slots: DelayedSlots | None
 
 
 class DelayedLayer(RecipeOwner):
@@ -122,15 +118,14 @@ class DelayedLayer(RecipeOwner):
         if known is not None and not missing and (recomputed or not self.training):
             return  # an evaluation changes no rule; the step follows that of the forwards
         for delayed, direction in zip(wanted, _DIRECTIONS):
-            self._fit_buffers(prefix, _buffer_names(prefix, direction), delayed)
+            if delayed is not None:
+                self._fit_buffers(prefix, _buffer_names(prefix, direction), delayed)
         # copies: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
         self._delayed[prefix] = (copy.copy(forward), copy.copy(backward))
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
-    def _fit_buffers(self, prefix: str, names: tuple[str, str, str], delayed: DelayedScaling | None) -> None:
-        if delayed is None:
-            return
+    def _fit_buffers(self, prefix: str, names: tuple[str, str, str], delayed: DelayedScaling) -> None:
         length, slots, history = delayed.amax_history_len, 2 * self._groups, getattr(self, names[1])
         if history is None:
             device = self._state_device(prefix)
@@ -143,8 +138,8 @@ class DelayedLayer(RecipeOwner):
             fitted[:kept] = history[:kept]
             setattr(self, names[1], fitted)
 
-    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> None:
-        """Call :meth:`_keep_state` for all stages."""
+    def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
+        """Call :meth:`_keep_state` for all stages of a forward, and return whether that is traced."""
         if while_tracing(_keep_states_while_tracing):
             for prefix, plan in zip(prefixes, plans):
                 if plan.forward_state is not None or plan.backward_state is not None:
@@ -153,9 +148,13 @@ class DelayedLayer(RecipeOwner):
                     known = _is_rule(forward, plan.forward_state) and _is_rule(backward, plan.backward_state)
                     if self.training and not known:
                         raise RuntimeError("a layer does not know what renews it; report this with the code")
-            return
+            return True
         for prefix, plan in zip(prefixes, plans):
-            self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            if (plan.forward_state, plan.backward_state) != self._delayed.get(prefix):
+                self._keep_state(prefix, plan.forward_state, plan.backward_state, graph_task_id() != -1)
+        if PENDING:
+            leave_state_to_ranks()
+        return False
 
     def _state_device(self, prefix: str) -> torch.device:
         return self._weight_of_state(prefix).device
@@ -164,35 +163,33 @@ class DelayedLayer(RecipeOwner):
         """Return the weight that the stage of this prefix multiplies with."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
-    def _states(self) -> list[StateNames]:
+    def _states(self) -> list[State]:
         """Return the states that the layer may have, by stage and direction."""
-        return [
-            StateNames(prefix, mode, rule, _buffer_names(prefix, direction))
-            for prefix in self._stage_names
-            for rule, (direction, mode) in zip(self._delayed.get(prefix, (None, None)), _DIRECTIONS.items())
-        ]
+        states = []
+        for prefix in self._stage_names:
+            for rule, (direction, mode) in zip(self._delayed.get(prefix, (None, None)), _DIRECTIONS.items()):
+                names = _buffer_names(prefix, direction)
+                buffers: Any = [own_buffers(self).get(name) for name in names]
+                slots = None if rule is None else DelayedSlots(rule, mode, *buffers)
+                states.append(State(prefix, names, slots))
+        return states
 
     def _state_names(self) -> list[str]:
         return [name for state in self._states() for name in state.names]
 
+    @torch.inference_mode(False)
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling again, as if nothing was seen. State of an unknown recipe is dropped."""
-        for state in self._states():
-            for name in state.names:
-                buffer = own_buffers(self)[name]
-                if state.rule is None:
-                    setattr(self, name, None)
-                elif buffer is not None:
-                    buffer.zero_()
+        for prefix, names, slots in self._states():
+            for name, buffer in zip(names, (None, None, None) if slots is None else slots[2:]):
+                if buffer is not None and buffer.device != self._state_device(prefix):
+                    # a model on meta that was assigned weights
+                    buffer = torch.empty_like(buffer, device=self._state_device(prefix))
+                own_buffers(self)[name] = buffer if buffer is None else buffer.zero_()
 
     def delayed_slots(self) -> list[DelayedSlots]:
         """Return the state, by stage and direction, as it is to be renewed."""
-        slots = []
-        for state in self._states():
-            if state.rule is not None:
-                buffers: Any = [own_buffers(self)[name] for name in state.names]
-                slots.append(DelayedSlots(state.rule, state.mode, *buffers))
-        return slots
+        return [state.slots for state in self._states() if state.slots is not None]
 
     def follows(self, stepped: Set[int], outside: bool) -> bool:
         """Return whether an optimizer's step renews the layer: one of its parameters was stepped, or none can be."""
@@ -203,69 +200,47 @@ class DelayedLayer(RecipeOwner):
 
     def lacks_reduction(self) -> bool:
         """Return whether ranks should agree on its amax, and never have."""
-        rules = [state.rule for state in self._states()]
-        return not self._reduced and any(rule is not None and rule.reduce_amax for rule in rules)
+        return not self._reduced and any(slots.recipe.reduce_amax for slots in self.delayed_slots())
 
-    def amax_to_reduce(self) -> list[Reduced]:
-        """Return each state that the layer may have, by stage and direction; without tensors if it reduces none."""
-        brought: list[Reduced] = []
-        for state in self._states():
-            scale, _, amax = (own_buffers(self)[name] for name in state.names)
-            if state.rule is None or not state.rule.reduce_amax:
-                scale = amax = None
-            brought.append(Reduced(2 * self._groups, amax, scale))
+    def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
+        """Return how many scales each state has that the layer may have, and the state; None if it reduces none."""
         self.__dict__["_reduced"] = True
-        return brought
+        states = [state.slots for state in self._states()]
+        kept = [None if slots is None or not slots.recipe.reduce_amax else slots for slots in states]
+        return [(2 * self._groups, slots) for slots in kept]
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
-    def _scales(self, prefix: str, plan: LinearPlan) -> DelayedScales:
-        """Return the state for one forward of a stage; nothing for a plan that scales nothing with delay."""
-        return self._scales_of((prefix,), (plan,))[0]
-
     def _scales_of(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> list[DelayedScales]:
-        """Return the scales of stages, and where they collect: in training mode, or with gradients."""
+        """Return the state of stages for one forward: nothing for a plan that scales nothing with delay.
+
+        They collect in training mode, or with gradients.
+        """
         scales, delayed = [], False
         for plan in plans:
             scales.append(DelayedScales())
             delayed = delayed or plan.forward_state is not None or plan.backward_state is not None
         if delayed:
-            reading: Reading = [], [], []
-            self._note_scales(prefixes, plans, scales, reading)
-            if reading[0]:
-                for own, copied in zip(reading[2], read_scales(reading[0], reading[1])):
-                    own.scale_fwd = copied
+            read_together(((self, prefixes, plans, scales),))
         return scales
 
     def _note_scales(
-        self,
-        prefixes: tuple[str, ...],
-        plans: tuple[LinearPlan, ...],
-        scales: list[DelayedScales],
-        reading: Reading,
+        self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], scales: Sequence[DelayedScales]
     ) -> None:
-        """Fill in the state of stages, and note which of the forward's scales are to be read."""
+        """Fill in the layer's own state of stages, for one forward."""
         training, buffers = self.training, None
         collects = training or torch.is_grad_enabled()
-        if can_read_tables():
-            buffers, recomputed = own_buffers(self), graph_task_id() != -1
-            for prefix, plan in zip(prefixes, plans):
-                self._keep_state(prefix, plan.forward_state, plan.backward_state, recomputed)
-            if PENDING:
-                leave_state_to_ranks()
+        if not self._keep_states(prefixes, plans):
+            buffers = own_buffers(self)
             self.__dict__["_forwards"] = self._forwards + training
             if training and self._forwards % LOOK_EVERY == 0:
                 self._expect_renewal(prefixes[0])
-        else:
-            self._keep_states(prefixes, plans)
         shared = self._parallel is not None or bool(DETERMINISM.batch_invariant)
-        to_read, unseen, owners = reading
         for prefix, plan, own in zip(prefixes, plans, scales):
             if plan.forward_state is not None:
                 scale, amax = f"{prefix}scale_fwd", f"{prefix}amax_fwd"
-                to_read.append(getattr(self, scale) if buffers is None else buffers[scale])  # type: ignore[arg-type]
-                unseen.append(unseen_scale(plan.forward_state, "forward", shared))
-                owners.append(own)
+                own.scale_fwd = getattr(self, scale) if buffers is None else buffers[scale]
+                own.unseen_fwd = unseen_scale(plan.forward_state, "forward", shared)
                 if collects:
                     own.amax_fwd = getattr(self, amax) if buffers is None else buffers[amax]
             if plan.backward_state is not None:
@@ -337,10 +312,16 @@ class DelayedLayer(RecipeOwner):
         for state in self._states():
             if saved:
                 forget_first_scales(*(own_buffers(self)[name] for name in state.names))
-            self._fit_buffers(state.prefix, state.names, state.rule)  # a history in this recipe's length
+            if state.slots is not None:  # a history in this recipe's length
+                self._fit_buffers(state.prefix, state.names, state.slots.recipe)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
-            self._start_without_checkpoint(prefix)
+            warnings.warn(
+                f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its "
+                "scales start anew",
+                stacklevel=3,
+            )
+            self.reset_delayed_scaling()
 
     @torch.inference_mode(False)
     def _adopt(self, keys: tuple[str, ...], state_dict: dict[str, Any], prefix: str) -> list[str]:
@@ -373,35 +354,10 @@ class DelayedLayer(RecipeOwner):
                 own_buffers(self)[key] = torch.empty_like(tensor, dtype=torch.float32, device=device)
         return []
 
-    @torch.inference_mode(False)
-    def _start_without_checkpoint(self, prefix: str) -> None:
-        warnings.warn(
-            f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its scales "
-            "start anew",
-            stacklevel=4,
-        )
-        for state in self._states():
-            device = self._state_device(
-                state.prefix
-            )  # not the state's where a model on meta was assigned weights
-            for name in state.names:
-                buffer = own_buffers(self)[name]
-                if buffer is not None and buffer.device != device:
-                    own_buffers(self)[name] = torch.zeros(buffer.shape, dtype=torch.float32, device=device)
-        self.reset_delayed_scaling()
-
-    def state_buffers(self) -> list[Tensor]:
-        """Return every buffer of the state, of a recipe that is no longer in force, too."""
-        buffers = [own_buffers(self)[name] for name in self._state_names()]
-        return [buffer for buffer in buffers if buffer is not None]
-
     def __getstate__(self) -> dict[str, Any]:
-        kept = dict(self._delayed)
-        if (
-            self._last_recipe is not self._recipe
-        ):  # an autocast's, whose functions need not pickle: a forward tells it
-            functions = any(state.rule is not None and asks_callables(state.rule) for state in self._states())
-            kept = {} if functions else kept
+        kept, autocasts = dict(self._delayed), self._last_recipe is not self._recipe
+        if autocasts and any(asks_callables(slots.recipe) for slots in self.delayed_slots()):
+            kept = {}  # functions need not pickle; a forward tells them again
         return {**super().__getstate__(), "_delayed": kept, "_reduced": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -423,14 +379,25 @@ def _is_rule(known: DelayedScaling | None, wanted: DelayedScaling | None) -> boo
     )
 
 
-def read_together(stages: Sequence[tuple[DelayedLayer, LinearPlan, DelayedScales]]) -> None:
-    """Fill in the state for one forward of layers of one stage each, and read their scales at once."""
-    reading: Reading = [], [], []
-    for layer, plan, scales in stages:
-        layer._note_scales(("",), (plan,), [scales], reading)
-    if reading[0]:
-        for own, copied in zip(reading[2], read_scales(reading[0], reading[1])):
+def read_together(reading: Sequence[Reading]) -> None:
+    """Fill in the state of layers for one forward, and read their scales at once."""
+    known: list[Tensor] = []
+    unseen: list[float] = []
+    owners: list[DelayedScales] = []
+    for layer, prefixes, plans, scales in reading:
+        layer._note_scales(prefixes, plans, scales)
+        for own in scales:
+            if own.scale_fwd is not None:
+                known.append(own.scale_fwd)
+                unseen.append(own.unseen_fwd)
+                owners.append(own)
+    if known:
+        for own, copied in zip(owners, read_scales(known, unseen)):
             own.scale_fwd = copied
+
+
+Reading = tuple[DelayedLayer, tuple[str, ...], tuple[LinearPlan, ...], Sequence[DelayedScales]]
+"""A layer, prefixes and plans of its stages, and the records to be filled in."""
 
 
 def _keep_states_while_tracing(context: Any) -> None:

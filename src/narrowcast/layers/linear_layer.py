@@ -329,7 +329,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """
         if is_first_microbatch is not None:
             flags(is_first_microbatch=is_first_microbatch)
-        scales = scales or self._scales(stage.prefix, plan)
+        scales = scales or self._scales_of((stage.prefix,), (plan,))[0]
         parallel = None if self._parallel is None else self._split_over(stage.prefix)
         if parallel is not None and plan.batch_invariant:
             quantized = plan.weight if plan.quantized else None

@@ -16,14 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _checks
 from .._tracing import refuse_in_graphs
-from ..state import (
-    OWNERS,
-    Agreement,
-    DelayedState,
-    reduce_amax,
-    renew,
-    warn_of_no_reduction,
-)
+from ..state import OWNERS, Agreement, has_ranks, reduce_amax, renew, warn_of_no_reduction
 from ..upstream.autograd import is_in_backward
 from ..upstream.fsdp import sharded_parameters
 from .delayed import DelayedLayer
@@ -94,16 +87,16 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
     reduce_amax(states, group, agreements.setdefault(getattr(group, "group_name", ""), Agreement()))
 
 
-def _renew(owners: Iterable[DelayedState]) -> None:
+def _renew(owners: Iterable[Any], unless: Tensor | None = None) -> None:
     owners = list(owners)
-    if any(isinstance(owner, DelayedLayer) and owner.lacks_reduction() for owner in owners):
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            warn_of_no_reduction()
-    renew(owners)
-    for owner in owners:
-        if isinstance(owner, DelayedLayer):
-            owner.end_step()
+    layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
+    if any(layer.lacks_reduction() for layer in layers) and has_ranks():
+        warn_of_no_reduction()
+    renew(owners, unless=unless)
+    for layer in layers:
+        layer.end_step()
+    if not is_in_backward():
+        forget_autocasts()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -114,53 +107,28 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     outside, others = not is_in_backward(), set(OWNERS)
     # inside of a backward others are still to come: what has a gradient was stepped
     stepped = {id(one) for one in parameters if outside or one.grad is not None}
-    renewed: dict[
-        Any, None
-    ] = {}  # each once: a layer may be part of several models, and a history rolls once a step
+    renewed: dict[Any, None] = {}  # each once: a layer of several models rolls its history once a step
     for model, groups in list(_MODELS.items()):
         layers = _layers_of(model)
         others.difference_update(layers)
         own = [layer for layer in layers if layer.follows(stepped, False)]
-        if groups and (own or _steps(model, stepped)):
-            # together, so that all ranks renew the same layers, whichever parameters are theirs
-            own = layers if outside else own
+        if own or _steps(model, stepped):
+            if (
+                outside
+            ):  # with groups all, as ranks may step other parameters, and are to renew the same layers
+                own = layers if groups else [layer for layer in layers if layer.follows(stepped, True)]
             for group in groups:
                 _reduce(model, own, group)
-        elif outside and len(own) < len(layers) and _steps(model, stepped):
-            own = [layer for layer in layers if layer.follows(stepped, True)]
         renewed |= dict.fromkeys(own)
     renewed |= dict.fromkeys(owner for owner in others if owner.follows(stepped, outside))
-    if outside:
-        forget_autocasts()
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is None:
-        _renew(renewed)
-    else:
-        _renew_unless(found_inf, renewed)
+    # a fused optimizer's kernel that has found gradients that are not finite has written nothing
+    _renew(renewed, getattr(optimizer, "found_inf", None))
 
 
 def _steps(model: nn.Module, stepped: set[int]) -> bool:
     """Return whether an optimizer has a parameter of a model, also while FSDP2 has gathered it."""
     whole = any(id(parameter) in stepped for parameter in model.parameters())
     return whole or any(id(parameter) in stepped for parameter in sharded_parameters(model).values())
-
-
-def _renew_unless(found_inf: Tensor, owners: Iterable[DelayedState]) -> None:
-    """Renew unless the optimizer's kernel has found gradients that are not finite, and so has written nothing."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for owner in owners:
-        for slots in owner.delayed_slots():
-            by_device.setdefault(slots.amax.device, []).append(slots.amax)
-    kept = []
-    for device, amaxes in by_device.items():
-        collected, void = torch.cat(amaxes), found_inf.to(device) != 0
-        kept.append((amaxes, torch.where(void, collected, 0.0)))
-        torch._foreach_copy_(
-            amaxes, list(torch.where(void, 0.0, collected).split([x.numel() for x in amaxes]))
-        )
-    _renew(owners)
-    for amaxes, values in kept:
-        torch._foreach_copy_(amaxes, list(values.split([x.numel() for x in amaxes])))
 
 
 register_optimizer_step_post_hook(_after_step)

@@ -196,7 +196,7 @@ class GroupedLinear(GroupedLinearLayer):
         if self.save_original_input and recipe is not None and not plan.save_original_input:
             self._warn_of_delayed_input()
         plan = plan_for_rows(plan, x.shape[0], self.num_gemms)
-        scales = self._scales("", self._calibration_plan() or plan)
+        scales = self._scales_of(("",), (self._calibration_plan() or plan,))[0]
         self._calibrate_groups(scales.amax_fwd, x, splits)
         needs_bias = grad and any(bias.requires_grad for bias in added)
         args, groups = self._grouped_args(

@@ -191,7 +191,7 @@ class OperationFuser:
                 plans.append(plan)
                 eager_only |= plan is not None and bool(plan.eager_only)
                 if late and plan and (plan.forward_state or plan.backward_state):
-                    reading.append((ops[index], plan, scales[index]))
+                    reading.append((ops[index], ("",), (plan,), (scales[index],)))
         if reading:
             read_together(reading)
         fused, operands, key = self._fused_for(

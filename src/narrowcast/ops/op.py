@@ -150,7 +150,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
         """Return those of :meth:`forward_arguments` that a plan's delayed scaling reads."""
         if plan.forward_state is None and plan.backward_state is None:
             return {}
-        return {"scales": self._scales("", plan)}
+        return {"scales": self._scales_of(("",), (plan,))[0]}
 
     def _add_delayed_state(self, name: str, device: torch.device | str | None) -> None:
         """Room for the state of quantizers that scale with delay: of an input, an output, and their gradients."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,30 +35,10 @@ class DelayedSlots(NamedTuple):
     amax_history: Tensor
     amax: Tensor
 
-    @property
-    def fp8_max(self) -> float:
-        """Largest value of the elements."""
-        return fp8_max(self.recipe, self.mode)
-
-
-class DelayedState(Protocol):
-    """A layer, or another object, that keeps state of delayed scaling."""
-
-    def delayed_slots(self) -> list[DelayedSlots]:
-        """Return its state, by direction."""
-        ...
-
-    def follows(self, stepped: Set[int], outside: bool) -> bool:
-        """Return whether an optimizer's step renews its scales.
-
-        Args:
-            stepped: ids of the optimizer's parameters. outside: no backward runs.
-        """
-        ...
-
 
 OWNERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All that may keep state, which an optimizer's step may have to renew."""
+"""All that may keep state: layers, and ``RecipeState``s. ``delayed_slots`` returns it, and ``follows`` whether an
+optimizer's step renews it."""
 
 
 # "alone": of no reduction; "differ": of scales that differ between ranks; "kept": of no renewal
@@ -97,11 +77,16 @@ def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
 
 
 @torch.no_grad()
-def renew(owners: Iterable[DelayedState], modes: Sequence[Mode] = ("forward", "backward")) -> None:
+def renew(
+    owners: Iterable[Any], modes: Sequence[Mode] = ("forward", "backward"), unless: Tensor | None = None
+) -> None:
     """Renew the scales of directions from the amax that was collected, in a few launches for all of a device.
 
     What collected nothing keeps history and scale. An amax that is infinite or NaN tells nothing either: of a step
     that a ``GradScaler`` skips it would stand in the history for long.
+
+    Args:
+        unless: nothing is renewed if this is not 0, and what was collected stays. The host does not wait for it.
     """
     groups: dict[tuple[Any, ...], list[DelayedSlots]] = {}
     for owner in owners:
@@ -112,17 +97,24 @@ def renew(owners: Iterable[DelayedState], modes: Sequence[Mode] = ("forward", "b
                     key += (slots.recipe, slots.mode, slots.amax_history.shape[0])
                 groups.setdefault(key, []).append(slots)
     for key, group in groups.items():
+        amaxes = [slots.amax for slots in group]
+        if unless is not None:
+            collected, void = torch.cat(amaxes), unless.to(key[0]) != 0
+            sizes = [amax.numel() for amax in amaxes]
+            torch._foreach_copy_(amaxes, torch.where(void, 0.0, collected).split(sizes))
         if len(key) > 1:
             _renew_with_callables(group)
         else:
             renew_delayed_scaling(
                 [slots.scale for slots in group],
                 [slots.amax_history for slots in group],
-                [slots.amax for slots in group],
-                [slots.fp8_max for slots in group],
+                amaxes,
+                [fp8_max(slots.recipe, slots.mode) for slots in group],
                 [slots.recipe.margin for slots in group],
                 [slots.recipe.amax_compute_algo for slots in group],
             )
+        if unless is not None:
+            torch._foreach_copy_(amaxes, torch.where(void, collected, 0.0).split(sizes))
 
 
 def asks_callables(recipe: DelayedScaling) -> bool:
@@ -141,7 +133,7 @@ def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
         scale, history = reference.delayed.update(
             torch.where(slots.scale == 0.0, 1.0, slots.scale),
             collected,
-            fp8_max=slots.fp8_max,
+            fp8_max=fp8_max(recipe, slots.mode),
             margin=recipe.margin,
             algo=recipe.amax_compute_algo,
             always_roll=True,
@@ -150,6 +142,14 @@ def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
         )
         slots.scale.copy_(torch.where(used & seen, scale, slots.scale))
         slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
+
+
+def has_ranks(group: Any = None) -> bool:
+    """Return whether a group, or the default one, has several ranks."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
+    )
 
 
 def warn_of_no_reduction() -> None:
@@ -162,18 +162,6 @@ def warn_of_no_reduction() -> None:
             "narrowcast.reduce_delayed_scaling(model, group) before each step, or use a recipe with reduce_amax=False",
             stacklevel=6,
         )
-
-
-class Reduced(NamedTuple):
-    """What a rank brings of one state to a reduction.
-
-    ``size``: how many scales it has. ``amax``, ``scale``: its tensors, fp32 (size,); None if this rank does not keep
-    it, or keeps it for itself.
-    """
-
-    size: int
-    amax: Tensor | None
-    scale: Tensor | None
 
 
 class Agreement:
@@ -217,54 +205,42 @@ class Agreement:
             )
 
 
-def reduce_amax(states: Sequence[Reduced], group: Any = None, agreement: Agreement | None = None) -> None:
+def reduce_amax(
+    states: Sequence[tuple[int, DelayedSlots | None]], group: Any = None, agreement: Agreement | None = None
+) -> None:
     """Compute MAX over the ranks of ``group`` of what the step has collected, in one all-reduce of a fixed layout.
 
     The scales travel with it, to be compared: they are equal if all of them came from amaxes that were reduced.
 
     Args:
-        states: every state that the model may keep, in an order that follows from its modules alone.
+        states: how many scales each state has that the model may keep, in an order that follows from its modules alone,
+            and the state; None if this rank does not keep it, or keeps it for itself.
         agreement: of earlier calls for this group. While it holds the number of scales, that is not compared again.
     Raises:
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
     agreement, distributed = agreement or Agreement(), torch.distributed
-    if not (
-        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
-    ):
+    if not has_ranks(group):
         return
-    kept = [
-        (state.amax, state.scale) for state in states if state.amax is not None and state.scale is not None
-    ]
-    device = next((amax.device for amax, _ in kept), torch.device("cpu"))
+    device = next((slots.amax.device for _, slots in states if slots is not None), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
-    sizes = [state.size for state in states]
+    sizes = [size for size, _ in states]
     if sum(sizes) != agreement.count:
         _check_count(sum(sizes), device, group)
         agreement.count = sum(sizes)
     if not sum(sizes):
         return
-    negated = iter(torch._foreach_neg([scale for _, scale in kept]) if kept else ())
-    brought = (
-        ([state.amax for state in states], 0.0),
-        ([state.scale for state in states], -math.inf),
-        ([None if state.scale is None else next(negated) for state in states], -math.inf),
-    )
-    collected = torch.cat(
-        [
-            torch.full((size,), absent, dtype=torch.float32, device=device) if one is None else one.to(device)
-            for tensors, absent in brought
-            for size, one in zip(sizes, tensors)
-        ]
-    )
+    absent = torch.full((max(sizes),), -math.inf, dtype=torch.float32, device=device)
+    amaxes = [absent[:size] if slots is None else slots.amax.to(device) for size, slots in states]
+    scales = torch.cat([absent[:size] if slots is None else slots.scale.to(device) for size, slots in states])
+    collected = torch.cat([*amaxes, scales, torch.where(scales == -math.inf, scales, -scales)])
     distributed.all_reduce(collected, op=distributed.ReduceOp.MAX, group=group)
-    reduced, largest, of_negated = collected.split(sum(sizes))
-    own = [part for part, state in zip(reduced.split(sizes), states) if state.amax is not None]
-    amaxes = [amax for amax, _ in kept]
-    if amaxes:  # a maximum, which no backward minds: versions need not count it
-        torch._foreach_copy_([amax.data for amax in amaxes], own)
-    agreement.compare(largest, of_negated)
+    reduced, largest, negated = collected.split(sum(sizes))
+    own = [part for part, (_, slots) in zip(reduced.split(sizes), states) if slots is not None]
+    if own:  # a maximum, which no backward minds: versions need not count it
+        torch._foreach_copy_([slots.amax.data for _, slots in states if slots is not None], own)
+    agreement.compare(largest, negated)
 
 
 def warn_of_no_renewal(name: str) -> None:

@@ -189,9 +189,9 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         calibrating, scales = THREAD.state.calibrating, None
         if calibrating is not None:  # in high precision, with the state that collects amax on the way
             state = linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
-            scales = self._scales("", state)
+            scales = self._scales_of(("",), (state,))[0]
         elif plan.forward_state is not None or plan.backward_state is not None:
-            scales = self._scales("", plan) if reads_scales else DelayedScales()
+            scales = self._scales_of(("",), (plan,))[0] if reads_scales else DelayedScales()
         return {"args": self._args(plan, scales), "scales": scales}
 
     def _args(self, plan: LinearPlan, scales: DelayedScales | None) -> LinearFwdArgs:
