@@ -143,9 +143,8 @@ class DelayedLayer(RecipeOwner):
         if while_tracing(_keep_states_while_tracing):
             for prefix, plan in zip(prefixes, plans):
                 if plan.forward_state is not None or plan.backward_state is not None:
-                    forward, backward = self._delayed[prefix]
                     # read to be guarded: a layer that a graph fits, too, is traced once more, and so gets the rule
-                    known = _is_rule(forward, plan.forward_state) and _is_rule(backward, plan.backward_state)
+                    known = self._delayed[prefix] == (plan.forward_state, plan.backward_state)
                     if self.training and not known:
                         raise RuntimeError("a layer does not know what renews it; report this with the code")
             return True
@@ -363,20 +362,6 @@ class DelayedLayer(RecipeOwner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         OWNERS.add(self)
-
-
-def _is_rule(known: DelayedScaling | None, wanted: DelayedScaling | None) -> bool:
-    """Return whether two recipes renew scales alike; by fields, as a graph may have made the second."""
-    if known is None or wanted is None:
-        return known is None and wanted is None
-    return (
-        known.amax_history_len == wanted.amax_history_len
-        and known.margin == wanted.margin
-        and known.fp8_format is wanted.fp8_format
-        and known.amax_compute_algo == wanted.amax_compute_algo
-        and known.scaling_factor_compute_algo is wanted.scaling_factor_compute_algo
-        and known.reduce_amax == wanted.reduce_amax
-    )
 
 
 def read_together(reading: Sequence[Reading]) -> None:
