@@ -47,6 +47,11 @@ def article(name: str) -> str:
     return f"{'an' if _AN.match(name) else 'a'} {name}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 step`, `2,000 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def a_kind(value: Any) -> str:
     """Return the type of a value, with its article."""
     return article(type(value).__name__)

@@ -93,7 +93,9 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--dim", "0"], ["--dim is 0"]),
         (["--heads", "3"], ["--dim is 32", "multiple of 6"]),
         (["--lr", "nan"], ["--lr is nan"]),
-        (["--lr", "fast"], ["--lr", "fast", "--help"]),
+        (["--lr", "fast"], ["--lr is 'fast'; use a number (you typed: ", "--help"]),
+        (["--steps", "2.5"], ["--steps is '2.5'; use a whole number (you typed: "]),
+        (["--steps=abc"], ["--steps is 'abc'; use a whole number (you typed: "]),
         (["--speed", "9"], ["--speed", "--help"]),
         (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
         (["--out", "text.txt"], ["text.txt", "--out"]),
@@ -231,7 +233,10 @@ def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pyte
     assert train(text_file, "--out", "run") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run"]
     line = fails_on_one_line(capsys, text_file.parent, words)
-    assert "add --resume" in line
+    assert (
+        f"runs/demo-quick holds an interrupted demo with 1 of {len(demos.ALL_RECIPES)} runs finished" in line
+    )
+    assert "add --resume to continue it, or give --out another folder" in line
 
 
 def test_more_steps_extend_a_run(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -440,7 +445,7 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert trained == done
     printed = capsys.readouterr()
     assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block" in printed.out
-    assert "note: trains 1 blocks of width 32 (" in printed.err
+    assert "note: trains 1 block of width 32 (" in printed.err
     assert f"4 steps of 32 bytes of {text_file}, {len(demos.ALL_RECIPES)} times: bf16" in printed.err
     folder = Path("runs/demo-quick")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "results.json"]
@@ -513,6 +518,8 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["--help"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
         (["--version"], 0, f"narrowcast {nc.__version__}"),
         *(([name, "--help"], 0, f"Usage: narrowcast {name}") for name in NAMES),
+        (["-h"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
+        (["train", "-h"], 0, "Usage: narrowcast train"),
         (["bake"], 2, "No such command 'bake'"),
         (["train", "--speed", "9"], 2, "--speed"),
         (["demo", "--steps", "many"], 2, "you typed: narrowcast demo --steps many; see"),
@@ -529,6 +536,8 @@ def test_help_and_wrong_options_are_answered_without_pytorch(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     assert answer in done.stdout + done.stderr
+    assert "<bool>" not in done.stdout
+    assert "…" not in done.stdout, "the help leaves something out at 80 columns"
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -549,9 +558,12 @@ def test_a_command_takes_the_options_that_it_declares(name: str) -> None:
     (declared,) = (
         one.callback for one in cli.app.registered_commands if one.callback and one.callback.__name__ == name
     )
-    room = {"bench": "bench.command", "plan": "plan.command", "doctor": "train.doctor"}.get(
-        name, "train.commands"
-    )
+    room = {
+        "bench": "bench.command",
+        "plan": "plan.command",
+        "doctor": "train.doctor",
+        "presets": "train.presets",
+    }.get(name, "train.commands")
     work = getattr(importlib.import_module(f"narrowcast_tools.{room}"), name)
     given = dict.fromkeys(inspect.signature(declared).parameters)
     inspect.signature(work).bind(**given)
@@ -583,14 +595,14 @@ for package in sys.argv[2:]:
 PACKAGES = ["typer", "rich", "matplotlib", "safetensors"]
 
 
-@pytest.mark.parametrize("command", ["presets", "doctor"])
+@pytest.mark.parametrize("command", ["train", "doctor"])
 def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None:
     words = [
         sys.executable,
         "-c",
         WITHOUT_PACKAGES,
         command,
-        *(PACKAGES if command == "presets" else PACKAGES[:1]),
+        *(PACKAGES if command == "train" else PACKAGES[:1]),
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

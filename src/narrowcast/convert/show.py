@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._checks import counted
 from .._table import aligned
 from ..upstream.compiler import repeats_every_gemm
 
@@ -166,7 +167,7 @@ def _totals(receipt: Receipt) -> list[str]:
     before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
     return [
-        f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
+        f"{receipt.model}: {converted} of {counted(len(receipt.gemms), 'weight')} {verb}",
         *(norms if receipt.norms else []),
         *(
             [f"did not run while recorded, and do not count: {', '.join(receipt.idle)}"]
@@ -188,7 +189,7 @@ def _saved(receipt: Receipt) -> list[str]:
     """Return a line if inputs of norms and activations are kept in codes."""
     formats = [one.saved_activations for one in receipt.gemms if one.saved_activations]
     counts = {name: formats.count(name) for name in formats}
-    return [f"saved activations: {name} around {count} weights" for name, count in counts.items()]
+    return [f"saved activations: {name} around {counted(count, 'weight')}" for name, count in counts.items()]
 
 
 def _bytes(count: float) -> str:

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except usage_error as error:
         # Typer's message does not always name the value; the words do.
-        return _fail(f"{error.format_message()} (you typed: {typed}; see --help)", 2)
+        return _fail(f"{_what_is_wrong(error, words)} (you typed: {typed}; see --help)", 2)
     except Interrupted as error:
         return _fail(f"{error}{_how_to_go_on(words) if error.resumable else ''}", error.code)
     except (KeyboardInterrupt, typer.Abort):
@@ -79,6 +79,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:  # some releases of Typer return it, others raise
         return _fail("interrupted", code)
     return code
+
+
+def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
+    """Return what Typer found; of a value that is no number in our words, as Typer's differ between its releases."""
+    found = error.format_message()
+    names, whole = getattr(getattr(error, "param", None), "opts", []), "integer" in found
+    values = []
+    for word, following in zip(words, [*words[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name in names:
+            values.append(value if equals else following)
+    if not values or not (whole or "number" in found or "float" in found):
+        return found
+    return f"{names[0]} is {values[-1]!r:.60}; use a {'whole number' if whole else 'number'}"
 
 
 def _how_to_go_on(words: list[str]) -> str:

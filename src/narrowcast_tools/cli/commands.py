@@ -11,27 +11,37 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from ..plan.layout import BATCH, BATCH_PER_GPU
 from . import options as o
 
-app = typer.Typer(
-    name="narrowcast",
-    help="Train a small Transformer in low precision, compare recipes, check this machine.",
-    add_completion=False,
-)
+
+def _without_types_of_flags(params: list[Any]) -> list[Any]:
+    """Return parameters whose help shows no type for options without a value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 class _Command(TyperCommand):
-    """A command whose help does not show a type for options without a value."""
-
     def get_params(self, ctx: Any) -> list[Any]:
-        params = super().get_params(ctx)
-        for param in params:
-            if getattr(param, "is_flag", False):
-                param.metavar = ""
-        return params
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_types_of_flags(super().get_params(ctx))
+
+
+app = typer.Typer(
+    name="narrowcast",
+    cls=_Group,
+    help="Train a small Transformer in low precision, compare recipes, check this machine.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _command(module: str) -> Callable[[Callable[..., Any]], None]:
@@ -62,7 +72,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
@@ -266,7 +277,7 @@ def plan(
     """Estimate memory, traffic and time of a training step on many GPUs; nothing runs."""
 
 
-@_command("train.commands")
+@_command("train.presets")
 def presets() -> None:
     """Show what each --preset of train sets."""
 

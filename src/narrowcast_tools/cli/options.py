@@ -98,7 +98,7 @@ Seed = Annotated[int, _option("Decides weights, batches and stochastic rounding.
 Seeds = Annotated[int, _option("Runs to compare per recipe: seeds --seed, --seed + 1 and so on.")]
 
 Compile = Annotated[
-    bool, _option("Use torch.compile(fullgraph=True).", "--compile/--no-compile", panel=SPEED)
+    bool, _option("Use torch.compile, with fullgraph=True.", "--compile/--no-compile", panel=SPEED)
 ]
 ByBlock = Annotated[
     bool,

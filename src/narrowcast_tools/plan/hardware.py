@@ -65,19 +65,20 @@ STOLEN = 20 / 132  # share of the multiprocessors that communication takes while
 RESERVE = 0.92  # share of the memory that a plan may fill
 
 
-def find(name: str, known: Mapping[str, T], option: str, problem: str) -> T:
+def find(name: str, known: Mapping[str, T], option: str, problem: str, *, suggest: bool = True) -> T:
     """Return the entry of a name.
 
     Args:
         option: that takes the name, for the message.
         problem: what is wrong with a name that has no entry.
+        suggest: whether the message has the name that looks like it.
 
     Raises:
-        ValueError: there is none; the message has the name that looks like it.
+        ValueError: there is none; the message lists the names.
     """
     if name in known:
         return known[name]
-    alike = difflib.get_close_matches(name.lower(), known, 1)
+    alike = difflib.get_close_matches(name.lower(), known, 1) if suggest else []
     near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
     raise ValueError(f"{problem} {name!r:.60}{near}; {option} takes one of {', '.join(known)}")
 

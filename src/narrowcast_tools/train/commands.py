@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from narrowcast._checks import counted
+
 from . import automatic
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
@@ -26,7 +28,7 @@ from .errors import SettingsError
 from .folder import run_folder
 from .generate import Answer, Choice, load_trained
 from .pace import format_pace
-from .presets import find_preset, presets_table
+from .presets import find_preset
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
@@ -131,8 +133,8 @@ def _train_one(
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
-            f"{result.steps} steps ({result.parameters:,} parameters{pace}, {format_duration(result.seconds)}); "
-            f"run in {folder}"
+            f"{counted(result.steps, 'step')} ({result.parameters:,} parameters{pace}, "
+            f"{format_duration(result.seconds)}); run in {folder}"
         )
 
 
@@ -241,8 +243,3 @@ def demo(
             write_results(finished, out, command=context.obj, document=write_docs)
     _show(finished.rows, timed=config.device != "cpu")
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / COMPARED}")
-
-
-def presets() -> None:
-    """Run `narrowcast presets`."""
-    Console().print(presets_table())

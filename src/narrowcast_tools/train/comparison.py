@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from narrowcast._checks import counted
+
 from .atomic import write_bytes, write_json
 from .config import TrainConfig, compared_fields, setting_of
 from .errors import SettingsError
@@ -102,7 +104,8 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
     shared = comparison.shared
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
     subtitle = (
-        f"{shared['parameters']:,} parameters, {settings['steps']} steps of {settings['batch_size']} sequences of "
+        f"{shared['parameters']:,} parameters, {counted(settings['steps'], 'step')} of "
+        f"{counted(settings['batch_size'], 'sequence')} of "
         f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
     )
     write_bytes(

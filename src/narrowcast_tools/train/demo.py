@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from narrowcast._checks import counted
+
 from . import machine
 from .atomic import write_bytes, write_json
 from .comparison import compare_runs
@@ -16,7 +18,7 @@ from .picture import draw
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
-from .session import COMPARED, describe_runs, series
+from .session import COMPARED, RESULT, describe_runs, series
 
 # Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
@@ -85,8 +87,10 @@ def run_demo(
     """
     runs = folder / UNFINISHED
     if runs.exists() and not resume:
+        finished = sum((runs / f"{name}-{config.seed}" / RESULT).exists() for name in recipes)
         raise SettingsError(
-            f"{runs} is of a demo that was interrupted; add --resume to continue it, or give --out another folder"
+            f"{folder} holds an interrupted demo with {finished} of {counted(len(recipes), 'run')} finished; "
+            "add --resume to continue it, or give --out another folder"
         )
     configs = [replace(config, recipe=name) for name in recipes]
     series(runs, configs, corpus, progress, resume=resume, intro=describe_runs(config, corpus, recipes))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
+from narrowcast._checks import counted
 
 from . import checkpoint
 from .config import ModelConfig, TrainConfig
@@ -241,7 +242,7 @@ class Answer:
         rows = torch.stack(drawn, 1).tolist()
         seconds, timed = time.perf_counter() - began, len(drawn) - WARM_UP
         speed = f", {timed * self._samples / seconds:,.0f} tok/s" if timed > 0 else ""
-        self.pace = f"step {trained.step}, {len(drawn)} tokens, samples: {self._samples}{speed}"
+        self.pace = f"step {trained.step}, {counted(len(drawn), 'token')}, samples: {self._samples}{speed}"
         if not alone:
             for number, row in enumerate(rows, 1):
                 yield f"{'' if number == 1 else chr(10)}--- {number}\n{self._prompt}{trained.tokens.decode(row)}"

@@ -87,7 +87,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         *tolerances,
         *(abs(gap) for row in rows for gap in row.gaps[-1][2:]),
     ]  # ranges of the last step included
-    limit = LIMIT * max(shown, default=3.0)
+    limit = LIMIT * (max(shown, default=0.0) or 3.0)  # equal losses have no gap
     for percent in tolerances if judged(rows) else ():
         axes.hlines([-percent, percent], 0, last_step, color="#009E73", linewidth=1, linestyle="--")
         axes.text(

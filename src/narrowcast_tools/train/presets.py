@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from rich.console import Console
 from rich.table import Table
 
 from narrowcast._checks import not_among
@@ -69,6 +70,11 @@ def find_preset(name: str) -> TrainConfig:
     if name not in PRESETS:
         raise SettingsError(f"--preset is {not_among(name, PRESETS)}")
     return PRESETS[name]
+
+
+def presets() -> None:
+    """Run `narrowcast presets`."""
+    Console().print(presets_table())
 
 
 def presets_table() -> Table:

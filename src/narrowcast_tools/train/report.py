@@ -7,6 +7,8 @@ from statistics import fmean
 from rich.table import Table
 from rich.text import Text
 
+from narrowcast._checks import counted
+
 from .history import RunResult
 from .progress import format_duration
 from .recipes import CHOICES
@@ -176,9 +178,8 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     said = []
     if not judged(rows):
         steps = rows[0].held_out[-1][0]
-        said.append(
-            f"{steps} steps are too few to judge a recipe by its gap; take {SHORTEST_JUDGED} or more."
-        )
+        few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
+        said.append(f"{few} to judge a recipe by its gap; take {SHORTEST_JUDGED} or more.")
     if not timed:
         said.append("A CPU emulates the formats: it shows the losses of a GPU, and not its speed.")
     return said

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from narrowcast import receipt
+from narrowcast._checks import counted
 
 from . import checkpoint
 from .atomic import write_bytes, write_json, writing_into
@@ -36,8 +37,8 @@ def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], s
     model, runs = config.model, len(recipes) * seeds
     table = " and --recipe-table" if config.recipe_table else ""
     return (
-        f"trains {model.layers} blocks of width {model.dim} ({parameters_of(model):,} parameters), "
-        f"{config.steps} steps of {config.tokens_per_step:,} {corpus.unit}s of {corpus.source}, "
+        f"trains {counted(model.layers, 'block')} of width {model.dim} ({parameters_of(model):,} parameters), "
+        f"{counted(config.steps, 'step')} of {counted(config.tokens_per_step, corpus.unit)} of {corpus.source}, "
         f"{f'{runs} times' if runs > 1 else 'once'}: {', '.join(recipes)}{table}"
     )
 

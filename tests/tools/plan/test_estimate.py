@@ -114,6 +114,7 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--model 7b", "unknown model '7b'; --model takes one of 8b, 70b, 405b, 671b"),
         ("--model 13b", "unknown model '13b'; --model takes one of 8b, 70b, 405b, 671b"),
         (
             "--recipe mxfp8",

@@ -111,6 +111,10 @@ def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None
         "30 steps are too few to judge a recipe by its gap; take 240 or more.",
         "A CPU emulates the formats: it shows the losses of a GPU, and not its speed.",
     ]
+    (row,) = compare([result("bf16", 2.0)])
+    assert remarks([replace(row, held_out=[(1, 2.0)])], timed=True) == [
+        "1 step is too few to judge a recipe by its gap; take 240 or more."
+    ]
     assert remarks(compare([result("bf16", 2.0)]), timed=True) == []
     drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
     assert not any("allowed" in text.get_text() for text in drawn.texts)
@@ -127,6 +131,16 @@ def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
         "bf16's seeds around their mean",
         "a recipe's lowest to highest seed, last step",
     ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_equal_losses_draw_without_a_warning() -> None:
+    for rows in (
+        compare([result("bf16", 2.0, 30)]),
+        compare([result("bf16", 2.0, 30), result("current", 2.0, 30)]),
+    ):
+        low, high = figures(lambda: draw(rows, subtitle="equal"))[0].axes[1].get_ylim()
+        assert low < 0 < high
 
 
 def test_markdown_table(rows: list[Row]) -> None:
