@@ -57,7 +57,7 @@ def test_the_modules_are_there_and_go_away(te: Any) -> None:
 
 def test_the_package_has_metadata(te: Any) -> None:
     for name in ("transformer_engine", "transformer-engine", "Transformer-Engine"):
-        assert importlib.metadata.version(name) == te.__version__ == "2.20.0+narrowcast"
+        assert importlib.metadata.version(name) == te.__version__ == "2.20.2+narrowcast"
         assert importlib.metadata.metadata(name)["Name"] == "transformer-engine"
     assert "transformer-engine" in importlib.metadata.packages_distributions()[FIRST]
     assert "transformer-engine" in {one.metadata["Name"] for one in importlib.metadata.distributions()}

@@ -18,6 +18,8 @@ TABLES = {
     "`transformer_engine.pytorch.optimizers`": "pytorch.optimizers",
 }
 SUBMODULES = "Names of submodules"
+ABSENT_THERE = "Absent submodules and names in submodules"
+PUBLIC = Path(__file__).with_name("transformer_engine_2_20_2.txt")
 # names of narrowcast's own that stand beside Transformer Engine's
 OWN = {
     "pytorch.ops": {
@@ -33,7 +35,7 @@ OWN = {
 
 def rows(title: str) -> list[list[str]]:
     section = PAGE.read_text().split(f"### {title}\n")[1].split("\n#")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    lines = [line for line in section.splitlines() if line.startswith(("| `", "| (root)"))]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
@@ -65,6 +67,30 @@ def test_submodules() -> None:
         for module in names(where):
             missing = set(names(what)) - set(MODULES[f"pytorch.{module}"])
             assert not missing, (module, missing)
+
+
+def test_every_public_name_of_the_release_is_there_or_has_a_reason() -> None:
+    listed = set(re.findall(r"`([^`\n]+)`", PAGE.read_text().split("## Every name\n")[1]))
+    for line in PUBLIC.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        module, _, all_names = line.replace("(root)", "").partition(": ")
+        if module not in MODULES:  # absent as a whole
+            assert module.rpartition(".")[2] in ABSENT and module in listed, module
+            continue
+        missing = set(all_names.split()) - set(MODULES[module])
+        assert missing <= set(ABSENT), (module, missing - set(ABSENT))
+        assert set(all_names.split()) <= listed, (module, set(all_names.split()) - listed)
+
+
+def test_what_is_absent_in_submodules_has_a_reason() -> None:
+    for where, what, *_ in rows(ABSENT_THERE):
+        for module in names(where) or [""]:
+            if what == "all":
+                owner, _, name = module.rpartition(".")
+                assert owner in MODULES and module not in MODULES and name in ABSENT, module
+            for name in names(what):
+                assert name not in MODULES[module] and name in ABSENT, (module, name)
 
 
 def test_reasons_are_of_names_that_are_absent() -> None:

@@ -19,12 +19,18 @@ _OWN_GEMM = "a quantizer has no GEMM of its own; derive one whose codes are deco
 _DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
 _BACKENDS = "use narrowcast.DotProductAttention; NVTE_FLASH_ATTN and the others like it choose its backend"
 _ATTENTION = "only softmax attention is here; use another library's module"
+_EXPERTS = "use narrowcast.distributed.MoEDispatch, which works over torch.distributed"
+_GROUPED = "grouped layers take every recipe and dtype; leave the check out"
+_FUSED_MLP = "narrowcast.ops.Sequential fuses a grouped MLP itself; explain(recipe) shows how"
+_CACHE = "use narrowcast.InferenceParams(is_paged=...)"
 
 # from names to what the error says behind "is not there"
 ABSENT: dict[str, str] = {
     "initialize_ub": _USERBUFFERS,
     "destroy_ub": _USERBUFFERS,
     "get_ub": _USERBUFFERS,
+    "is_ub_initialized": _USERBUFFERS,
+    "using_cublasmp_backend": _USERBUFFERS,
     "UserBufferQuantizationMode": _USERBUFFERS,
     "UserbuffersForwardLinear": _USERBUFFERS,
     "UserbuffersBackwardLinear": _USERBUFFERS,
@@ -33,8 +39,25 @@ ABSENT: dict[str, str] = {
     "newton_schulz_tp": _NEWTON_SCHULZ,
     "CusolverMpCtx": _NEWTON_SCHULZ,
     "GatedDeltaNetAttention": _ATTENTION,
+    "GatedDeltaNet2Attention": _ATTENTION,
+    "GatedDeltaProductAttention": _ATTENTION,
+    "linear_attention": _ATTENTION,
     "FusedMLAQUpProjFunction": _ATTENTION,
     "FusedMLAQUpProjRopeQuant": _ATTENTION,
+    "ScaledTanhSReLU": "use narrowcast.ops.ScaledSReLU, which does not bound its result, or an operation of your own",
+    "GroupedMLP_CuTeGEMMGLU": _FUSED_MLP,
+    "GroupedMLP_CuTeGEMMUnary": _FUSED_MLP,
+    "is_module_grouped_tensor_path_supported": _GROUPED,
+    "is_op_fuser_grouped_tensor_path_supported": _GROUPED,
+    "is_nccl_ep_available": _EXPERTS,
+    "require_nccl_ep": _EXPERTS,
+    "ep": _EXPERTS,
+    "mark_qb_bin_bounds_validated": "bounds on a GPU are not checked; leave the call out",
+    "NonPagedKVCacheManager": _CACHE,
+    "PagedKVCacheManager": _CACHE,
+    "distributed_weight": "use narrowcast.distributed.shard; a weight's own gathering has no place in a layer",
+    "dynamo": "every layer and operation compiles with fullgraph=True as it is",
+    "triton": "narrowcast's kernels are torch.ops.narrowcast.*; hyper-connections are not here",
     "apply_recipe": "use narrowcast.set_recipe(model, recipe)",
     "quantizer_factory": "the factories are in narrowcast.custom_recipes",
     "MXFP4QATMXFP8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
@@ -63,6 +86,7 @@ ABSENT: dict[str, str] = {
     "add_fp8_tensors_to_global_buffer": _SCALES,
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
+    "start_offload": "use narrowcast.get_cpu_offload_context, which starts the copies itself",
     "set_offloading_param": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
     "mark_activation_offload": "use narrowcast.get_cpu_offload_context; narrowcast.mark_not_offload excludes tensors",
     "backends": _BACKENDS,

@@ -18,7 +18,7 @@ from typing import Any
 from .absent import EXTENSION, why_absent
 
 _ROOT = "transformer_engine"
-VERSION = "2.20.0+narrowcast"  # whose names these are
+VERSION = "2.20.2+narrowcast"  # whose names these are
 
 
 class _Metadata(importlib.metadata.Distribution):

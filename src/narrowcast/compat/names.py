@@ -284,7 +284,7 @@ MODULES: dict[str, Names] = {
     "pytorch.ops.basic.basic_linear": _of(ops, "BasicLinear"),
     "pytorch.ops.basic.bias": _of(ops, "Bias"),
     "pytorch.ops.basic.l2normalization": _of(ops, "L2Normalization"),
-    "pytorch.ops.fused": _FUSED,
+    "pytorch.ops.fused": {**_FUSED, **_of(ops, "register_backward_fusion", "register_forward_fusion")},
     "pytorch.ops.fuser": _FUSIONS,
     "pytorch.ops.linear": _of(ops, "Linear"),
     "pytorch.ops.op": _FUSIBLE,
