@@ -86,19 +86,24 @@ def written_afterwards(mesh: Any, recipe: str, x: Tensor) -> tuple[Results, list
     return step(model, x), [value.shape[-1] for name, value in model.named_buffers() if "scale" in name]
 
 
-def resumed(mesh: Any, recipe: str, x: Tensor, folder: str) -> tuple[Results, list[str], list[str]]:
-    """A step after a checkpoint was loaded, its keys, and what was told."""
+def resumed(
+    mesh: Any, recipe: str, x: Tensor, folder: str, whole: bool
+) -> tuple[Results, list[str], list[str]]:
+    """A step after a checkpoint was loaded, its keys, and what was told; ``whole``: all ranks had all experts."""
     models = [model_of(recipe) for _ in range(2)]
-    for model in models:
+    for model in models[whole:]:
         nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
-    step(models[0], x)
+    step(models[0], batch(slice(TOKENS)) if whole else x)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    nc.distributed.save_checkpoint(f"{folder}/{recipe}", models[0], optimizers[0])
+    path = f"{folder}/{recipe}{' whole' if whole else ''}"
+    nc.distributed.save_checkpoint(path, models[0], optimizers[0])
     step(models[1], 100 * x)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        nc.distributed.load_checkpoint(f"{folder}/{recipe}", models[1], optimizers[1])
-    return step(models[1], x), [*models[1].state_dict()], [str(one.message) for one in told]
+        nc.distributed.load_checkpoint(path, models[1], optimizers[1])
+    found = step(models[1], x)
+    nc.reduce_delayed_scaling(models[1])
+    return found, [*models[1].state_dict()], [str(one.message) for one in told]
 
 
 def work(rank: int) -> Any:
@@ -126,7 +131,10 @@ def work(rank: int) -> Any:
     results["written"] = [written_afterwards(mesh, recipe, batch(own)) for recipe in ("delayed", "current")]
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    results["resumed"] = [resumed(mesh, recipe, batch(own), folder[0]) for recipe in ("delayed", "current")]
+    results["resumed"] = [
+        [resumed(mesh, recipe, batch(own), folder[0], whole) for recipe in ("delayed", "current")]
+        for whole in (False, True)
+    ]
     model = model_of("current")
     nc.distributed.expert_parallel(model, mesh, average_gradients=False, quantizer=None, align_size=16)
     results["summed"] = step(model, batch(own))["blocks.0.experts.down_proj"]
@@ -170,10 +178,11 @@ def test_a_first_step_follows_experts_that_were_written_afterwards(ranks: list[A
             assert torch.equal(delayed[name], value), name
 
 
-def test_scales_of_experts_begin_anew_after_a_checkpoint(ranks: list[Any]) -> None:
-    """Every rank has those of its experts, and a checkpoint would hold those of one rank."""
+@pytest.mark.parametrize("whole", [False, True])
+def test_scales_of_experts_begin_anew_after_a_checkpoint(ranks: list[Any], whole: bool) -> None:
+    """Every rank has those of its experts, and a checkpoint those of no experts, or of all."""
     for rank in ranks:
-        (delayed, keys, told), (current, others, _) = rank["resumed"]
+        (delayed, keys, told), (current, others, _) = rank["resumed"][whole]
         assert keys == others and any("experts; its scales start anew" in one for one in told)
         for name, value in current.items():
             assert torch.equal(delayed[name], value), name

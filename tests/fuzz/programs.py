@@ -97,7 +97,7 @@ def refusal(error: BaseException) -> bool:
         return False
     line = frames[-1].line or ""
     raised = "raise" in line or line.strip().startswith((")", 'f"', '"', "return"))
-    if isinstance(error, (AttributeError, TypeError)) and not raised:
+    if isinstance(error, (AttributeError, TypeError, ValueError)) and not raised:
         return False
     return bool(_REMEDY.search(str(error)))
 

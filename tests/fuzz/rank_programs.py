@@ -48,7 +48,7 @@ HIDDEN, ROWS, EXPERTS = 64, 32, 4
 TOKENS, HEADS = 8, 4  # of a sequence; the rows are four of them
 LAYOUTS = {
     2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep", "pp", "cp"),
-    4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "pp", "cp"),
+    4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "hsdp+ep", "pp", "cp"),
 }
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 WHOLE = ("none", "ddp", "cp")  # each rank has all parameters
@@ -69,7 +69,7 @@ def draw(rng: random.Random) -> Program:
     family = rng.choice(("none", "none", "current", "delayed", "block", "mxfp8", "nvfp4"))
     options = {"disable_stochastic_rounding": True, "disable_rht": True} if family == "nvfp4" else {}
     layouts = [rng.choice(LAYOUTS[world]) for _ in range(3)]
-    pipeline = "pp" in layouts
+    pipeline, experts = "pp" in layouts, any(map(shares_experts, layouts))
     program = {
         "do": "mesh",
         "world": world,
@@ -78,11 +78,11 @@ def draw(rng: random.Random) -> Program:
         "blocks": world - 1 if pipeline else rng.choice((1, 2)),
         "bias": rng.random() < 0.7,
         "inner": rng.choice((128, 128, 96, 256)),
-        "experts": "ep" in layouts,
+        "experts": experts,
         "attention": "cp" in layouts or rng.random() < 0.2,
         "schedule": rng.choice(SCHEDULES),
         # experts count rows, which microbatches and parts of sequences have not in order
-        "layouts": [one for one in layouts if "ep" not in layouts or one not in ("pp", "cp")],
+        "layouts": [one for one in layouts if not experts or one not in ("pp", "cp")],
         "steps": [rng.choice(STEPS) for _ in range(rng.randint(3, 7))],
         "full": [rng.randrange(world), rng.randrange(FULL_AT)],
     }
@@ -90,6 +90,10 @@ def draw(rng: random.Random) -> Program:
         program["steps"] += [rng.choice(KILLED)]
     program["kill"] = [rng.randrange(world), rng.randrange(FULL_AT // 3)]
     return program
+
+
+def shares_experts(layout: str) -> bool:
+    return "ep" in layout.split("+")
 
 
 # -- the model and its layouts -----------------------------------------------------------------------------------------
@@ -217,10 +221,10 @@ class Laid:
         elif layout == "shard":
             nc.distributed.shard(model, init_device_mesh("cpu", (world,)), blocks=list(model.blocks))
         else:
-            names = ("replicate", "shard")[-1 if layout != "hsdp" else 0 :]
-            mesh = init_device_mesh("cpu", (2, 2) if layout == "hsdp" else (world,), mesh_dim_names=names)
+            shape = (2, 2) if layout.startswith("hsdp") else (world,)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             apart = set()
-            if layout == "ep":
+            if shares_experts(layout):
                 apart = nc.distributed.expert_parallel(model, mesh, quantizer=None)
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
@@ -327,7 +331,9 @@ def is_scale(name: str) -> bool:
 
 def kept_by(layout: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a layout loads of a state: experts on other ranks begin delayed scaling anew."""
-    anew = {name for name in state if layout == "ep" and name.startswith("experts.") and is_scale(name)}
+    anew = {
+        name for name in state if shares_experts(layout) and name.startswith("experts.") and is_scale(name)
+    }
     return {name: value for name, value in state.items() if name not in anew}
 
 

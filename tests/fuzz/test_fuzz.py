@@ -174,6 +174,8 @@ def test_words_that_help_are_told_from_crashes() -> None:
 
     assert programs.refusal(error_of(lambda: nc.Linear(16, 16, device="cpu", recipe=3)))
     assert not programs.refusal(error_of(lambda: json.loads("[")))
+    unpacked = compile("(one,) = 1, 2", f"{programs.PACKAGE}/unpacked.py", "exec")
+    assert not programs.refusal(error_of(lambda: exec(unpacked)))  # "expected 1" is no remedy
     with pytest.raises(KeyError):  # a mistake of the case itself
         programs.attempt(lambda: {}["key"])
     assert runner.LIMIT > 60

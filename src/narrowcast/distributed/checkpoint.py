@@ -31,7 +31,7 @@ from .. import _checks
 from .._checks import a_kind, shown, typed
 from ..layers import DelayedLayer, GroupedLinearLayer
 from ..layers.described import ParameterRecord, describe_parameters, how_stored, places
-from ..upstream.modules import own_buffers
+from ..upstream.modules import is_saved, own_buffers
 from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
 from .checkpoint_reader import SafeReader, load, plain_value
 from .together import Together
@@ -294,6 +294,8 @@ def _make_room(model: nn.Module, there: dict[str, Any]) -> set[str]:
     names = set()
     for _, place, layer in places(model):
         for own in layer._state_names() if isinstance(layer, DelayedLayer) else ():
+            if not is_saved(layer, own):
+                continue  # of this rank's experts alone, which begin anew
             name = f"{place.name}.{own}".lstrip(".")
             described, buffer = there.get(f"model.{name}"), own_buffers(layer)[own]
             names.add(name)

@@ -40,6 +40,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Return whether state dicts have the module's buffer of this name."""
+    return name not in module._non_persistent_buffers_set
+
+
 def undo_casts(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
     """Give buffers whose dtype a cast has changed the values from before it, on the device where they are now."""
     for name, exact in before.items():
