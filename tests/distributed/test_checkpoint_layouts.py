@@ -27,6 +27,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 LAYOUTS = (
+    "fsdp",
+    "hsdp",
     "tp",
     "tp fsdp",
     "operations",
@@ -63,12 +65,25 @@ def make(layout: str, mesh: Any = None) -> nn.Module:
         if mesh is not None:
             nc.distributed.expert_parallel(model, mesh._flatten() if mesh.ndim > 1 else mesh)
         return model
+    if layout in ("fsdp", "hsdp"):
+        return sharded(transformer(), 0 if mesh is None else ranks, layout == "hsdp")
     tp, over = (None, None) if mesh is None else groups_of(mesh, ranks)
     model = operations(tp) if layout == "operations" else transformer(tp)
     if "fsdp" in layout and over is not None:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=over)
+    return model
+
+
+def sharded(model: nn.Module, ranks: int, replicas: bool) -> nn.Module:
+    """The model under FSDP2 of so many ranks, or of replicas in two halves of them; whole without ranks."""
+    if ranks:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        shape, names = ((2, ranks // 2), ("replicate", "shard")) if replicas else ((ranks,), ("shard",))
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     return model
 
 
@@ -220,7 +235,7 @@ def two(folder: str) -> dict[str, Any]:
     mesh, place = mesh_of(2), Path(folder).parent
     checks: dict[str, Any] = {}
     for layout in LAYOUTS:
-        checks[f"loads {layout}"] = lambda layout=layout: loaded(layout, place / f"1 {layout}", mesh)
+        checks[f"loads {layout} of 1"] = lambda layout=layout: loaded(layout, place / f"1 {layout}", mesh)
         checks[f"saves {layout}"] = lambda layout=layout: saves(place, mesh, layout)
         for most in NORMS:
             checks[f"clips {layout} {most}"] = lambda layout=layout, most=most: clipped(layout, mesh, most)
@@ -242,11 +257,22 @@ def four(folder: str) -> dict[str, Any]:
     mesh, place = mesh_of(4), Path(folder).parent
     checks: dict[str, Any] = {}
     for layout in LAYOUTS:
-        checks[f"loads {layout}"] = lambda layout=layout: loaded(layout, place / f"2 {layout}", mesh)
+        for ranks in (1, 2):
+            checks[f"loads {layout} of {ranks}"] = lambda layout=layout, ranks=ranks: loaded(
+                layout, place / f"{ranks} {layout}", mesh
+            )
         checks[f"saves {layout}"] = lambda layout=layout: saves(place, mesh, layout)
         for most in NORMS:
             checks[f"clips {layout} {most}"] = lambda layout=layout, most=most: clipped(layout, mesh, most)
     return checks
+
+
+def two_of_four(folder: str) -> dict[str, Any]:
+    mesh, place = mesh_of(2), Path(folder).parent
+    return {
+        f"loads {layout} of 4": lambda layout=layout: loaded(layout, place / f"4 {layout}", mesh)
+        for layout in LAYOUTS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +303,12 @@ def of_four(place: Path, of_two: Any) -> list[dict[str, Any]]:
     return run_checks(four, place / "four", 4)
 
 
+@pytest.fixture(scope="module")
+def of_two_again(place: Path, of_four: Any) -> list[dict[str, Any]]:
+    (place / "again").mkdir()
+    return run_checks(two_of_four, place / "again", 2)
+
+
 def assert_together_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor], layout: str) -> None:
     """What ranks hold is the whole, and nothing is on no rank."""
     assert {name for one in found for name in one} == set(expected)
@@ -286,10 +318,13 @@ def assert_together_equal(found: list[dict[str, Tensor]], expected: dict[str, Te
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_two_four(layout: str, whole: Any, of_two: Any, of_four: Any) -> None:
+def test_saved_and_loaded_by_one_two_and_four(
+    layout: str, whole: Any, of_two: Any, of_four: Any, of_two_again: Any
+) -> None:
     for ranks in (of_two, of_four):
         assert_together_equal(of_all(ranks, f"saves {layout}"), whole[layout], layout)
-        assert_together_equal(of_all(ranks, f"loads {layout}"), whole[layout], layout)
+    for ranks, saved_by in ((of_two, 1), (of_four, 1), (of_four, 2), (of_two_again, 4)):
+        assert_together_equal(of_all(ranks, f"loads {layout} of {saved_by}"), whole[layout], layout)
 
 
 @pytest.mark.parametrize("most", NORMS)

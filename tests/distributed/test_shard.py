@@ -739,6 +739,23 @@ def test_shards_of_stored_weights_are_drawn_again(one: Any) -> None:
     assert torch.equal(drawn[0].dequantize(), drawn[1].dequantize())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_assigned_to_a_stored_shard_is_stored_like_it(device: str, one: Any) -> None:
+    """Loaders that make a model on the meta device assign DTensors of plain values."""
+    from torch.distributed.fsdp import fully_shard
+
+    with nc.quantized_model_init(recipe=QUANTIZED["current"]):
+        layer, alone = nc.Linear(64, 48, device="cpu"), nc.Linear(64, 48, device="cpu")
+    values = {name: torch.randn(held.shape) for name, held in alone.named_parameters()}
+    alone.load_state_dict(values)
+    fully_shard(layer, mesh=one)
+    layer.to(device)
+    placed = {name: DTensor.from_local(value, one, [Shard(0)]) for name, value in values.items()}
+    layer.load_state_dict(placed, assign=True)
+    assert type(local(layer.weight)) is type(alone.weight)
+    assert torch.equal(local(layer.weight).dequantize(), alone.weight.dequantize())
+
+
 def test_rows_of_stored_weights_are_counted() -> None:
     with nc.quantized_model_init(recipe=QUANTIZED["current"]):
         model = torch.nn.Sequential(nc.Linear(32, 48, device="cpu"))

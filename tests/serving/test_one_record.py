@@ -37,7 +37,10 @@ def looks(path: Path) -> Iterator[tuple[str, int]]:
         asks |= isinstance(node, ast.Constant) and node.value == "to_local"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             kinds = {
-                one.id for given in node.args[1:] for one in ast.walk(given) if isinstance(one, ast.Name)
+                one.id if isinstance(one, ast.Name) else one.attr
+                for given in node.args[1:]
+                for one in ast.walk(given)
+                if isinstance(one, (ast.Name, ast.Attribute))
             }
             asks |= node.func.id == "is_distributed"
             asks |= node.func.id == "isinstance" and bool(kinds & {"QuantizedTensor", "DequantizingTensor"})
@@ -71,8 +74,9 @@ def test_the_lint_sees_each_spelling(tmp_path: Path) -> None:
         'hasattr(w, "to_local")',
         "isinstance(w, (A, QuantizedTensor))",
         "isinstance(w, DequantizingTensor)",
+        "isinstance(w, nc.QuantizedTensor)",
         "is_distributed(w)",
         "isinstance(w, A)",
     ]
     file.write_text("\n".join(lines))
-    assert [line for _, line in looks(file)] == [1, 2, 3, 4, 5]
+    assert [line for _, line in looks(file)] == [1, 2, 3, 4, 5, 6]

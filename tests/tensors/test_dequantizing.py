@@ -76,6 +76,15 @@ def test_copies_and_data(name):
     assert_same_buffers(tensor, quantize(ONE_OF_EACH[name], normal((16, 32), BF16)))
 
 
+@one_of_each
+def test_the_address_is_that_of_the_codes(name):
+    """By it other code tells parameters apart: FSDP2 of accelerate finds those of an optimizer so."""
+    tensor, other = made(name), made(name)
+    codes = [one for key, one in buffers(tensor).items() if "scale" not in key and "amax" not in key]
+    assert tensor.data_ptr() in [one.data_ptr() for one in codes] and tensor.data_ptr() != other.data_ptr()
+    assert nn.Parameter(tensor).data_ptr() == tensor.detach().data_ptr() == tensor.data_ptr()
+
+
 def test_a_view_with_a_gradient_is_no_array():
     view = nn.Parameter(quantize(ONE_OF_EACH["mxfp8"], normal(SHAPE, torch.float32, 0)))[:, :3]
     assert isinstance(view, DequantizedView) and view.requires_grad
