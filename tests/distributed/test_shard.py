@@ -665,6 +665,24 @@ def test_forwards_between_those_that_train(recipe: str, calls: str, reshard: boo
     assert losses[0] == losses[1]
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_a_step_renews_what_an_evaluation_has_left_gathered(one: Any) -> None:
+    """The optimizer has shards, and the layers under FSDP2's root have the whole parameters then."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(*(nc.Linear(16, 16, device="cpu") for _ in range(3)))
+    nc.set_recipe(model, nc.recipe.DelayedScaling(amax_history_len=4, reduce_amax=False))
+    fully_shard(model[1], mesh=one)
+    fully_shard(model, mesh=one)
+    optimizer = torch.optim.SGD(model[:2].parameters(), lr=0.1)
+    for _ in range(2):
+        model.train()(torch.ones(3, 16)).sum().backward()
+        with torch.no_grad():
+            model.eval()(torch.ones(3, 16))
+        optimizer.step()
+    assert [int(layer.amax_history_fwd[:, 0].count_nonzero()) for layer in model] == [2, 2, 0]
+
+
 def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:
     model = torch.nn.Sequential(
         nc.Linear(32, 48, device="cpu", recipe=QUANTIZED["mxfp8"]),

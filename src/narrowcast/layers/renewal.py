@@ -6,7 +6,7 @@ writes either until the step. So layers may run in any order and any number of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from .._tracing import refuse_in_graphs
 from ..state import OWNERS, Agreement, has_ranks, reduce_amax, renew, warn_of_no_reduction
 from ..upstream.autograd import is_in_backward
 from ..upstream.fsdp import sharded_parameters
+from ..upstream.modules import own_parameters
 from .delayed import DelayedLayer
 from .recipe_owner import forget_autocasts
 
@@ -87,8 +88,7 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
     reduce_amax(states, group, agreements.setdefault(getattr(group, "group_name", ""), Agreement()))
 
 
-def _renew(owners: Iterable[Any], unless: Tensor | None = None) -> None:
-    owners = list(owners)
+def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
     layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
     if any(layer.lacks_reduction() for layer in layers) and has_ranks():
         warn_of_no_reduction()
@@ -111,12 +111,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for model, groups in list(_MODELS.items()):
         layers = _layers_of(model)
         others.difference_update(layers)
-        own = [layer for layer in layers if layer.follows(stepped, False)]
-        if own or _steps(model, stepped):
-            if (
-                outside
-            ):  # with groups all, as ranks may step other parameters, and are to renew the same layers
-                own = layers if groups else [layer for layer in layers if layer.follows(stepped, True)]
+        here = stepped | _gathered(model, stepped)
+        own = [layer for layer in layers if layer.follows(here, False)]
+        if own or any(id(parameter) in here for parameter in model.parameters()):
+            # with groups all: ranks may step other parameters, and are to renew the same layers
+            if outside:
+                own = layers if groups else [layer for layer in layers if layer.follows(here, True)]
             for group in groups:
                 _reduce(model, own, group)
         renewed |= dict.fromkeys(own)
@@ -125,10 +125,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _renew(renewed, getattr(optimizer, "found_inf", None))
 
 
-def _steps(model: nn.Module, stepped: set[int]) -> bool:
-    """Return whether an optimizer has a parameter of a model, also while FSDP2 has gathered it."""
-    whole = any(id(parameter) in stepped for parameter in model.parameters())
-    return whole or any(id(parameter) in stepped for parameter in sharded_parameters(model).values())
+def _gathered(model: nn.Module, stepped: set[int]) -> set[int]:
+    """Return the ids of the parameters that FSDP2 has gathered of those that an optimizer has, which are sharded."""
+    sharded = sharded_parameters(model).items()
+    return {id(own_parameters(module).get(name)) for (module, name), one in sharded if id(one) in stepped}
 
 
 register_optimizer_step_post_hook(_after_step)
