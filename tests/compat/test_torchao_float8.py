@@ -18,6 +18,7 @@ from torch import nn
 import narrowcast as nc
 from narrowcast.compat import install_torchao_float8, uninstall_torchao_float8
 from narrowcast.compat.torchao_float8 import (
+    MODULES,
     CastConfig,
     Float8GemmConfig,
     Float8Linear,
@@ -208,6 +209,8 @@ def test_the_filter_of_sizes(recipe: str, shape: tuple[int, int], expected: bool
     layer = nn.Linear(shape[1], shape[0], device="meta")
     gains = _auto_filter_for_recipe(recipe, ["head"])
     assert gains(layer, "up") is expected and not gains(layer, "lm_head") and not gains(nn.GELU(), "up")
+    named = {one.__name__: one for one in MODULES["float8.float8_linear_utils"]}
+    assert named[f"_auto_filter_for_{recipe}"](layer, "up", ["head"]) is expected
     with pytest.raises(NotImplementedError):
         _auto_filter_for_recipe("rowwise_with_gw_hp", [])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import importlib
 import importlib.machinery
 import importlib.util
@@ -319,17 +320,27 @@ def _auto_filter_for_recipe(recipe: Float8LinearRecipeName | str, filter_fqns: S
             "no sizes are known for 'rowwise_with_gw_hp'; pass a module_filter_fn of your own"
         )
 
-    def gains(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(part in fqn for part in filter_fqns):
-            return False
-        outputs, inputs = module.weight.shape
-        if outputs % 16 or inputs % 16:
-            return False
-        if name is Float8LinearRecipeName.TENSORWISE:
-            return outputs > 1024 or inputs > 4096
-        return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+    tensorwise = name is Float8LinearRecipeName.TENSORWISE
+    gains = _auto_filter_for_tensorwise if tensorwise else _auto_filter_for_rowwise
+    return functools.partial(gains, filter_fqns=filter_fqns)
 
-    return gains
+
+def _auto_filter_for_tensorwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
+    outputs, inputs = _sizes(mod, fqn, filter_fqns)
+    return outputs > 1024 or inputs > 4096
+
+
+def _auto_filter_for_rowwise(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> bool:
+    outputs, inputs = _sizes(mod, fqn, filter_fqns)
+    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
+
+
+def _sizes(mod: nn.Module, fqn: str, filter_fqns: Sequence[str]) -> tuple[int, int]:
+    """Return output and input features, or zeros for a module that a filter or its sizes exclude."""
+    if not isinstance(mod, nn.Linear) or any(part in fqn for part in filter_fqns):
+        return 0, 0
+    outputs, inputs = mod.weight.shape
+    return (0, 0) if outputs % 16 or inputs % 16 else (outputs, inputs)
 
 
 class _OfConverted(type):
@@ -367,7 +378,12 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "float8": PUBLIC,
     "float8.config": _CONFIG,
     "float8.float8_linear": (Float8Linear,),
-    "float8.float8_linear_utils": (convert_to_float8_training, _auto_filter_for_recipe),
+    "float8.float8_linear_utils": (
+        convert_to_float8_training,
+        _auto_filter_for_recipe,
+        _auto_filter_for_rowwise,
+        _auto_filter_for_tensorwise,
+    ),
     "float8.fsdp_utils": (precompute_float8_dynamic_scale_for_fsdp,),
 }
 """By module below ``torchao``, the names that it gets."""
