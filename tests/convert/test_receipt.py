@@ -148,7 +148,9 @@ def test_coverage_is_asserted_and_what_is_missing_named() -> None:
     receipt.assert_coverage(0.85)
     with pytest.raises(AssertionError, match=r"88\.9% .* 95\.0% .*: head 11\.1% \(skip\)"):
         receipt.assert_coverage(0.95)
-    for least in (90, -0.1, "all"):
+    with pytest.raises(TypeError, match="least is 'all', of type str; use a share from 0 to 1, such as .9"):
+        receipt.assert_coverage("all")
+    for least in (90, -0.1):
         with pytest.raises(ValueError, match=f"least is {least!r}; use a share from 0 to 1, such as .9"):
             receipt.assert_coverage(least)
 

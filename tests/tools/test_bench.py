@@ -59,7 +59,7 @@ def test_the_picture_has_no_empty_panel(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["some"], "suite is 'some'; use one of layers, models, all, tiny"),
+        (["some"], "suite is 'some'; use one of layers, models, all, tiny, account"),
         (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
         (["--device", "cpu", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
         (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),

@@ -155,6 +155,7 @@ class Receipt:
             least: share from 0 to 1.
         Raises:
             AssertionError: they do not; it names the largest that stay.
+            TypeError: ``least`` is no number.
             ValueError: ``least`` is no share.
         """
         _checks.in_range("least", least, "use a share from 0 to 1, such as .9", below=math.nextafter(1, 2))

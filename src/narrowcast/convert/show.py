@@ -167,7 +167,7 @@ def _totals(receipt: Receipt) -> list[str]:
     before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
     return [
-        f"{receipt.model}: {converted} of {counted(len(receipt.gemms), 'weight')} {verb}",
+        f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
         *(norms if receipt.norms else []),
         *(
             [f"did not run while recorded, and do not count: {', '.join(receipt.idle)}"]
