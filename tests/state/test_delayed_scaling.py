@@ -22,6 +22,7 @@ from delayed_simulation import (
     perturb,
     train_step,
 )
+from torch.torch_version import TorchVersion
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Format
@@ -294,6 +295,23 @@ def test_a_compiled_function_may_be_the_first_to_use_a_layer() -> None:
         assert layer.amax_history_fwd.shape == (2000, 2)
         results.append(buffers(layer))
     assert_same(*results)
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13",
+    reason="fails in PyTorch's trace of a dataclass with such a number",
+)
+def test_a_number_of_a_recipe_that_differs_between_calls() -> None:
+    layer = make_layer()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: torch.Tensor, length: int) -> torch.Tensor:
+        with nc.autocast(recipe=DelayedScaling(amax_history_len=length)):
+            return layer(x)
+
+    for length in (4, 5, 6):
+        step(torch.ones(4, 24), length).sum().backward()
+        assert layer.amax_history_fwd.shape == (length, 2)
 
 
 # -- checkpoints, copies, moves ---------------------------------------------------------------------------------------

@@ -145,6 +145,10 @@ def _object_of(variable: Any, translator: Any) -> Any:
         return variable.as_python_constant()
     if isinstance(variable, _ListVariable):  # a tuple or list that the traced code put together
         return [_object_of(item, translator) for item in variable.items]
+    if hasattr(
+        variable, "evaluate_expr"
+    ):  # a number that differed between calls: the graph is then for this one
+        return variable.evaluate_expr()
     if hasattr(variable, "get_function"):
         return variable.get_function()
     if not hasattr(variable, "source"):
