@@ -14,7 +14,6 @@ _SCALES = (
 )
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
 _MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
-_CHECKPOINT = "use narrowcast.checkpoint, which recomputes under the state of the first forward"
 _OWN_GEMM = "a quantizer has no GEMM of its own; derive one whose codes are decoded for the GEMM"
 _DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
 _BACKENDS = "use narrowcast.DotProductAttention; NVTE_FLASH_ATTN and the others like it choose its backend"
@@ -29,8 +28,6 @@ ABSENT: dict[str, str] = {
     "initialize_ub": _USERBUFFERS,
     "destroy_ub": _USERBUFFERS,
     "get_ub": _USERBUFFERS,
-    "is_ub_initialized": _USERBUFFERS,
-    "using_cublasmp_backend": _USERBUFFERS,
     "UserBufferQuantizationMode": _USERBUFFERS,
     "UserbuffersForwardLinear": _USERBUFFERS,
     "UserbuffersBackwardLinear": _USERBUFFERS,
@@ -49,7 +46,6 @@ ABSENT: dict[str, str] = {
     "GroupedMLP_CuTeGEMMUnary": _FUSED_MLP,
     "is_module_grouped_tensor_path_supported": _GROUPED,
     "is_op_fuser_grouped_tensor_path_supported": _GROUPED,
-    "is_nccl_ep_available": _EXPERTS,
     "require_nccl_ep": _EXPERTS,
     "ep": _EXPERTS,
     "mark_qb_bin_bounds_validated": "bounds on a GPU are not checked; leave the call out",
@@ -63,7 +59,6 @@ ABSENT: dict[str, str] = {
     "MXFP4QATMXFP8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
     "MXFP4QATFloat8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
     "CPLoadBalancingStrategy": "DotProductAttention.set_context_parallel_group shares sequences by all-gather",
-    "activation_recompute_forward": _CHECKPOINT,
     "get_workspace": _CPP,
     "get_dummy_wgrad": _CPP,
     "prepare_te_modules_for_fsdp": "narrowcast.distributed.shard takes layers as they are; saved activations are not "
@@ -84,6 +79,7 @@ ABSENT: dict[str, str] = {
     "get_fwd_bwd_key": _SCALES,
     "get_unique_autocast_key": _SCALES,
     "add_fp8_tensors_to_global_buffer": _SCALES,
+    "is_graph_capturing": "ask torch.cuda.is_current_stream_capturing()",
     "set_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "get_skip_fp8_weight_update_tensor": "use narrowcast.make_graphed_callables(cache_quantized_params=True)",
     "start_offload": "use narrowcast.get_cpu_offload_context, which starts the copies itself",

@@ -7,6 +7,16 @@ from typing import Any
 from ..layers import RecipeOwner
 
 
+def is_ub_initialized() -> bool:
+    """Return False: there are no userbuffers."""
+    return False
+
+
+def using_cublasmp_backend() -> bool:
+    """Return False: there are no userbuffers, of cuBLASMp or otherwise."""
+    return False
+
+
 class _Base(type):
     """Layers of this library count as instances of the base itself, not of what others derive from it."""
 

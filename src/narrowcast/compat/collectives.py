@@ -13,6 +13,11 @@ Result = tuple[Tensor, Any]
 """(result, what to ``wait()`` for, None if it is there)."""
 
 
+def is_nccl_ep_available() -> bool:
+    """Return False: ``narrowcast.distributed.MoEDispatch`` needs no library besides torch.distributed."""
+    return False
+
+
 def get_distributed_world_size(group: Any = None) -> int:
     """Return how many processes a group has; 1 where torch.distributed is not initialized."""
     return dist.get_world_size(group=group) if dist.is_available() and dist.is_initialized() else 1

@@ -27,8 +27,7 @@ from .. import (
 )
 from ..formats import DType
 from ..quantizers.arguments import TORCH_DTYPES
-from . import collectives, context_parallel, dtypes, global_state
-from .base import TransformerEngineBaseModule
+from . import base, collectives, context_parallel, dtypes, global_state, graph, recompute
 from .onnx import onnx_export
 
 Names = dict[str, Any]
@@ -53,7 +52,8 @@ _RECIPE = _of(
 )
 _LINEAR = _of(nn, "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear")
 _MODULE = {**_LINEAR, **_of(nn, "Fp8Padding", "Fp8Unpadding", "LayerNorm", "RMSNorm")}
-_BASE = {"TransformerEngineBaseModule": TransformerEngineBaseModule}
+_BASE = _of(base, "TransformerEngineBaseModule")
+_USERBUFFERS = _of(base, "is_ub_initialized", "using_cublasmp_backend")
 _ROPE = _of(attention, "RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb")
 _ATTENTION = {
     **_ROPE,
@@ -104,6 +104,7 @@ _DISTRIBUTED = {
         "in_fp8_activation_recompute_phase",
         "is_fp8_activation_recompute_enabled",
     ),
+    **_of(recompute, "activation_recompute_forward"),
     **_of(
         collectives,
         "allreduce",
@@ -246,7 +247,7 @@ _PYTORCH = {
 
 # what stands in transformer_engine.<key>; every one is a package, so that a name it lacks can say why
 MODULES: dict[str, Names] = {
-    "": {},
+    "": _of(collectives, "is_nccl_ep_available"),
     "common": {},
     "common.recipe": _RECIPE,
     "pytorch": _PYTORCH,
@@ -268,9 +269,12 @@ MODULES: dict[str, Names] = {
     "pytorch.export": _EXPORT,
     "pytorch.float8_tensor": _FLOAT8,
     "pytorch.fp8": _QUANTIZATION,
-    "pytorch.graph": _GRAPH,
+    "pytorch.graph": {
+        **_GRAPH,
+        **_of(graph, "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end", "set_capture_start"),
+    },
     "pytorch.module": {**_MODULE, **_BASE},
-    "pytorch.module.base": _BASE,
+    "pytorch.module.base": {**_BASE, **_USERBUFFERS},
     "pytorch.module.fp8_padding": _of(nn, "Fp8Padding"),
     "pytorch.module.fp8_unpadding": _of(nn, "Fp8Unpadding"),
     "pytorch.module.grouped_linear": _of(nn, "GroupedLinear"),
@@ -316,7 +320,7 @@ MODULES: dict[str, Names] = {
     "pytorch.tensor.storage.nvfp4_tensor_storage": _of(tensors, "NVFP4TensorStorage"),
     "pytorch.tensor.utils": _MASTER_WEIGHTS,
     "pytorch.transformer": _of(nn, "TransformerLayer"),
-    "pytorch.utils": {**_DEVICE, **_GLU, **_of(dtypes, "canonicalize_dtype")},
+    "pytorch.utils": {**_DEVICE, **_GLU, **_of(dtypes, "canonicalize_dtype"), **_of(graph, "make_weak_ref")},
 }
 
 # the C++ extension works on raw buffers: only the names that users of its layers import

@@ -29,25 +29,29 @@ class Snapshot:
         modules: whose state is kept.
         scales: the state of delayed scaling, and with it the fields of layers, is part of it.
         grads: so is the ``grad`` of every parameter: the tensor and its values.
+        rest: so are other buffers, ``main_grad`` and the queues.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, scales: bool = True, grads: bool = False) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], *, scales: bool = True, grads: bool = False, rest: bool = True
+    ) -> None:
         self._of = list(dict.fromkeys(module for one in modules for module in one.modules()))
         tables = [own_parameters(module).values() for module in self._of]
         parameters = dict.fromkeys(one for table in tables for one in table if one is not None)
         self._grads = [(parameter, parameter.grad) for parameter in parameters] if grads else []
-        self._marks = [(one, vars(one)[_MARK]) for one in parameters if _MARK in vars(one)]
-        self._tables = [(module, _buffers_of(module, scales)) for module in self._of]
+        self._marks = [(one, vars(one)[_MARK]) for one in parameters if rest and _MARK in vars(one)]
+        self._tables = [(module, _buffers_of(module, scales, rest)) for module in self._of]
         owners = [module for module in self._of if isinstance(module, RecipeOwner) and scales]
         self._fields = [(owner, _fields_of(owner)) for owner in owners]
         self._queues = [
             (store, store.waiting())
             for module in self._of
+            if rest
             for store in getattr(module, "wgrad_stores", {}).values()
         ]
         tensors = [buffer for _, table in self._tables for buffer in table.values()]
         tensors += [grad for _, grad in self._grads]
-        tensors += [getattr(parameter, "main_grad", None) for parameter in parameters]
+        tensors += [getattr(parameter, "main_grad", None) for parameter in parameters if rest]
         kept = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self._values = [(one, one.detach().clone()) for one in kept.values()]
         self._versions = [-1 if one.is_inference() else version_of(one) for one in kept.values()]
@@ -71,8 +75,10 @@ class Snapshot:
         """
         self._restore_values()
         for layer in self._without_state:
-            if layer.delayed_slots():
+            if slots := layer.delayed_slots():
                 layer.reset_delayed_scaling()
+                begun = [buffer for slot in slots for buffer in (slot.scale, slot.amax_history, slot.amax)]
+                set_versions(begun, [0] * len(begun))  # which they began with, and a forward may have saved
 
     @torch.no_grad()
     def _restore_values(self) -> None:
@@ -89,11 +95,11 @@ class Snapshot:
             store.put_back(waiting)
 
 
-def _buffers_of(module: nn.Module, scales: bool) -> dict[str, Tensor | None]:
-    table = dict(own_buffers(module))
-    if isinstance(module, DelayedLayer) and not scales:
-        table = {name: buffer for name, buffer in table.items() if name not in module._state_names()}
-    return table
+def _buffers_of(module: nn.Module, scales: bool, rest: bool) -> dict[str, Tensor | None]:
+    state = set(module._state_names()) if isinstance(module, DelayedLayer) else set()
+    return {
+        name: buffer for name, buffer in own_buffers(module).items() if (scales if name in state else rest)
+    }
 
 
 def _fields_of(owner: RecipeOwner) -> dict[str, tuple[Any, Any]]:
