@@ -79,6 +79,16 @@ def test_closures_of_one_step_renew_once() -> None:
     assert seen(model) == [1, 1]
 
 
+@pytest.mark.parametrize("algorithm", ["max", lambda history: history.amax(0)], ids=["max", "callable"])
+def test_renewing_a_part_before_the_step_is_renewing_once(algorithm: Any) -> None:
+    model = made(recipe=DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm))
+    for size in (1.0, 2.0):
+        show(model, size)
+        nc.renew_delayed_scaling(model[0])
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert seen(model) == [2, 2]
+
+
 def test_renewing_twice_is_renewing_once() -> None:
     model = made()
     show(model)

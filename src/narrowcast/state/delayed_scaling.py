@@ -88,31 +88,30 @@ def renew(
     Args:
         unless: nothing is renewed if this is not 0, and what was collected stays. The host does not wait for it.
     """
-    groups: dict[tuple[Any, ...], list[DelayedSlots]] = {}
+    by_device: dict[torch.device, list[DelayedSlots]] = {}
     for owner in owners:
         for slots in owner.delayed_slots():
             if slots.mode in modes and not slots.scale.is_meta:
-                key: tuple[Any, ...] = (slots.scale.device,)
-                if asks_callables(slots.recipe):
-                    key += (slots.recipe, slots.mode, slots.amax_history.shape[0])
-                groups.setdefault(key, []).append(slots)
-    for key, group in groups.items():
+                by_device.setdefault(slots.scale.device, []).append(slots)
+    for device, group in by_device.items():
         amaxes = [slots.amax for slots in group]
         if unless is not None:
-            collected, void = torch.cat(amaxes), unless.to(key[0]) != 0
+            collected, void = torch.cat(amaxes), unless.to(device) != 0
             sizes = [amax.numel() for amax in amaxes]
             torch._foreach_copy_(amaxes, torch.where(void, 0.0, collected).split(sizes))
-        if len(key) > 1:
-            _renew_with_callables(group)
-        else:
+        fused = [slots for slots in group if not asks_callables(slots.recipe)]
+        if fused:
             renew_delayed_scaling(
-                [slots.scale for slots in group],
-                [slots.amax_history for slots in group],
-                amaxes,
-                [fp8_max(slots.recipe, slots.mode) for slots in group],
-                [slots.recipe.margin for slots in group],
-                [slots.recipe.amax_compute_algo for slots in group],
+                [slots.scale for slots in fused],
+                [slots.amax_history for slots in fused],
+                [slots.amax for slots in fused],
+                [fp8_max(slots.recipe, slots.mode) for slots in fused],
+                [slots.recipe.margin for slots in fused],
+                [slots.recipe.amax_compute_algo for slots in fused],
             )
+        for slots in group:
+            if asks_callables(slots.recipe):
+                _renew_with_callables(slots)
         if unless is not None:
             torch._foreach_copy_(amaxes, torch.where(void, collected, 0.0).split(sizes))
 
@@ -122,26 +121,23 @@ def asks_callables(recipe: DelayedScaling) -> bool:
     return callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
 
 
-def _renew_with_callables(group: Sequence[DelayedSlots]) -> None:
-    """Unlike the fused rule this one rolls unused tensors, too; but not in a step in which no tensor was used."""
-    recipe, amaxes = group[0].recipe, [slots.amax.clone() for slots in group]
-    torch._foreach_zero_([slots.amax for slots in group])
-    used = torch.cat(amaxes).any()
-    for slots, amax in zip(group, amaxes):
-        collected = torch.cat([amax[None], slots.amax_history[1:]])
-        seen = (slots.scale != 0.0) | ((amax > 0.0) & (amax < math.inf))
-        scale, history = reference.delayed.update(
-            torch.where(slots.scale == 0.0, 1.0, slots.scale),
-            collected,
-            fp8_max=fp8_max(recipe, slots.mode),
-            margin=recipe.margin,
-            algo=recipe.amax_compute_algo,
-            always_roll=True,
-            scale_algo=recipe.scaling_factor_compute_algo,
-            recipe=recipe,
-        )
-        slots.scale.copy_(torch.where(used & seen, scale, slots.scale))
-        slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
+def _renew_with_callables(slots: DelayedSlots) -> None:
+    """Unlike the fused rule this one rolls unused tensors, too; but not of a layer that ran nothing in the step."""
+    recipe, amax = slots.recipe, slots.amax.clone()
+    scale, history = reference.delayed.update(
+        torch.where(slots.scale == 0.0, 1.0, slots.scale),
+        torch.cat([amax[None], slots.amax_history[1:]]),
+        fp8_max=fp8_max(recipe, slots.mode),
+        margin=recipe.margin,
+        algo=recipe.amax_compute_algo,
+        always_roll=True,
+        scale_algo=recipe.scaling_factor_compute_algo,
+        recipe=recipe,
+    )
+    used, seen = amax.any(), (slots.scale != 0.0) | ((amax > 0.0) & (amax < math.inf))
+    slots.scale.copy_(torch.where(used & seen, scale, slots.scale))
+    slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
+    slots.amax.zero_()
 
 
 def has_ranks(group: Any = None) -> bool:
