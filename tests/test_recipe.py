@@ -780,8 +780,13 @@ def test_a_plan_is_chosen_by_what_a_broken_graph_knows_as_symbols() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, nearest", [("MXFP8", "'mxfp8'"), ("fp8", "'current'"), ("float8", "'current'")]
+    "name, meant",
+    [
+        ("MXFP8", "the nearest: 'mxfp8'"),
+        ("fp8", "for FP8 use 'current'"),
+        ("float8", "for FP8 use 'current'"),
+    ],
 )
-def test_the_nearest_recipe(name: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"no recipe is named '{name}'; the nearest: {nearest}; use one of"):
+def test_the_recipe_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"no recipe is named '{name}'; {meant}; use one of"):
         nc.recipe.recipe_from_name(name)

@@ -315,9 +315,8 @@ class DelayedLayer(RecipeOwner):
                 self._fit_buffers(state.prefix, state.names, state.slots.recipe)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
-            warnings.warn(
-                f"the checkpoint has no delayed-scaling state for {prefix.rstrip('.') or type(self).__name__}; its "
-                "scales start anew",
+            warnings.warn(  # Python shows equal texts once
+                f"the checkpoint has no delayed-scaling state for {type(self).__name__} layers; scales start anew",
                 stacklevel=3,
             )
             self.reset_delayed_scaling()

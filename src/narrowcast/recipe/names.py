@@ -71,9 +71,10 @@ def recipe_name(recipe: Recipe | None) -> str:
 
 def nearest_recipe(name: str) -> str:
     """Return the names that look like ``name``, or whose classes do, as part of a message; "" without any."""
-    meant = {"fp8": "current", "float8": "current"}.get(name.lower(), name.lower())
-    if meant in NAMES:
-        return f"; the nearest: {shown(meant)}"
+    if name.lower() in ("fp8", "float8"):
+        return "; for FP8 use 'current'"
+    if name.lower() in NAMES:
+        return f"; the nearest: {shown(name.lower())}"
     classes = {cls.__name__.lower(): known for known, cls in NAMES.items()}
     alike = difflib.get_close_matches(name.lower(), [*NAMES, *ALIASES, *classes], n=2, cutoff=0.6)
     nearest = dict.fromkeys(classes.get(one, one) for one in alike)

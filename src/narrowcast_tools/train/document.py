@@ -54,8 +54,8 @@ def compose(
         ),
         f"```\n{command}\n```",
         _wrap(
-            "With `--quick` the runs are shorter and need about a minute on two cores. Ctrl-C saves the current "
-            "step and names the command that continues."
+            "With `--quick` the runs are shorter and need about a minute on two cores with AVX-512, and several "
+            "without. Ctrl-C saves the current step and names the command that continues."
         ),
         markdown_table(rows, timed=timed),
         _wrap(
