@@ -1,4 +1,4 @@
-"""What code that captures Transformer Engine's layers itself, such as Megatron-LM's, takes from its ``graph``."""
+"""Transformer Engine's ``graph``: what code that captures layers itself, such as Megatron-LM, takes from it."""
 
 from __future__ import annotations
 
