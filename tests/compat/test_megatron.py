@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import pickle
 from typing import Any
 
 import pytest
@@ -141,6 +143,23 @@ def test_weak_references(device: str) -> None:
         assert torch.cuda.memory_allocated() == before and held.numel() == 1 << 20
     with pytest.raises(TypeError, match="make_weak_ref takes tensors, numbers and None.*got 'text'"):
         make_weak_ref(["text"])
+
+
+def test_a_recipe_takes_what_megatron_gives_it() -> None:
+    class TEDelayedScaling(nc.recipe.DelayedScaling):
+        def __init__(self, margin: int) -> None:
+            nothing = (False, False, False)
+            options: Any = {"params_dtype": torch.bfloat16, "device": 0, "override_linear_precision": nothing}
+            super().__init__(margin=margin, **options)
+
+    recipe = TEDelayedScaling(1)
+    assert recipe.margin == 1 and pickle.loads(pickle.dumps(nc.recipe.DelayedScaling(1))).margin == 1
+    assert dataclasses.replace(RECIPE, margin=2) == nc.recipe.DelayedScaling(2, amax_history_len=3)
+    assert nc.Linear(16, 16, recipe=recipe, device="cpu")(torch.ones(4, 16)).shape == (4, 16)
+    with pytest.raises(
+        NotImplementedError, match=r"override_linear_precision=\(False, False, True\)\): leave it"
+    ):
+        nc.recipe.DelayedScaling(override_linear_precision=(False, False, True))
 
 
 def test_questions_are_answered() -> None:

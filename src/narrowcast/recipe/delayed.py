@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import InitVar, field
 from typing import Any, Literal
 
 from .._checks import is_one_of, shown
@@ -38,6 +38,11 @@ class DelayedScaling(Recipe):
         initial_scale: the first scales of layers that join codes of several ranks; all others begin with those of the
             tensors. "range": of activations 16 and of gradients 65536, so that a first step usually fits the format's
             range; "one": Transformer Engine's start, at which the gradients of a first step underflow.
+        override_linear_precision: (False, False, False), as Transformer Engine had it: which of fprop, dgrad and wgrad
+            stay in high precision.
+        params_dtype, device: not read; Megatron-LM gives them to recipes as to layers.
+    Raises:
+        NotImplementedError: ``override_linear_precision`` names a GEMM.
     """
 
     _family = "delayed"
@@ -54,6 +59,17 @@ class DelayedScaling(Recipe):
     backward_override: BackwardOverride = None
     emulate: bool = flag_field("EMULATE")
     saved_activations: SavedActivations = None
+    override_linear_precision: InitVar[Any] = (False, False, False)
+    params_dtype: InitVar[Any] = None
+    device: InitVar[Any] = None
+
+    def __post_init__(self, override_linear_precision: Any, params_dtype: Any, device: Any) -> None:
+        if any(override_linear_precision):
+            raise NotImplementedError(
+                f"DelayedScaling(override_linear_precision={shown(override_linear_precision)}): leave it out, or use "
+                "Float8RowwiseScaling(high_precision_wgrad=True), which keeps wgrad in high precision"
+            )
+        super().__post_init__()
 
     def _check(self) -> None:
         if not is_one_of(self.initial_scale, ("range", "one")):
