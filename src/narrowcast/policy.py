@@ -96,8 +96,8 @@ def _timed(
 def _file() -> Path:
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "policy='auto' times layers on a GPU and keeps a file for each, and torch sees none; run this on a machine "
-            "with a CUDA GPU, or leave policy out and give recipes by pattern"
+            "policy='auto' measures layers on a GPU, and torch sees none; run this on a machine with a CUDA GPU, or "
+            "leave policy out and give recipes by pattern"
         )
     folder = read_text("CACHE", "") or str(Path.home() / ".cache" / "narrowcast")
     gpu = torch.cuda.get_device_name().replace(" ", "-").replace("/", "-")

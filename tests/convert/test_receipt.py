@@ -175,7 +175,7 @@ def test_json_and_text_tell_the_same() -> None:
     titles = "name type shape decision recipe or reason parameters FLOPs padding"
     assert " ".join(lines[0].split()) == titles
     assert lines[2].split()[:7] == ["0", "Linear", "40", "x", "32", "converted", "Float8CurrentScaling"]
-    assert "a convolution; narrowcast has none" in lines[4]
+    assert "a convolution, for which narrowcast has no layer" in lines[4]
     assert "2 of 3 weights converted" in lines[5]
     assert all(len(line) <= len(lines[0]) for line in lines[1:5])
 

@@ -446,7 +446,7 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     printed = capsys.readouterr()
     assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block" in printed.out
     assert "note: trains 1 block of width 32 (" in printed.err
-    assert f"4 steps of 32 bytes of {text_file}, {len(demos.ALL_RECIPES)} times: bf16" in printed.err
+    assert f"4 steps of 32 bytes of {text_file}, in {len(demos.ALL_RECIPES)} runs: bf16" in printed.err
     folder = Path("runs/demo-quick")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "results.json"]
     resumed = json.loads((folder / "results.json").read_text())["runs"]
@@ -456,7 +456,7 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
 
 
 VERDICT = "verdict      this machine can train" + (
-    "" if nc.is_fp8_available() else ", emulated only: it shows losses, and no recipe is faster than bf16"
+    "" if nc.is_fp8_available() else ", by emulation only: it shows losses, and no recipe is faster than bf16"
 )
 
 

@@ -240,7 +240,9 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None, reader: str) -
         weight = Weight("weight", stored, 1, stored.shape[1], stored.shape[0], 1.0)
         return Found(name, module, [weight], None if reason else Conv1DLayer, reason)
     if isinstance(module, _CONVOLUTIONS):
-        return Found(name, module, _matrices(module, parent), None, "a convolution; narrowcast has none")
+        return Found(
+            name, module, _matrices(module, parent), None, "a convolution, for which narrowcast has no layer"
+        )
     if isinstance(module, (*_LOOKUPS, nn.utils.parametrize.ParametrizationList)):
         return None
     return _look_at_parameters(name, module, parent)

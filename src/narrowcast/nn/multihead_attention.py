@@ -498,7 +498,8 @@ def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int |
     if kv_channels is None:
         if hidden_size % heads:
             raise ValueError(
-                f"hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; give kv_channels"
+                f"hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; change one of them, or "
+                "give kv_channels, the width of a head"
             )
         kv_channels = hidden_size // heads
     positive(kv_channels=kv_channels)

@@ -68,7 +68,7 @@ def _show(subject: str, text: str) -> None:
 def _verdict(findings: list[Finding]) -> str:
     recipes = [finding for finding in findings if finding.subject in CHOICES and finding.subject != "bf16"]
     if all(finding.text.startswith(EMULATED) for finding in recipes):
-        return "this machine can train, emulated only: it shows losses, and no recipe is faster than bf16"
+        return "this machine can train, by emulation only: it shows losses, and no recipe is faster than bf16"
     return "this machine can train"
 
 

@@ -39,7 +39,7 @@ def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], s
     return (
         f"trains {counted(model.layers, 'block')} of width {model.dim} ({parameters_of(model):,} parameters), "
         f"{counted(config.steps, 'step')} of {counted(config.tokens_per_step, corpus.unit)} of {corpus.source}, "
-        f"{f'{runs} times' if runs > 1 else 'once'}: {', '.join(recipes)}{table}"
+        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}"
     )
 
 
