@@ -160,6 +160,15 @@ def test_a_recipe_takes_what_megatron_gives_it() -> None:
         NotImplementedError, match=r"override_linear_precision=\(False, False, True\)\): leave it"
     ):
         nc.recipe.DelayedScaling(override_linear_precision=(False, False, True))
+    with pytest.raises(NotImplementedError, match="override_linear_precision=True"):
+        nc.recipe.DelayedScaling(override_linear_precision=True)
+
+
+@pytest.mark.parametrize("kind", [nc.LayerNormLinear, nc.LayerNormMLP])
+def test_a_layer_says_how_it_normalizes(kind: Any) -> None:
+    """Megatron makes operations of its layers' parts."""
+    layer = kind(16, 32, eps=1e-3, normalization="RMSNorm", zero_centered_gamma=True, device="cpu")
+    assert (layer.normalization, layer.eps, layer.zero_centered_gamma) == ("RMSNorm", 1e-3, True)
 
 
 def test_questions_are_answered() -> None:

@@ -19,7 +19,7 @@ import narrowcast as nc
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def build(**options: Any) -> GPTModel:
+def build(fused: bool = False, **options: Any) -> GPTModel:
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=2,
@@ -32,7 +32,7 @@ def build(**options: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         **options,
     )
-    spec = get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fused)
     model = GPTModel(config, spec, vocab_size=128, max_sequence_length=32)
     assert isinstance(model.decoder.layers[0].self_attention.linear_qkv, nc.LayerNormLinear)
     return model
@@ -57,6 +57,7 @@ models = {"plain": build()}
 for recipe in ("delayed", "tensorwise"):
     models[recipe] = build(fp8="hybrid", fp8_recipe=recipe)
     models[f"{recipe}, recomputed"] = build(fp8="hybrid", fp8_recipe=recipe, **FULL)
+models["fused"] = build(True, fp8="hybrid", fp8_recipe="tensorwise")
 results = {name: train(model) for name, model in models.items()}
 print("results:", json.dumps({"graphs": cuda_graphs.HAVE_TE_GRAPHS, **results}))
 dist.destroy_process_group()

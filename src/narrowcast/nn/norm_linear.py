@@ -46,6 +46,21 @@ class NormLinearLayer(LinearLayer):
         self.register_parameter("layer_norm_weight", weight)
         self.register_parameter("layer_norm_bias", bias)
 
+    @property
+    def normalization(self) -> str:
+        """What the layer begins with, "LayerNorm" or "RMSNorm"."""
+        return self.norm.normalization
+
+    @property
+    def eps(self) -> float:
+        """What the norm adds to the variance."""
+        return self.norm.eps
+
+    @property
+    def zero_centered_gamma(self) -> bool:
+        """Whether gamma is the weight + 1."""
+        return self.norm.zero_centered_gamma
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize parameters and state where they are; on the meta device nothing."""
