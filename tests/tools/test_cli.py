@@ -233,10 +233,7 @@ def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pyte
     assert train(text_file, "--out", "run") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run"]
     line = fails_on_one_line(capsys, text_file.parent, words)
-    assert (
-        f"runs/demo-quick holds an interrupted demo with 1 of {len(demos.ALL_RECIPES)} runs finished" in line
-    )
-    assert "add --resume to continue it, or give --out another folder" in line
+    assert "add --resume" in line
 
 
 def test_more_steps_extend_a_run(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -433,7 +430,8 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert line.startswith("narrowcast: interrupted at step 2 of 4; step 2 is saved; to continue: ")
     assert line.endswith("-m narrowcast demo --quick --data " + f"{text_file} --device cpu --resume")
     line = fails_on_one_line(capsys, text_file.parent, words)
-    assert "add --resume" in line
+    assert "holds an interrupted demo with 1 of " in line
+    assert "add --resume to continue it, or give --out another folder" in line
     monkeypatch.setattr(Run, "_save", lambda run, done: (_ for _ in ()).throw(KeyboardInterrupt))
     monkeypatch.setenv("NARROWCAST_DEMO", "make demo DEMO_ARGS=")
     assert main([*words, "--resume"]) == 130

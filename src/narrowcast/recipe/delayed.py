@@ -64,7 +64,7 @@ class DelayedScaling(Recipe):
     device: InitVar[Any] = None
 
     def __post_init__(self, override_linear_precision: Any, params_dtype: Any, device: Any) -> None:
-        if override_linear_precision != (False, False, False):
+        if not is_one_of(override_linear_precision, ((False, False, False),)):
             raise NotImplementedError(
                 f"DelayedScaling(override_linear_precision={shown(override_linear_precision)}): leave it out, or use "
                 "Float8RowwiseScaling(high_precision_wgrad=True), which keeps wgrad in high precision"
