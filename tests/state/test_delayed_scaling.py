@@ -383,7 +383,7 @@ def test_strict_load_both_ways() -> None:
     fresh.load_state_dict(used.state_dict())
     assert_same(buffers(fresh), buffers(used))
     addresses = [getattr(used, key).data_ptr() for key in KEYS]
-    with pytest.warns(UserWarning, match="no delayed-scaling state for Linear; its scales start anew"):
+    with pytest.warns(UserWarning, match="no delayed-scaling state for Linear layers; scales start anew"):
         used.load_state_dict(plain)
     assert not any(buffer.any() for buffer in buffers(used))
     assert [getattr(used, key).data_ptr() for key in KEYS] == addresses
