@@ -32,9 +32,8 @@ def checked_device(device: torch.device | str | int) -> torch.device:
         kind = ValueError if isinstance(device, (str, int)) else TypeError
         raise kind(f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'") from error
     try:
-        torch.empty(
-            0, device=place
-        )  # PyTorch itself answers, so that a fake or a lazy device counts as it does there
+        # PyTorch itself answers, so that a fake or a lazy device counts as it does there
+        torch.empty(0, dtype=torch.float32, device=place)
     except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"device is {shown(device)}, which this machine or this PyTorch lacks; use {_present()}"

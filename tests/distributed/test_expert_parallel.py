@@ -183,7 +183,7 @@ def test_scales_of_experts_begin_anew_after_a_checkpoint(ranks: list[Any], whole
     """Every rank has those of its experts, and a checkpoint those of no experts, or of all."""
     for rank in ranks:
         (delayed, keys, told), (current, others, _) = rank["resumed"][whole]
-        assert keys == others and any("experts; its scales start anew" in one for one in told)
+        assert keys == others and any("layers; scales start anew" in one for one in told)
         for name, value in current.items():
             assert torch.equal(delayed[name], value), name
 

@@ -68,7 +68,7 @@ def make_weak_ref(x: Any) -> Any:
     if isinstance(x, Tensor):
         if not x.is_cuda or not x.numel() or isinstance(x, QuantizedTensor):
             return x
-        owned = torch.as_tensor(_Memory(x), device=x.device)
+        owned = torch.as_tensor(_Memory(x), dtype=torch.uint8, device=x.device)
         return owned.view(x.dtype).as_strided(x.shape, x.stride())
     if isinstance(x, (tuple, list)):
         return type(x)([make_weak_ref(each) for each in x])
