@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import shown
 from ..layers import Snapshot
 from ..recipe import DelayedScaling
 from ..tensors import QuantizedTensor
@@ -77,5 +78,5 @@ def make_weak_ref(x: Any) -> Any:
     if x is None or isinstance(x, (int, float)):
         return x
     raise TypeError(
-        f"make_weak_ref takes tensors, numbers and None, and tuples, lists and dicts of them; got {x!r:.80}"
+        f"make_weak_ref takes tensors, numbers and None, and tuples, lists and dicts of them; got {shown(x)}"
     )

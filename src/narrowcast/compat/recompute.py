@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ContextDecorator
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..state import THREAD
 
 
-class activation_recompute_forward(ContextDecorator):
-    """Around a forward that is recomputed later, and again around its recomputation.
+@contextmanager
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> Iterator[None]:
+    """Run a forward that is recomputed later, and again its recomputation.
 
     Nothing has to be kept for the recomputation: forwards and backwards only read scales and raise amax, so a layer
     that runs twice gives what it gave, and leaves what it left. Inside, ``is_fp8_activation_recompute_enabled`` and
@@ -19,14 +22,9 @@ class activation_recompute_forward(ContextDecorator):
         activation_recompute: whether the forward is recomputed at all.
         recompute_phase: whether this is the recomputation.
     """
-
-    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
-        self.recomputes = recompute_phase if activation_recompute else None
-        self.previous: list[bool | None] = []
-
-    def __enter__(self) -> None:
-        self.previous.append(THREAD.state.recomputes)
-        THREAD.state.recomputes = self.recomputes
-
-    def __exit__(self, *exception: Any) -> None:
-        THREAD.state.recomputes = self.previous.pop()
+    previous = THREAD.state.recomputes
+    THREAD.state.recomputes = recompute_phase if activation_recompute else None
+    try:
+        yield
+    finally:
+        THREAD.state.recomputes = previous
