@@ -122,8 +122,8 @@ def asks_callables(recipe: DelayedScaling) -> bool:
 
 
 def _renew_with_callables(slots: DelayedSlots) -> None:
-    """Unlike the fused rule this one rolls unused tensors, too; but not of a layer that ran nothing in the step."""
-    recipe, amax = slots.recipe, slots.amax.clone()
+    """Unlike the fused rule this one rolls unused tensors, too; but not of a state that nothing used."""
+    recipe, amax = slots.recipe, slots.amax
     scale, history = reference.delayed.update(
         torch.where(slots.scale == 0.0, 1.0, slots.scale),
         torch.cat([amax[None], slots.amax_history[1:]]),
@@ -137,7 +137,7 @@ def _renew_with_callables(slots: DelayedSlots) -> None:
     used, seen = amax.any(), (slots.scale != 0.0) | ((amax > 0.0) & (amax < math.inf))
     slots.scale.copy_(torch.where(used & seen, scale, slots.scale))
     slots.amax_history.copy_(torch.where(used, history, slots.amax_history))
-    slots.amax.zero_()
+    amax.zero_()
 
 
 def has_ranks(group: Any = None) -> bool:

@@ -145,9 +145,8 @@ def _object_of(variable: Any, translator: Any) -> Any:
         return variable.as_python_constant()
     if isinstance(variable, _ListVariable):  # a tuple or list that the traced code put together
         return [_object_of(item, translator) for item in variable.items]
-    if hasattr(
-        variable, "evaluate_expr"
-    ):  # a number that differed between calls: the graph is then for this one
+    # a number that differed between calls: the graph is then for this one
+    if hasattr(variable, "evaluate_expr"):
         return variable.evaluate_expr()
     if hasattr(variable, "get_function"):
         return variable.get_function()

@@ -72,8 +72,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -168,7 +167,8 @@ def demo(
     context: typer.Context,
     data: o.Data = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: about a minute on two CPU cores.")
+        bool,
+        typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: about a minute on two CPU cores with AVX-512."),
     ] = False,
     out: Annotated[
         Path | None,

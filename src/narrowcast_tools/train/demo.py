@@ -20,7 +20,7 @@ from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
 from .session import COMPARED, RESULT, describe_runs, series
 
-# Sized so that six eager runs take well under four minutes on two CPU cores and still learn visibly. The learning
+# Sized so that its eager runs take minutes on two CPU cores and still learn visibly. The learning
 # rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
 CONFIG = TrainConfig(
     steps=240,
@@ -33,7 +33,7 @@ CONFIG = TrainConfig(
     save_every=30,
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=352),
 )
-# About a minute on two CPU cores: the losses still fall steeply, so gaps are larger than in the full demo.
+# A quarter of the steps: the losses still fall steeply, so gaps are larger than in the full demo.
 QUICK = replace(CONFIG, steps=60, warmup=10, eval_every=10, save_every=20)
 UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)
