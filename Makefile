@@ -103,6 +103,7 @@ census: $(installed)-test
 
 plots: $(installed)-train
 	$(bin)/python benchmarks/plot.py
+	$(bin)/python docs/pictures.py
 
 $(installed)-%: pyproject.toml requirements.txt src/narrowcast/_version.py .ci/venv
 	.ci/venv $(VENV) $*

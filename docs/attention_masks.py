@@ -12,7 +12,7 @@ import torch
 from narrowcast.attention.masks import geometry, hidden_pairs, mask_rule, packed, padded_rows, rows
 
 PICTURE = Path(__file__).resolve().parent / "assets" / "attention-masks.svg"
-CELL, GAP, TITLE = 13, 34, 40
+CELL, GAP, TITLE = 13, 34, 52
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
     ("causal", {}),
@@ -44,7 +44,8 @@ def seen(title: str, options: dict) -> torch.Tensor:
 def draw() -> str:
     """The picture: one square per pair, a row per query, a column per key."""
     width = LENGTHS[1] * CELL + GAP * 2 + 20
-    parts = []
+    key = "rows: queries; columns: keys; green: the query sees the key"
+    parts = [f'<text x="{GAP}" y="16" fill="#7d8590">{key}</text>']
     for index, (title, options) in enumerate(PANELS):
         left, top = GAP + index % 3 * width, TITLE + index // 3 * (LENGTHS[0] * CELL + TITLE + GAP)
         name = title + "".join(f", {value}" for key, value in options.items() if key == "window_size")

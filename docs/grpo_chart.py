@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
+from narrowcast_tools.colors import color_of
 from narrowcast_tools.train.machine import cpu_model
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,6 @@ RUNS = {
     "bf16, batch-invariant": (None, "batch-invariant", 1),
     "FP8, 1x128 scales, batch-invariant, two processes": (BLOCK, "batch-invariant", 2),
 }
-COLORS = ("#7a7a7a", "#c44e52", "#4c72b0", "#2b2b2b", "#2a9d5c")
 FLOOR = 1e-9  # where a KL of exactly 0 is drawn
 
 
@@ -62,24 +62,34 @@ def draw() -> None:
 
     with ROWS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
-    for at, (name, color) in enumerate(zip(RUNS, COLORS)):
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7.7), sharex=True, layout="constrained")
+    title = "The batch-invariant mode makes the KL exactly 0"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=14)
+    for at, name in enumerate(RUNS):
         own = [row for row in rows if row["run"] == name]
         steps = [int(row["step"]) for row in own]
         invariant = "batch-invariant" in name
-        style = {"color": color, "linestyle": "--" if at == 3 else "-", "linewidth": 1.6, "label": name}
-        above.plot(steps, [float(row["reward"]) for row in own], **style)
+        style = {
+            "color": color_of(name),
+            "linestyle": "--" if invariant else "-",
+            "linewidth": 1.6,
+            "label": name,
+        }
         style |= {"marker": "o" if invariant else "", "markersize": 4, "markevery": (at % 2, 2)}
+        above.plot(steps, [float(row["reward"]) for row in own], **style)
         below.plot(steps, [max(float(row["kl"]), FLOOR) for row in own], **style)
-    above.set_ylabel("share of right digits")
-    below.set(yscale="log", xlabel="step", ylabel="KL, k3 estimate", ylim=(FLOOR / 2, None))
+    above.set_title("Reward: share of right digits", loc="left", size=11)
+    below.set_title("KL between sampler and trainer, k3 estimate", loc="left", size=11)
+    below.set(yscale="log", xlabel="step", ylim=(FLOOR / 2, None))
     ticks = [FLOOR, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3]
     below.set_yticks(ticks, ["exactly 0", *(f"1e-{power}" for power in range(8, 2, -1))])
     below.minorticks_off()
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    above.legend(frameon=False, fontsize=8)
+    above.legend(frameon=False, fontsize=9)
+    where = f"{rows[0]['device']}, torch {rows[0]['torch']}, narrowcast {rows[0]['narrowcast']}"
+    figure.supxlabel(where, x=0.01, ha="left", size=8.5, color="0.35")
     figure.savefig(PICTURE, dpi=130)
 
 

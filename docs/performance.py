@@ -302,13 +302,6 @@ SHORT = {
     "optimizer": "AdamW step",
 }
 RECIPES = {"delayed": "delayed scaling", "current": "current scaling", "128-block": "128-block scaling"}
-PALETTE = {
-    "bf16": "bf16",
-    "torchao": "torchao",
-    "delayed": "delayed",
-    "current": "current",
-    "128-block": "block",
-}
 
 
 def rows_of(file: str) -> list[Row]:
@@ -401,11 +394,6 @@ def answer(section: Section) -> str:
     return f"**{best.speed:.2f} times as fast as bf16{' at best' if best.speed < 1 else ''}, under {under}.**"
 
 
-def color(name: str) -> str:
-    """Return the palette's key for a contender: one color per recipe in all charts."""
-    return next(key for start, key in PALETTE.items() if name.startswith(start))
-
-
 def panel(section: Section) -> Panel:
     """Return the chart of a section: one bar per contender."""
     bars = [
@@ -413,7 +401,7 @@ def panel(section: Section) -> Panel:
             ("narrowcast " if row.name in RECIPES else "") + row.name,
             row.speed,
             row.milliseconds,
-            color(row.name),
+            row.name,
         )
         for row in measured(section)
         if NOT_IN_CHARTS not in row.name
@@ -486,7 +474,7 @@ the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, i
 """
 ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and the recipes](assets/account.png)
 
-Each panel compares one recipe (blue) with bf16 (gray). A bar is the time of a group and starts where the group above
+Each panel compares one recipe with bf16 (gray). A bar is the time of a group and starts where the group above
 ends. The GEMMs save the most time. Casts take a part of it back, and attention saves nothing.
 
 Reproduce on one H200:

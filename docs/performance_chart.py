@@ -1,42 +1,27 @@
-"""Draw bars of speeds as SVG, with the standard library alone: the same rows give the same bytes everywhere."""
+"""Draw bars of speeds as SVG, without a plotting library: the same rows give the same bytes everywhere."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import NamedTuple
 
+from narrowcast_tools.colors import color_of
+
 WIDTH, NAMES, END = 480, 152, 364  # the picture, where bars begin, and where the longest ends
 ROW, BAR = 24, 15
 HEAD, TITLE = 30, 34
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
-# Colors of Okabe and Ito, which color-blind readers tell apart; blue, green and gray are lighter on dark pages.
-COLORS = {
-    "light": {
-        "bf16": "#767676",
-        "torchao": "#e69f00",
-        "delayed": "#0072b2",
-        "current": "#009e73",
-        "block": "#cc79a7",
-    },
-    "dark": {
-        "bf16": "#a0a0a0",
-        "torchao": "#e69f00",
-        "delayed": "#56b4e9",
-        "current": "#2cc295",
-        "block": "#cc79a7",
-    },
-}
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
 
 
 class Bar(NamedTuple):
-    """A contender: its name, how many times as fast as bf16 it is, its milliseconds, and the key of its color."""
+    """A contender: its name in the chart, how many times as fast as bf16 it is, its milliseconds, and its own name."""
 
     name: str
     speed: float
     milliseconds: float
-    color: str
+    contender: str
 
 
 class Panel(NamedTuple):
@@ -52,11 +37,10 @@ def _text(x: float, y: float, text: str, fill: str, style: str = "") -> str:
 
 def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     """Return a bar between its name and its numbers, each in a column of its own."""
-    base = y + BAR / 2 + 4.5
+    base, fill = y + BAR / 2 + 4.5, color_of(bar.contender, dark=scheme == "dark")
     return [
         _text(NAMES - 8, base, bar.name, TEXT[scheme], 'text-anchor="end"'),
-        f'<rect x="{NAMES}" y="{y:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" '
-        f'fill="{COLORS[scheme][bar.color]}"/>',
+        f'<rect x="{NAMES}" y="{y:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" fill="{fill}"/>',
         _text(END + 10, base, f"{bar.speed:.2f}", TEXT[scheme], 'font-weight="700"'),
         _text(
             WIDTH - 4,

@@ -7,20 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+
+from narrowcast_tools.colors import PEERS, PLAIN, RECIPES, color_of
 
 from .contenders import COPY, RATIOS, SWEEP
 
 RESULTS = Path(__file__).parents[1] / "results"
-REACHED, MISSED, FREE = "#009E73", "#D55E00", "#0072B2"  # from Okabe and Ito's palette
-PEERS = {
-    "torch.compile": "0.66",
-    "torchao": "#B4A7C7",
-    "liger": "#C9B79C",
-    "unfused": "#9DBBD0",
-    "torch": "0.84",
-}
 # The target share of a kernel, by the first part of its name that matches.
 TARGETS: dict[str, tuple[tuple[str, float], ...]] = {
     "quantize": (
@@ -103,14 +99,18 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         for kernel in kernels
     }
     heights = {kernel: 1.0 + 0.55 * (len(found) - 1) + 0.55 for kernel, found in lines.items()}
+    across = min(len(shapes), 2)  # more would be too narrow for a phone
+    down = -(-len(shapes) // across)
     figure = Figure(
-        figsize=(2.6 + max(2.75 * len(shapes), 7.5), 0.21 * sum(heights.values()) + 2.0), layout="constrained"
+        figsize=(5.8 + 2.4 * across, down * (0.21 * sum(heights.values()) + 0.6) + 1.6), layout="constrained"
     )
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(down, across, sharey=True, squeeze=False)
+    for axes in panels.flat[len(shapes) :]:
+        axes.set_visible(False)
     limit = max(1.0, *shares.values())
-    for axes, shape in zip(panels, shapes):
+    for axes, shape in zip(panels.flat, shapes):
         size = shape.replace("x", "\N{MULTIPLICATION SIGN}")
-        _panel(axes, f"{size}\n{names[shape]}".strip(), limit)
+        _panel(axes, ", ".join(filter(None, (size, names[shape]))), limit)
         top = 0.0
         for kernel in kernels:
             _bars(
@@ -119,22 +119,21 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
             top += heights[kernel]
         axes.set_ylim(top - 0.3, -0.75)
     tops = [sum(list(heights.values())[:index]) for index in range(len(kernels))]
-    panels[0].set_yticks(tops, [kernel.replace("->", "→") for kernel in kernels])
+    for axes in panels[:, 0]:
+        axes.set_yticks(tops, [kernel.replace("->", "→") for kernel in kernels])
     figure.legend(
-        handles=_legend(
-            stem, [(kernel, share) for (_, peer, kernel), share in shares.items() if not peer], peers
-        ),
+        handles=_legend(stem, kernels, peers),
         title=TITLES.get(stem, stem),
         title_fontproperties={"size": 15, "weight": "bold"},
         alignment="left",
         loc="outside upper left",
-        ncols=8,
+        ncols=4,
         frameon=False,
         fontsize=9,
     )
     where = rows[-1]
     figure.supxlabel(
-        "share of the bandwidth of a device copy, timed in the same rounds   |   "
+        "Share of the bandwidth of a device copy, timed in the same rounds; higher is better.\n"
         f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}{day(where['commit'])}",
         x=0.01,
         ha="left",
@@ -162,7 +161,8 @@ def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], t
     for peer, share in shares.items():
         bar = 0.92 if not peer else 0.48
         if share is not None:
-            axes.barh(y, share, height=bar, color=PEERS[peer] if peer else _color(share, wanted), linewidth=0)
+            color = color_of(peer or kernel)
+            axes.barh(y, share, height=bar, color=color, linewidth=0)
             # At the left end, where no target's mark can cover it.
             inside = not peer and share > 0.16
             axes.text(
@@ -170,8 +170,8 @@ def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], t
                 y,
                 f"{share:.2f}",
                 va="center",
-                color="white" if inside else "0.1" if not peer else "0.45",
-                size=6.5 if peer else 8.5,
+                color=_ink(color) if inside else "0.1" if not peer else "0.4",
+                size=7 if peer else 8.5,
                 weight="normal" if peer else "bold",
             )
         y += 0.78 if not peer else 0.55
@@ -179,18 +179,20 @@ def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], t
         axes.plot([wanted, wanted], [top - 0.46, top + 0.46], color="black", linewidth=1.6, zorder=3)
 
 
-def _color(share: float, wanted: float) -> str:
-    if not wanted:
-        return FREE
-    return REACHED if share >= wanted else MISSED
+def _ink(color: str) -> str:
+    """Return the color of text on a bar."""
+    red, green, blue = to_rgb(color)
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
 
 
-def _legend(stem: str, shares: Sequence[tuple[str, float]], peers: Sequence[str]) -> list[Patch]:
-    drawn = {_color(share, target(stem, kernel)) for kernel, share in shares}
-    labels = {
-        REACHED: "narrowcast, at or above its target (black)",
-        MISSED: "narrowcast, below its target (black)",
-        FREE: "narrowcast" if drawn == {FREE} else "narrowcast, without a target",
-    }
-    handles = [Patch(color=color, label=label) for color, label in labels.items() if color in drawn]
-    return handles + [Patch(color=PEERS[peer], label=peer) for peer in peers]
+def _legend(stem: str, kernels: Sequence[str], peers: Sequence[str]) -> list[Patch | Line2D]:
+    drawn = {color_of(kernel) for kernel in kernels}
+    named = {"narrowcast": PLAIN, **{f"narrowcast, {name}": colors for name, colors in RECIPES.items()}}
+    handles: list[Patch | Line2D] = [
+        Patch(color=light, label=label) for label, (light, _) in named.items() if light in drawn
+    ]
+    handles += [Patch(color=color_of(peer), label=peer) for peer in peers]
+    if any(target(stem, kernel) for kernel in kernels):
+        mark = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": ""}
+        handles.append(Line2D([], [], color="black", label="target: what narrowcast aims for", **mark))
+    return handles

@@ -28,7 +28,7 @@ _BUDGET = (
     "activation_memory_budget is below 1: torch.compile takes quantized GEMMs for cheap and repeats each in the "
     "backward; set torch._functorch.config.is_non_builtin_to_include = True, too"
 )
-_COLOURS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
+_COLORS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
 
 
 def as_text(receipt: Receipt) -> str:
@@ -226,7 +226,7 @@ def _picture(receipt: Receipt) -> str:
         share = one.flops_share * width
         title = html.escape(f"{one.name}: {one.flops_share:.1%}, {one.decision}")
         parts.append(
-            f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLOURS[one.decision]}" '
+            f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLORS[one.decision]}" '
             f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
         )
         name = one.name.rpartition(".")[2] if len(one.name) * 7 > share else one.name
@@ -235,9 +235,9 @@ def _picture(receipt: Receipt) -> str:
             ink = "black" if one.decision == "kept" else "white"
             parts.append(f'<text {inside} fill="{ink}">{html.escape(name)}</text>')
         left += share
-    for index, (decision, colour) in enumerate(_COLOURS.items()):
+    for index, (decision, color) in enumerate(_COLORS.items()):
         x = index * 120
-        parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12" fill="#777">{decision}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 28}" width="{width:.0f}" '

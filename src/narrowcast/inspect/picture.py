@@ -25,23 +25,26 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
     height = 1.6 + 0.42 * max(len(names), 4)
-    figure = Figure(figsize=(12, height), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
+    title = "Quantization error of each layer's operands over the steps"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=13)
     panels = figure.subplots(len(_STATISTICS), len(_KINDS), sharex=True, sharey=True, squeeze=False)
-    for row, (title, value, colours, limits) in zip(panels, _STATISTICS):
+    for row, (title, value, colors, limits) in zip(panels, _STATISTICS):
         for axes, kind in zip(row, _KINDS):
             table = [[math.nan] * len(steps) for _ in names]
             for one in records:
                 if one.operand.endswith(kind):
                     table[names.index((one.layer, _stage(one)))][steps.index(one.step)] = value(one)
-            axes.imshow(table, aspect="auto", cmap=colours, vmin=limits[0], vmax=limits[1])
+            axes.imshow(table, aspect="auto", cmap=colors, vmin=limits[0], vmax=limits[1])
+            axes.set_facecolor("0.8")
             axes.set_title(kind, fontsize=10, loc="left")
             axes.set_yticks(
-                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=7
+                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=8
             )
             shown = range(0, len(steps), max(1, len(steps) // 6))
             axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=8)
         figure.colorbar(row[0].images[0], ax=list(row), label=title, extend="both" if limits[0] else "max")
-    figure.supxlabel("step", fontsize=9)
+    figure.supxlabel("step; gray: not sampled", fontsize=9)
     figure.savefig(path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from ..colors import color_of
 from .account import GROUPS, Account, Ceilings, Row
 
 COLUMNS = (
@@ -23,7 +24,6 @@ COLUMNS = (
     "step_ms",
     "captured",
 )
-_COLORS = {"bf16": "#999999", "recipe": "#0072B2"}  # of Okabe and Ito
 
 
 def share_of_floor(row: Row) -> float | None:
@@ -70,23 +70,24 @@ def write_account(
                 )
 
 
-def waterfall(accounts: Sequence[Account], title: str) -> bytes:
-    """Return a PNG image: per recipe a panel where each group begins where the one above it ends, bf16's in gray above
-    it.
+def waterfall(accounts: Sequence[Account], caption: str) -> bytes:
+    """Return a PNG image: per recipe a panel where each group begins where the one above it ends, bf16's above it.
 
     Args:
         accounts: bf16's first.
+        caption: command and machine.
     """
     first, *others = accounts
-    figure = Figure(figsize=(5.6 * max(len(others), 1), 5.0), dpi=130, layout="constrained")
-    figure.suptitle(title.replace(": ", ":\n", 1), x=0.01, ha="left", weight="bold", size=9)
-    panels = figure.subplots(1, max(len(others), 1), sharey=True, sharex=True, squeeze=False)[0]
+    figure = Figure(figsize=(8, 0.9 + 3.3 * max(len(others), 1)), dpi=130, layout="constrained")
+    figure.suptitle("Where the time of a training step goes", x=0.01, ha="left", weight="bold", size=14)
+    panels = figure.subplots(max(len(others), 1), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
     for axes, other in zip(panels, others or [first]):
         pair = (first, other) if others else (first,)
         groups = [name for name in GROUPS if any(row.group == name for one in pair for row in one.rows)]
-        for one, offset, color in zip(pair, (-0.2, 0.2), _COLORS.values()):
-            start, label = 0.0, f"{one.contender}, {one.step_ms:.1f} ms"
+        for one, offset in zip(pair, (-0.2, 0.2)):
+            start, label = 0.0, f"{one.contender}: {one.step_ms:.1f} ms"
             times = {row.group: row.ms for row in one.rows}
+            color = color_of(one.contender)
             for place, name in enumerate(groups):
                 ms = times.get(name, 0.0)
                 axes.barh(
@@ -94,13 +95,14 @@ def waterfall(accounts: Sequence[Account], title: str) -> bytes:
                 )
                 start += ms
                 if ms:
-                    axes.text(start, place + offset, f" {ms:.1f}", va="center", size=6.5)
-        axes.legend(loc="upper right", frameon=False, fontsize=8)
-        axes.set_yticks(range(len(groups)), groups, size=8)
-        axes.set_xlabel("ms of the step, groups one after the other", size=8)
-        axes.tick_params(axis="x", labelsize=8)
+                    axes.text(start, place + offset, f" {ms:.1f}", va="center", size=7.5)
+        axes.legend(loc="upper right", frameon=False, fontsize=9)
+        axes.set_yticks(range(len(groups)), groups, size=9)
+        axes.tick_params(axis="x", labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.08)
+    panels[-1].set_xlabel("ms of the step, groups one after the other", size=9)
+    figure.supxlabel(caption, x=0.01, ha="left", size=8.5, color="0.35")
     panels[0].invert_yaxis()
     image = io.BytesIO()
     figure.savefig(image, format="png")

@@ -118,7 +118,7 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     machine, console = _machine("cuda"), Console()
-    title = _title(f"account --model {model}", machine)
+    caption = _title(f"account --model {model}", machine)
     ceilings, accounts = measure_ceilings(), []
     for contender in running:
         with console.status(f"{contender.name}: compiling and profiling"):
@@ -127,7 +127,7 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             write_account(accounts, ceilings, out / "account.csv", machine)
-            (out / "account.png").write_bytes(waterfall(accounts, title))
+            (out / "account.png").write_bytes(waterfall(accounts, caption))
     if out is not None:
         console.print(f"wrote {out / 'account.csv'} and {out / 'account.png'}", highlight=False)
     return 0

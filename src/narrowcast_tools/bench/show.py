@@ -10,6 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from ..colors import color_of
 from .measure import Result
 
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
@@ -84,26 +85,19 @@ def picture(results: Sequence[Result], title: str) -> bytes:
     if any(first.memory for first in base.values()):
         names.append("peak memory over bf16 compiled")
     figure = Figure(figsize=(11, 1.4 + 0.28 * len(results)), dpi=130, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", weight="bold", size=11)
+    figure.suptitle(title.replace(": ", "\n", 1), x=0.01, ha="left", weight="bold", size=11)
     columns = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     labels: list[str] = []
     place = 0.0
     for work in works:
         for one in (one for one in results if one.work == work and one.ms is not None):
             labels.append(f"{one.contender}, {one.mode}" if one.contender != "bf16" else f"{work}: bf16")
-            color = (
-                "#000000"
-                if one.contender == "bf16"
-                else "#0072B2"
-                if " " not in one.contender.partition(",")[0]
-                else "#E69F00"
-            )
             first = base.get(work)
             values = [one.share, None]
             if first is not None and first.memory and one.memory is not None:
                 values[1] = one.memory / first.memory
             for axes, value in zip(columns, values):
-                axes.barh(place, value or 0.0, color=color)
+                axes.barh(place, value or 0.0, color=color_of(one.contender))
                 if value:
                     told = axes.text(value, place, f" {value:.2f}", va="center", size=7)
                     told.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})  # over the line at 1

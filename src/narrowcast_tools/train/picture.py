@@ -1,28 +1,18 @@
-"""The picture of a comparison: held-out loss per recipe, and beside it the gap to bfloat16."""
+"""The picture of a comparison: each recipe's last held-out loss, and its gap to bfloat16 at every evaluation."""
 
 import io
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..colors import color_of
 from .report import BASELINE, Row, judged
 
-# Okabe and Ito's colors, told apart with every common color vision.
-COLORS = {
-    "bf16": "#000000",
-    "delayed": "#E69F00",
-    "current": "#0072B2",
-    "rowwise": "#7F3C8D",
-    "mxfp8": "#009E73",
-    "block": "#CC79A7",
-    "nvfp4": "#D55E00",
-    "mxfp6": "#56B4E9",
-    "mxfp4": "#8C6D1F",
-}
 LIMIT = 4 / 3  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
@@ -31,7 +21,7 @@ TITLE = "A Transformer learns real text in every recipe"
 
 
 def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> bytes:
-    """Draw a comparison; where a recipe has several seeds, their mean, and how far they lie apart.
+    """Draw a comparison. With several seeds, a recipe's mean is a large dot, and its seeds show how far they lie apart.
 
     Args:
         rows: the comparison; the baseline among them.
@@ -41,36 +31,35 @@ def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = 
     Returns:
         a PNG image.
     """
-    figure = Figure(figsize=(12, 5.2), dpi=150, layout="constrained")
+    ends = 0.9 + 0.27 * len(rows)
+    figure = Figure(figsize=(8, ends + 4.9), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
-    losses, gaps = figure.subplots(1, 2, width_ratios=[1, 1.25])
+    losses, gaps = figure.subplots(2, 1, height_ratios=[ends, 4.2])
     _draw_losses(losses, rows, unit)
     _draw_gaps(gaps, rows)
-    figure.supxlabel(textwrap.fill(subtitle, 190), x=0.01, ha="left", size=8.5, color="0.35")
+    figure.supxlabel(textwrap.fill(subtitle, 115), x=0.01, ha="left", size=8.5, color="0.35")
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
-    _style(axes, f"Held-out loss, nats per {unit}" + (", mean of the seeds" if _several(rows) else ""))
-    for row, dashes in zip(rows, _dashes(rows)):
-        steps, losses = zip(*row.held_out)
-        wide = row.recipe == BASELINE
-        label = f"{row.title}  {row.held_out_loss:.3f}"
-        axes.plot(
-            steps,
-            losses,
-            dashes,
-            color=COLORS[row.recipe],
-            label=label,
-            linewidth=4.5 if wide else 1.6,
-            marker="o",
-            markersize=6 if wide else 2.5,
-            alpha=0.25 if wide else 0.95,
-        )
-    legend = axes.legend(title="recipe and final loss", frameon=False, loc="upper right", alignment="left")
-    legend.get_title().set_color("0.35")
+    """Draw a line of dots per recipe: curves of all steps would lie on each other."""
+    baseline = next(row for row in rows if row.recipe == BASELINE)
+    (_, first), (last_step, _) = baseline.held_out[0], baseline.held_out[-1]
+    fell = f", bf16 fell from {first:.2f}" if len(baseline.held_out) > 1 else ""
+    _style(axes, f"Held-out loss after {last_step} steps, nats per {unit}" + fell, "x")
+    axes.axvline(baseline.held_out_loss, color=color_of(BASELINE), linewidth=1, linestyle="--")
+    for place, row in enumerate(rows):
+        color = color_of(row.recipe)
+        if len(row.seeds) > 1:
+            axes.hlines(place, *row.spread, color=color, linewidth=2.5, alpha=0.5)
+        axes.plot(row.held_out_loss, place, "o", color=color, markersize=8)
+    axes.set_yticks(range(len(rows)), [f"{row.title}  {row.held_out_loss:.3f}" for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.margins(x=0.1)
+    if _several(rows):
+        axes.set_xlabel("dot: mean of the seeds; line: lowest to highest seed", size=9)
 
 
 def _several(rows: Sequence[Row]) -> bool:
@@ -80,28 +69,39 @@ def _several(rows: Sequence[Row]) -> bool:
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.tolerance_percent is None)
     several = len(baseline.seeds) > 1
-    _style(axes, "Gap to bf16 at the same step" + (" and seed" if several else "") + ", percent")
+    _style(
+        axes,
+        "Gap to bf16 at the same step" + (" and seed" if several else "") + ", percent; above 0 is worse",
+    )
+    axes.set_xlabel("optimizer step")
     last_step = baseline.held_out[-1][0]
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
-    shown = [
-        *tolerances,
-        *(abs(gap) for row in rows for gap in row.gaps[-1][2:]),
-    ]  # ranges of the last step included
+    later = [gap for row in rows for gap in row.gaps[len(row.gaps) // 2 :]]
+    # The second half of each curve and the ranges of the last step are inside.
+    shown = [abs(gap[1]) for gap in later] + [abs(end) for row in rows for end in row.gaps[-1][2:]]
     limit = LIMIT * (max(shown, default=0.0) or 3.0)  # equal losses have no gap
     for percent in tolerances if judged(rows) else ():
-        axes.hlines([-percent, percent], 0, last_step, color="#009E73", linewidth=1, linestyle="--")
-        axes.text(
-            0.01 * last_step, percent + 0.015 * limit, f"allowed: {percent:g}%", color="#007A5A", size=8
-        )
-    axes.plot([0, last_step], [0, 0], color=COLORS[BASELINE], alpha=0.25, linewidth=4.5)
+        if percent < limit:
+            held = [row.title for row in rows if row.tolerance_percent == percent]
+            told = f"allowed{f' for {held[0]}' if len(held) == 1 else ''}: {percent:g}%"
+            axes.hlines(percent, 0, last_step, color="0.45", linewidth=1, linestyle="--")
+            axes.text(
+                0.01 * last_step,
+                percent + 0.03 * limit,
+                told,
+                color="0.25",
+                size=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
+            )
+    axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
     ends = []
     for row, dashes in zip(rows, _dashes(rows)):
         steps, percents, lowest, highest = zip(*row.gaps)
-        color = COLORS[row.recipe]
+        color = color_of(row.recipe)
         if row is baseline:
             if several:
                 label = "bf16's seeds around their mean"
-                axes.fill_between(steps, lowest, highest, color=color, alpha=0.1, linewidth=0, label=label)
+                axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0, label=label)
             continue
         axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
         if len(row.seeds) > 1:  # bands of several recipes would hide each other
@@ -116,16 +116,16 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         )
         axes.legend(frameon=False, loc="upper left", fontsize=8)
     axes.set_ylim(-limit, limit)
-    axes.set_xlim(0, last_step * (1.31 + labels - 1))
+    axes.set_xlim(0, last_step * (1.4 + labels - 1))
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
     axes.spines["bottom"].set_bounds(0, last_step)
-    heights = spread([min(max(end, -limit), limit) for end, _ in ends], apart=0.105 * limit)
+    heights = spread([min(max(end, -limit), limit) for end, _ in ends], apart=0.12 * limit)
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             signed_percent(row.title, end),
             xy=(last_step, min(max(end, -limit), limit)),
             xytext=(last_step * labels, height),
-            color=COLORS[row.recipe],
+            color=color_of(row.recipe),
             size=9,
             va="center",
             annotation_clip=False,
@@ -133,7 +133,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             # The line ends at the label's left edge; from the middle it would strike through others.
             arrowprops={
                 "arrowstyle": "-",
-                "color": COLORS[row.recipe],
+                "color": color_of(row.recipe),
                 "linewidth": 0.6,
                 "relpos": (0, 0.5),
                 "shrinkA": 0,
@@ -183,9 +183,8 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
     return placed
 
 
-def _style(axes: Axes, title: str) -> None:
+def _style(axes: Axes, title: str, grid: Literal["x", "y"] = "y") -> None:
     axes.set_title(title, loc="left", size=11)
-    axes.set_xlabel("optimizer step")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.9", linewidth=0.8)
+    axes.grid(axis=grid, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)

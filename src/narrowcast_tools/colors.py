@@ -1,0 +1,46 @@
+"""One color per recipe and per other package, the same in every picture.
+
+Recipes have the colors of Okabe and Ito, which color-blind readers tell apart, and other packages paler ones.
+"""
+
+from __future__ import annotations
+
+import re
+
+# on light pages, on dark pages
+RECIPES = {
+    "bf16": ("#767676", "#a0a0a0"),
+    "delayed": ("#e69f00", "#e69f00"),
+    "current": ("#0072b2", "#3d9be0"),
+    "rowwise": ("#7f3c8d", "#b57bc4"),
+    "mxfp8": ("#009e73", "#2cc295"),
+    "block": ("#cc79a7", "#cc79a7"),
+    "nvfp4": ("#d55e00", "#f07f2e"),
+    "mxfp6": ("#56b4e9", "#8fd0f5"),
+    "mxfp4": ("#8c6d1f", "#c2a14a"),
+}
+PEERS = {
+    "torchao": ("#9785b8", "#a897cc"),
+    "te": ("#8a9a45", "#a8b866"),
+    "liger": ("#b3a284", "#c9b79c"),
+    "torch.compile": ("#a8a8a8", "#a8a8a8"),
+    "unfused": ("#9dbbd0", "#9dbbd0"),
+    "torch": ("#d0d0d0", "#d0d0d0"),
+}
+PLAIN = ("#44546a", "#8fa3bd")  # narrowcast's work that belongs to no recipe
+# What pictures and benchmarks call a recipe besides its name.
+_ALSO = {"given scale": "delayed", "128-block": "block", "1x128": "block", "per-tensor": "current"}
+
+
+def color_of(contender: str, *, dark: bool = False) -> str:
+    """Return the color of a contender: that of the package it starts with, else of the recipe it names.
+
+    Args:
+        contender: as a benchmark names it, such as ``torchao tensorwise`` or ``rmsnorm -> fp8 current``.
+        dark: whether the page is dark.
+    """
+    package = re.split(r"[ :,]", contender)[0].lower()
+    named = {**RECIPES, **{also: RECIPES[name] for also, name in _ALSO.items()}}
+    found = [(contender.index(name), name) for name in named if name in contender]
+    colors = named[min(found)[1]] if found else PLAIN
+    return PEERS.get(package, colors)[dark]
