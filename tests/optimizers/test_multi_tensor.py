@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -119,6 +120,14 @@ def test_a_scale_of_one_element(shape: tuple[int, ...]) -> None:
     flag = torch.zeros(1, dtype=torch.int32)
     room.multi_tensor_scale_tensor(2048, flag, [given, out], torch.full(shape, 0.5))
     assert torch.equal(out[0], given[0] * 0.5)
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 3)])
+def test_empty_tensors_are_scaled(rows: tuple[int, ...], device: torch.device) -> None:
+    given = [torch.full((count, 5), math.inf, device=device) for count in rows]
+    out, told = [torch.zeros_like(one) for one in given], flag(device)
+    room.multi_tensor_scale(2048, told, [given, out], 0.5)
+    assert told.item() == (3 in rows) and all(map(torch.equal, out, given))
 
 
 @pytest.mark.parametrize(

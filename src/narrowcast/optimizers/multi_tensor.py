@@ -50,7 +50,9 @@ def multi_tensor_scale(
         raise ValueError(f"scale has shape {tuple(scale.shape)}; use a number, or a tensor of one element")
     given, out = tensor_lists
     scale = scale.reshape(()) if isinstance(scale, Tensor) else scale
-    _flag(noop_flag, torch._foreach_norm(given, math.inf))
+    filled = [x for x in given if x.numel()]  # an empty tensor has no largest magnitude
+    if filled:
+        _flag(noop_flag, torch._foreach_norm(filled, math.inf))
     torch._foreach_copy_(out, torch._foreach_mul([x.float() for x in given], scale))
 
 
