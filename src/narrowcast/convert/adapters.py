@@ -293,11 +293,12 @@ def _merge(model: Any, scales: Scales, in_place: bool) -> None:
             record = records.get((id(layer.base_layer), attribute))
             if value is None or record is None:
                 continue
-            if in_place and record.splits:
+            own = value
+            if record.spread_out:
+                own = record.held.detach() if in_place else value.new_empty(record.held.shape)
                 for part in record.parts:
-                    part.of(record.held).copy_(part.of_whole(value))
-            else:
-                own = torch.cat([part.of_whole(value) for part in record.parts]) if record.splits else value
+                    part.of(own).copy_(part.of_whole(value))
+            if not (in_place and record.spread_out):
                 setattr(layer.base_layer, attribute, nn.Parameter(record.spread(own), requires_grad=False))
 
 
@@ -321,7 +322,7 @@ def _check_merges(name: str, layer: Any, record: ParameterRecord) -> None:
         ValueError: the sum could not be put back.
     """
     _check_bias(layer)
-    if record.splits and record.stored != "plain":
+    if record.spread_out and record.stored != "plain":
         how = "stored" if record.stored == "codes" else "gathered by narrowcast.distributed.shard"
         raise ValueError(
             f"the weight under {shown(name)} is {how} as codes, and ranks share it; save with "
@@ -339,7 +340,7 @@ def _whole(layer: Any, records: dict[tuple[int, str], ParameterRecord]) -> Itera
         for module in layer.modules():
             for attribute, held in own_parameters(module).items():
                 record = records.get((id(module), attribute))
-                if record is not None and record.splits:
+                if record is not None and record.spread_out:
                     whole = nn.Parameter(record.whole(), requires_grad=False)
                     swapped.append((own_parameters(module), attribute, held))
                     own_parameters(module)[attribute] = whole

@@ -93,6 +93,11 @@ class ParameterRecord:
         return self.spread_over == 1
 
     @property
+    def spread_out(self) -> bool:
+        """Whether its tensor is other than the whole: a part, or a DTensor, also one that a rank has all of."""
+        return bool(self.splits) or self.mesh is not None
+
+    @property
     def declared(self) -> tuple[Split, ...]:
         """The splits of a dim that its layer declares; the tensor itself does not show them."""
         return tuple(split for split in self.splits if split.by != "mesh" and split.dim is not None)
