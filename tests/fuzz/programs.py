@@ -6,8 +6,10 @@ what we refuse. Everything else fails the case.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
+import functools
 import re
 import signal
 import time
@@ -35,7 +37,7 @@ DEVICE = "cpu"
 _REMEDY = re.compile(
     r"\b(use|uses|used|got|write|pass|give|make|call|set|leave|keep|add|drop|cast|move|choose|enter|convert|copy|assign|"
     r"install|run|need|needs|may be|must|takes|take|has|only|expected|instead|in place of|belongs?|cannot|dequantize|"
-    r"between|are|is not|multiples?|supported|allowed|wants|switch|without)\b",
+    r"between|are|is not|multiples?|supported|allowed|wants|switch|without|shard)\b",
     re.IGNORECASE,
 )
 _OF_CUDA = re.compile(r"CUDA error|Error \[CUDA\]|CUDA out of memory")
@@ -89,17 +91,23 @@ def error_of_the_device() -> BaseException | None:
 
 
 def refusal(error: BaseException) -> bool:
-    """Whether we raised it on purpose, in words that help."""
+    """Whether a statement of ours raised it, in words of ours that help: those of a C++ error may help, too."""
     if isinstance(error, (*_INTERNAL, Difference, Slow)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not str(Path(frames[-1].filename).resolve()).startswith(PACKAGE):
+    if not frames or frames[-1].lineno not in _raising(str(Path(frames[-1].filename).resolve())):
         return False
-    line = frames[-1].line or ""
-    raised = "raise" in line or line.strip().startswith((")", 'f"', '"', "return"))
-    if isinstance(error, (AttributeError, TypeError, ValueError)) and not raised:
-        return False
-    return bool(_REMEDY.search(str(error)))
+    quoted = "" if error.__cause__ is None else str(error.__cause__)
+    return bool(_REMEDY.search(str(error).replace(quoted, "")))
+
+
+@functools.cache
+def _raising(path: str) -> frozenset[int]:
+    """The lines of a file of the package that raise."""
+    if not path.startswith(PACKAGE) or not Path(path).is_file():
+        return frozenset()
+    raising = [node for node in ast.walk(ast.parse(Path(path).read_text())) if isinstance(node, ast.Raise)]
+    return frozenset(line for node in raising for line in range(node.lineno, (node.end_lineno or 0) + 1))
 
 
 def attempt(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

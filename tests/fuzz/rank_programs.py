@@ -1,11 +1,12 @@
-"""Programs of two or four ranks: layouts of a model, and what is done with it: train, save, load, export, merge, clip.
+"""Programs of ranks: layouts of a model, and what is done with it: train, save, load, export, merge, clip.
 
 Saves and exports are interrupted, too, where one rank's disk is full or one rank is killed, and two runs save into one
-folder.
+folder. A program may go on in another world: its ranks save a checkpoint, and ranks of another number, other processes,
+load it.
 
 The oracle is a plain model in the same process that gets the whole batch. After a step of training the gathered weights
-are compared with it and copied into it, so that what follows is compared closely: bits for what moves weights, the
-tolerance of the recipe for what computes. All ranks must gather the same bits.
+and moments are compared with it and copied into it, so that what follows is compared closely: bits for what moves
+them, the tolerance of the recipe for what computes. All ranks must gather the same bits.
 
 Ranks live in a pool and run one program after the other; a program that fails or hangs ends its pool.
 """
@@ -47,6 +48,7 @@ PRELOADED = [__name__, "torch.distributed.fsdp"]  # by the server that ranks are
 HIDDEN, ROWS, EXPERTS = 64, 32, 4
 TOKENS, HEADS = 8, 4  # of a sequence; the rows are four of them
 LAYOUTS = {
+    1: ("none", "ddp", "fsdp", "shard", "tp"),
     2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep", "pp", "cp"),
     4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "hsdp+ep", "pp", "cp"),
 }
@@ -62,34 +64,48 @@ STEPS = (
     *("interrupted save", "interrupted export", "two runs", "dispatch"),
 )
 KILLED = ("killed save", "killed export")  # as the last step: its ranks are no more
+MOMENT = "moment of "
 
 
 def draw(rng: random.Random) -> Program:
-    world = rng.choice((2, 2, 4))
+    worlds = [rng.choice((2, 2, 4))]
+    while len(worlds) < 3 and rng.random() < 0.4:
+        worlds.append(rng.choice([world for world in LAYOUTS if world != worlds[-1]]))
     family = rng.choice(("none", "none", "current", "delayed", "block", "mxfp8", "nvfp4"))
     options = {"disable_stochastic_rounding": True, "disable_rht": True} if family == "nvfp4" else {}
-    layouts = [rng.choice(LAYOUTS[world]) for _ in range(3)]
-    pipeline, experts = "pp" in layouts, any(map(shares_experts, layouts))
-    program = {
+    drawn = [[rng.choice(LAYOUTS[world]) for _ in range(3)] for world in worlds]
+    every = {layout for layouts in drawn for layout in layouts}
+    experts = any(map(shares_experts, every))
+    parts = [
+        {
+            "world": world,
+            # experts count rows, which microbatches and parts of sequences have not in order
+            "layouts": [one for one in layouts if not experts or one not in ("pp", "cp")] or ["ddp"],
+            "steps": [
+                step
+                for _ in range(rng.randint(3, 7))
+                if (step := rng.choice(STEPS)) != "two runs" or world > 1
+            ],
+        }
+        for world, layouts in zip(worlds, drawn)
+    ]
+    if rng.random() < 0.2:
+        parts[-1]["steps"] += [rng.choice(KILLED)]
+    return {
         "do": "mesh",
-        "world": world,
+        **parts[0],
+        "then": parts[1:],
         "seed": rng.randrange(10**6),
         "recipe": {"family": family, "options": options},
-        "blocks": world - 1 if pipeline else rng.choice((1, 2)),
+        "blocks": max(worlds) - 1 if "pp" in every else rng.choice((1, 2)),
         "bias": rng.random() < 0.7,
         "inner": rng.choice((128, 128, 96, 256)),
         "experts": experts,
-        "attention": "cp" in layouts or rng.random() < 0.2,
+        "attention": "cp" in every or rng.random() < 0.2,
         "schedule": rng.choice(SCHEDULES),
-        # experts count rows, which microbatches and parts of sequences have not in order
-        "layouts": [one for one in layouts if not experts or one not in ("pp", "cp")],
-        "steps": [rng.choice(STEPS) for _ in range(rng.randint(3, 7))],
-        "full": [rng.randrange(world), rng.randrange(FULL_AT)],
+        "full": [rng.randrange(worlds[0]), rng.randrange(FULL_AT)],
+        "kill": [rng.randrange(worlds[-1]), rng.randrange(FULL_AT // 3)],
     }
-    if rng.random() < 0.2:
-        program["steps"] += [rng.choice(KILLED)]
-    program["kill"] = [rng.randrange(world), rng.randrange(FULL_AT // 3)]
-    return program
 
 
 def shares_experts(layout: str) -> bool:
@@ -262,9 +278,7 @@ class Laid:
 
     def gathered(self) -> dict[str, Tensor]:
         found = {}
-        for name, value in self.model.state_dict().items():
-            if not isinstance(value, Tensor):
-                continue
+        for name, value in held(self.model, self.optimizer).items():
             value = getattr(value, "full_tensor", lambda value=value: value)()
             dim = split_dim(name) if self.layout == "tp_group" else None
             if dim is not None:
@@ -275,6 +289,25 @@ class Laid:
         if self.layout != "pp":
             return found
         return {name: value for stage in of_all_ranks(found) for name, value in stage.items()}
+
+
+def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The tensors of a model's state, and the moments of its parameters."""
+    found = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    for name, parameter in model.named_parameters():
+        moment = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        if moment is not None:
+            found[MOMENT + name] = moment
+    return found
+
+
+def follow(whole: nn.Module, optimizer: Any, found: dict[str, Tensor]) -> None:
+    """Let the oracle go on from what the ranks hold."""
+    # a rank's mean is over fewer rows, so its gradients are larger, and their scales others
+    whole.load_state_dict({k: v for k, v in found.items() if not k.endswith("_bwd")}, strict=False)
+    for name, parameter in whole.named_parameters():
+        if MOMENT + name in found:
+            optimizer.state[parameter]["momentum_buffer"] = found[MOMENT + name].clone()
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -352,17 +385,16 @@ def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, cl
     for each in (one.optimizer, optimizer):
         each.step()
         each.zero_grad()
-    # a rank's mean is over fewer rows, so its gradients are larger, and their scales others
     found = {name: value for name, value in one.gathered().items() if not name.endswith("_bwd")}
-    for name, value in whole.state_dict().items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name in found:
+    for name, value in held(whole, optimizer).items():
+        if value.is_floating_point() and name in found:
             # A scale has the noise of what was computed, and may hardly move.
-            start = 0 if is_scale(name) else before[name]
+            start = before[name] if name in before and not is_scale(name) else 0
             off = error_of(found[name] - start, value - start)
             rounding = 1e-6 * value.norm() + 1e-7  # of the weight, which may be large beside the step
             if not off <= tolerance and (found[name] - value).norm() > rounding:
                 raise Difference(f"{one.layout}: a step moves {name} otherwise, {off:.3g}")
-    whole.load_state_dict(found, strict=False)
+    follow(whole, optimizer, found)
 
 
 def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
@@ -381,10 +413,7 @@ def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
 def save_and_load(one: Laid, program: Program, layout: str, folder: Path) -> Laid:
     wanted = one.gathered()
     nc.distributed.save_checkpoint(folder, one.model, one.optimizer)
-    other = Laid(program, layout, build(program, 1))
-    nc.distributed.load_checkpoint(folder, other.model, other.optimizer)
-    must_equal(other.gathered(), kept_by(layout, wanted), f"saved by {one.layout}, loaded by {layout}")
-    return other
+    return load(program, layout, folder, wanted, f"saved by {one.layout}")
 
 
 _limits: list[Any] = []  # how many files this rank still writes, and what it does then
@@ -442,7 +471,7 @@ def interrupted_save(one: Laid, program: Program, layout: str, folder: Path) -> 
     wanted = one.gathered()
     with torch.no_grad():
         for parameter in one.model.parameters():
-            parameter.mul_(1.25)
+            parameter.neg_()  # of the same norm: a model that has grown diverges
 
     def save() -> None:
         nc.distributed.save_checkpoint(folder / "at", one.model, one.optimizer, extra={"save": 1})
@@ -451,12 +480,7 @@ def interrupted_save(one: Laid, program: Program, layout: str, folder: Path) -> 
         wanted = one.gathered()
         if sorted(path.name for path in folder.iterdir()) != ["at"]:
             raise Difference("a save leaves more than its folder")
-    other = Laid(program, layout, build(program, 1))
-    nc.distributed.load_checkpoint(folder / "at", other.model, other.optimizer)
-    must_equal(
-        other.gathered(), kept_by(layout, wanted), f"interrupted, saved by {one.layout}, loaded by {layout}"
-    )
-    return other
+    return load(program, layout, folder / "at", wanted, f"interrupted, saved by {one.layout}")
 
 
 def killed(one: Laid, program: Program, folder: Path, saves: bool) -> None:
@@ -492,10 +516,13 @@ def check_killed(program: Program, folder: Path) -> None:
                 if (new / path.name).read_bytes() != path.read_bytes():
                     raise Difference(f"a killed export leaves another {path.name}")
         return
-    whole = build(program, 1)
-    turn = nc.distributed.load_checkpoint(place / "at", whole)["turn"]
-    state = {name: value for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
-    must_equal(state, torch.load(folder / f"wanted{turn}"), f"what a killed save left, of turn {turn}")
+    whole, optimizer = started(program, 1)
+    turn = nc.distributed.load_checkpoint(place / "at", whole, optimizer)["turn"]
+    must_equal(
+        held(whole, optimizer),
+        torch.load(folder / f"wanted{turn}"),
+        f"what a killed save left, of turn {turn}",
+    )
     nc.distributed.save_checkpoint(place / "at", whole)
     if [path.name for path in place.iterdir()] != ["at"]:
         raise Difference("the save behind a killed one leaves more than its folder")
@@ -640,13 +667,32 @@ def merge(one: Laid, program: Program, whole: Any, folder: Path) -> None:
             raise Difference("an export that merges has other bytes on ranks")
 
 
-def work(program: Program, folder: Path) -> dict[str, float]:
+def load(program: Program, layout: str, folder: Path, wanted: dict[str, Tensor], saved: str) -> Laid:
+    """Load into a model with other weights, which must hold the bits that were saved then."""
+    other = Laid(program, layout, build(program, 1))
+    nc.distributed.load_checkpoint(folder, other.model, other.optimizer)
+    must_equal(other.gathered(), kept_by(layout, wanted), f"{saved}, loaded by {layout}")
+    return other
+
+
+def started(program: Program, seed: int) -> tuple[Any, torch.optim.SGD]:
+    """The model in one process, and its optimizer."""
+    whole = build(program, seed)
+    return whole, torch.optim.SGD(whole.parameters(), lr=1e-3, momentum=0.9)
+
+
+def work(program: Program, folder: Path, came: Path | None, goes: Path | None) -> dict[str, float]:
+    """Run the steps of one world, from the checkpoint that another left to one that it leaves."""
     family = program["recipe"]["family"]
     tolerance = TOLERANCES.get(family, 0.3)
     layouts = list(program["layouts"] or ["none"])
-    whole = build(program, program["seed"] or 0)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-3, momentum=0.9)
-    one = Laid(program, layouts.pop(0), whole)
+    whole, optimizer = started(program, program["seed"] or 0)
+    if came is None:
+        one = Laid(program, layouts.pop(0), whole)
+    else:
+        saved, wanted = torch.load(came.with_suffix(".pt"))
+        one = load(program, layouts.pop(0), came, wanted, f"in another world saved by {saved}")
+        follow(whole, optimizer, one.gathered())
     done = {}
     for number, step in enumerate(program["steps"]):
         x = normal((program["seed"] or 0) + number, ROWS, HIDDEN)
@@ -660,8 +706,7 @@ def work(program: Program, folder: Path) -> dict[str, float]:
             one = (save_and_load if step == "save and load" else interrupted_save)(
                 one, program, layout, place
             )
-            found = one.gathered()
-            whole.load_state_dict({k: v for k, v in found.items() if not k.endswith("_bwd")}, strict=False)
+            follow(whole, optimizer, one.gathered())
         elif step in ("export", "interrupted export"):
             place.mkdir(exist_ok=True)
             export(one, whole, program, place, step != "export")
@@ -683,6 +728,12 @@ def work(program: Program, folder: Path) -> dict[str, float]:
     dist.all_gather(every, sums)
     if not all(torch.equal(sums, other) for other in every):
         raise Difference(f"{one.layout}: ranks gather other weights")
+    if goes is not None:
+        nc.distributed.save_checkpoint(goes, one.model, one.optimizer)
+        gathered = one.gathered()
+        if dist.get_rank() == 0:
+            torch.save((one.layout, gathered), goes.with_suffix(".pt"))
+        dist.barrier()
     return done
 
 
@@ -698,9 +749,9 @@ def _rank(rank: int, world: int, folder: str, pipe: Any) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=patience
     )
     while True:
-        program, place = pipe.recv()
+        given = pipe.recv()
         try:
-            result: dict[str, Any] = dict(work(program, Path(place)))
+            result: dict[str, Any] = dict(work(*given))
         except BaseException as error:  # CheckpointException is no Exception
             text = "".join(traceback.format_exception(error))[-3000:]
             refused = not isinstance(error, Difference) and refusal(error)
@@ -724,13 +775,11 @@ class Pool:
         for process in self.ranks:
             process.start()
 
-    def run(self, program: Program) -> list[dict[str, Any]]:
+    def run(self, *given: Any) -> list[dict[str, Any]]:
         """Return what each rank gave; {} of one that did not end."""
         self.runs += 1
-        self.place = Path(self.folder.name, f"run{self.runs}")
-        self.place.mkdir()
         for pipe in self.pipes:
-            pipe.send((program, str(self.place)))
+            pipe.send(given)
         results: list[dict[str, Any]] = [{} for _ in self.pipes]
         waiting, end = set(range(len(self.pipes))), time.monotonic() + SECONDS
         while waiting and time.monotonic() < end:
@@ -765,19 +814,43 @@ def _end_pools() -> None:
 
 
 def run(program: Program) -> dict[str, float]:
-    if not program["steps"] or not program["layouts"] or program["world"] not in LAYOUTS:
-        raise Invalid("nothing to do")
-    if any(layout not in LAYOUTS[program["world"]] and layout != "none" for layout in program["layouts"]):
-        raise Invalid("a layout of another number of ranks")
+    parts = [program, *({**program, **part} for part in program.get("then") or ())]
+    for part in parts:
+        if not part["steps"] or not part["layouts"] or part["world"] not in LAYOUTS:
+            raise Invalid("nothing to do")
+        if any(layout not in LAYOUTS[part["world"]] and layout != "none" for layout in part["layouts"]):
+            raise Invalid("a layout of another number of ranks")
+        if part is not parts[-1] and part["steps"][-1] in KILLED:
+            raise Invalid("ranks that are no more leave nothing")
+    done: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, part in enumerate(parts):
+            place, came, goes = (
+                Path(folder, f"run{number}"),
+                Path(folder, f"at{number}"),
+                Path(folder, f"at{number + 1}"),
+            )
+            place.mkdir()
+            said = run_part(part, place, came if number else None, goes if number + 1 < len(parts) else None)
+            done |= said
+            if any(word.startswith("refused") for word in said):
+                return said
+            if number:
+                done[f"saved on {parts[number - 1]['world']} ranks, loaded on {part['world']}"] = 1.0
+    return done
+
+
+def run_part(program: Program, place: Path, came: Path | None, goes: Path | None) -> dict[str, float]:
+    """Run what one world does."""
     world = program["world"]
     pool = _pools.pop(world, None) or Pool(world)
-    results = pool.run(program)
+    results = pool.run(program, place, came, goes)
     failed = [one for one in results if "error" in one]
     died = any("died" in one for one in failed)
     if program["steps"][-1] in KILLED and (died or (all(results) and not failed)):
         try:
             pool.kill()
-            check_killed(program, pool.place)
+            check_killed(program, place)
         finally:
             pool.end()
         return {f"{program['steps'][-1]}{'' if died else ', too late'}": 1.0}

@@ -164,7 +164,7 @@ def test_room_is_of_the_difference() -> None:
         programs.compare(ours, theirs, "y", 0.1, room=0.6)
 
 
-def test_words_that_help_are_told_from_crashes() -> None:
+def test_words_that_help_are_told_from_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import narrowcast as nc
 
     def error_of(function: object) -> BaseException:
@@ -174,8 +174,17 @@ def test_words_that_help_are_told_from_crashes() -> None:
 
     assert programs.refusal(error_of(lambda: nc.Linear(16, 16, device="cpu", recipe=3)))
     assert not programs.refusal(error_of(lambda: json.loads("[")))
-    unpacked = compile("(one,) = 1, 2", f"{programs.PACKAGE}/unpacked.py", "exec")
-    assert not programs.refusal(error_of(lambda: exec(unpacked)))  # "expected 1" is no remedy
+    file = tmp_path / "ours.py"
+    file.write_text(
+        "(one,) = 1, 2\n"  # "expected 1" is no remedy
+        "torch.ones(2) @ torch.ones(3)\n"  # nor is that of C++, which has no frame of its own
+        "raise ValueError('x has no rows; pass one')\n"
+        "raise RuntimeError('x cannot, expected 1') from ValueError('cannot, expected 1')\n"
+    )
+    monkeypatch.setattr(programs, "PACKAGE", str(tmp_path))
+    for number, (line, refused) in enumerate(zip(file.read_text().splitlines(), (False, False, True, False))):
+        code = compile("\n" * number + line, str(file), "exec")
+        assert programs.refusal(error_of(lambda code=code: exec(code, {"torch": torch}))) is refused
     with pytest.raises(KeyError):  # a mistake of the case itself
         programs.attempt(lambda: {}["key"])
     assert runner.LIMIT > 60
