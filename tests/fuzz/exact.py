@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 
 from .programs import Difference
@@ -24,7 +25,7 @@ class Past:
     """What the calls of a layer have shown of one operand since the last step, and the scale that steps have made."""
 
     def __init__(self) -> None:
-        self.rows, self.pending, self.scale = [0.0], 0.0, 0.0
+        self.rows, self.pending, self.scale, self.amax = [0.0], 0.0, 0.0, 0.0
 
     def collect(self, operand: Tensor) -> None:
         self.pending = max(self.pending, _amax(operand))
@@ -37,8 +38,8 @@ class Past:
         """End a step: of what was seen, the scale follows by the recipe in force."""
         if 0.0 < self.pending < math.inf:
             recent = recipe.amax_compute_algo == "most_recent"
-            amax = self.pending if recent else max(self.pending, *self.rows)
-            self.scale = _scale_of(recipe, kind, amax, self.scale)
+            self.amax = self.pending if recent else max(self.pending, *self.rows)
+            self.scale = _scale_of(recipe, kind, self.amax, self.scale)
             self.rows = [0.0, *self.rows[2:], self.pending][: recipe.amax_history_len]
         self.pending = 0.0
 
@@ -80,9 +81,13 @@ class Exact:
             for kind, one in past.items():
                 one.renew(self.recipes[layer], kind)
 
-    def pass_over(self, layer: Any) -> None:
-        """Leave out a call, and with it the layer's weight gradient of this step."""
-        self.partly.add(layer)
+    def suits(self, layer: Any, kind: str, operand: Tensor) -> bool:
+        """Whether the scale that the steps before make of an operand suits what it is now."""
+        past = self.past.get(layer)
+        told = past[kind].amax if past is not None else 0.0
+        if not told:
+            return not self.changed  # it has the scale of its own amax
+        return told / 50 <= _amax(operand) <= 1.1 * told
 
     def start_of_step(self) -> None:
         self.weight_grads, self.partly = {}, set()
@@ -96,7 +101,10 @@ class Exact:
     def forward(
         self, layer: Any, recipe: Any, x: Tensor, y: Tensor
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]] | None:
-        """Check a forward; return what checks the gradients of its output and of its input, in this order."""
+        """Check a forward; return what checks the gradients of its output and of its input, in this order.
+
+        Of an input that is quantized already no amax is collected; its products are left out.
+        """
         past = self.past.setdefault(layer, {kind: Past() for kind in ("input", "grad_output")})
         if layer.training or layer not in self.recipes:
             # an evaluation changes no rule, also not that of a layer which was given one
@@ -104,10 +112,6 @@ class Exact:
             self.recipes[layer] = rule = recipe if layer.training else given
             for one in past.values():
                 one.fit(rule.amax_history_len)
-        operands = {
-            "input": x.detach().reshape(-1, x.shape[-1]).clone(),
-            "weight": layer.weight.detach().clone(),
-        }
         if layer.scale_fwd is None or layer.scale_bwd is None:
             return None
         found = {"input": layer.scale_fwd[0].item(), "weight": 0.0, "grad_output": layer.scale_bwd[0].item()}
@@ -117,6 +121,13 @@ class Exact:
                     f"scale of {kind}: {found[kind]:.6g}, the steps before make it {one.scale:.6g}"
                 )
         read, collects = Read(recipe, found), layer.training or torch.is_grad_enabled()
+        if isinstance(x, nc.QuantizedTensor):
+            self.partly.add(layer)
+            return (past["grad_output"].collect if collects else lambda dy: None), lambda dx: None
+        operands = {
+            "input": x.detach().reshape(-1, x.shape[-1]).clone(),
+            "weight": layer.weight.detach().clone(),
+        }
         if collects:
             past["input"].collect(operands["input"])
         decoded = {kind: read.cast(operand, kind) for kind, operand in operands.items()}

@@ -65,24 +65,14 @@ class Product(NamedTuple):
 class Measure:
     """What each ``Linear`` does, beside its products in fp64.
 
-    Delayed scaling is held to it where the last calls tell the scales: an operand that is not much larger than in each
-    of them, and not much smaller than in any call before. Before the first call every operand has its own scale. A
-    weight has that in each evaluation, too.
+    Delayed scaling is held to it where the scales that the steps before make suit the operands.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.wanted: dict[nn.Module, Product] = {}
         self.fitting: dict[nn.Module, bool] = {}
-        self.amaxes: dict[nn.Module, tuple[list[float], list[float], list[float]]] = {}
-        """Of each layer under delayed scaling: what was collected of its input, its weight, its output's gradient."""
         self.steps = 0
-        self.told = True  # whether a step has made the scales since another recipe came in force
-        self.starts = True
-        program = world.program
-        layers = [layer for block in program["blocks"] for layer in block["layers"]]
-        # calls of a layer that may read one scale
-        self.calls = 1 + sum(layer["kind"] == "again" for layer in layers)
         self.exact = Exact()
         for module in world.model.modules():
             if type(module) is nc.Linear:
@@ -90,7 +80,6 @@ class Measure:
 
     def forget(self) -> None:
         """Another recipe is in force, whose scales no call has told."""
-        self.amaxes, self.starts, self.told = {}, False, False
         self.exact.forget()
 
     def recipe(self, layer: Any) -> Any:
@@ -99,27 +88,6 @@ class Measure:
         if self.world.program["how"] == "autocast" and self.world.recipe is not None:
             return self.world.recipe
         return layer.recipe
-
-    def fits(self, layer: Any, past: list[float], operand: Tensor, kind: str) -> bool:
-        """Whether the scale that an operand of a layer gets suits it.
-
-        Args:
-            kind: "input", "weight" or "gradient".
-        """
-        evaluates = not layer.training
-        if kind == "weight" and evaluates:
-            return True
-        if kind == "gradient" and evaluates and past:
-            return False  # its scale is from before the last renewal, of which no call tells here
-        if not self.told:
-            return False
-        if past or not self.starts:
-            return (
-                len(past) >= self.calls * (1 if layer.training else 2)
-                and not self.world.program.get("around")
-                and fits_scales(past, operand, layer.training)
-            )
-        return True
 
     def family(self, layer: Any) -> str:
         recipe = self.recipe(layer)
@@ -154,13 +122,13 @@ class Measure:
         x = inputs[0]
         if isinstance(layer.weight, nc.QuantizedTensor) or not isinstance(y, Tensor):
             return
+        coded = isinstance(x, nc.QuantizedTensor)
         w_kept = layer.weight.detach().clone()
-        values = x.dequantize() if isinstance(x, nc.QuantizedTensor) else x  # kernels decode to no fp64
+        values = x.dequantize() if coded else x  # kernels decode to no fp64
         x_kept = values.detach().reshape(-1, x.shape[-1]).clone()
         weight, wide = w_kept.double(), x_kept.double()
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
-        past = self.amaxes.setdefault(layer, ([], [], []))
-        fits = self.fits(layer, past[0], wide, "input") and self.fits(layer, past[1], weight, "weight")
+        fits = coded or self.exact.suits(layer, "input", x_kept)
         lost = LOST.get(self.family(layer), 0.0)
         wanted = Product.of(wide, weight.t(), lost)
         wanted = wanted._replace(value=wanted.value + bias)
@@ -171,17 +139,11 @@ class Measure:
                 decoded=lambda: _decoded(plan.input, x_kept) @ _decoded(plan.weight, w_kept).t() + bias
             )
         self.check(layer, y.detach().reshape(-1, y.shape[-1]), wanted, "a product", False, fits)
-        if y.requires_grad:
-            collect_amax(past[0], wide)
-            collect_amax(past[1], weight)
         exact = None
-        if isinstance(x, nc.QuantizedTensor):
-            self.exact.pass_over(layer)
-        elif self.family(layer) == "delayed":
+        if self.family(layer) == "delayed":
             exact = self.exact.forward(layer, self.recipe(layer), x, y)
         if not y.requires_grad:
             return
-        known = list(past[2])
 
         def seen(dy: Tensor) -> None:
             dy_kept = dy.detach().reshape(-1, dy.shape[-1]).clone()
@@ -194,9 +156,8 @@ class Measure:
                     )
                 )
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
-            fit = fits and self.fits(layer, known, flat, "gradient")
+            fit = fits and self.exact.suits(layer, "grad_output", dy_kept)
             self.fitting[layer] = self.fitting.get(layer, True) and fit
-            collect_amax(past[2], flat)
             if exact is not None:
                 exact[0](dy)
             if x.requires_grad:
@@ -226,7 +187,6 @@ class Measure:
     def renew(self) -> None:
         """The optimizer has stepped."""
         self.exact.renew()
-        self.told = True
 
     def start_of_step(self) -> None:
         """Forget gradients that were thrown away."""
@@ -238,18 +198,3 @@ def _decoded(operand: Any, values: Tensor, columnwise: bool = False) -> Tensor:
     """What a matrix is rounded to in one direction."""
     quantizer = operand.quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
     return quantizer(values).dequantize().double()
-
-
-def collect_amax(past: list[float], operand: Tensor) -> None:
-    amax = operand.abs().max().item() if operand.numel() else 0.0
-    if amax:
-        past.append(amax)
-
-
-def fits_scales(past: list[float], operand: Tensor, training: bool) -> bool:
-    """Whether scales that come from any of the last calls, or from the largest of all, suit the operand.
-
-    An evaluation reads those from before the last training forward, a layer that runs twice in a forward, too.
-    """
-    amax = operand.abs().max().item() if operand.numel() else 0.0
-    return len(past) > (not training) and max(past) / 50 <= amax <= 1.1 * min(past[-4:])
