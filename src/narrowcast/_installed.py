@@ -28,6 +28,8 @@ VARIABLES = (
 )
 """First words of the environment variables that matter: ``NARROWCAST_INLINE``, ``CUDA_VISIBLE_DEVICES``."""
 
+ONLY_COMPILED = "every kernel compiles, never run"
+
 
 def minor(version: str) -> str:
     """Return the minor release of a version: ``"2.15"`` of ``"2.15.1+cu132"``, "" of a development build."""
@@ -86,7 +88,7 @@ def gpu_standing(capability: tuple[int, int]) -> str:
             f"GPU tests on {run['gpu']}, PyTorch {run['torch']}, Triton {run['triton']}, {run['date']}, "
             f"commit {run['commit']}: {run['passed']} passed, {run['failed']} failed, {run['not run']} not run"
         )
-    return "every kernel compiles, never run" if capability in COMPILED else "not tried"
+    return ONLY_COMPILED if capability in COMPILED else "not tried"
 
 
 def show_versions() -> None:

@@ -458,13 +458,23 @@ VERDICT = "verdict      this machine can train" + (
 )
 
 
-def test_doctor_is_healthy_here(capsys: pytest.CaptureFixture) -> None:
+def test_doctor_answers_first_what_works_what_is_wrong_and_what_to_do(capsys: pytest.CaptureFixture) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    subjects = [line.split()[0] for line in lines]
-    assert subjects[:3] == ["python", "torch", "narrowcast"]
-    assert {"delayed", "current", "mxfp8", "block", "nvfp4", "device"} <= set(subjects)
-    assert lines[-1] == VERDICT
+    assert lines[0] == VERDICT
+    answers, details = (dict(line.split(maxsplit=1) for line in part) for part in split(lines))
+    assert {"native", "wrong", "to"} <= answers.keys() and len(lines) <= 20
+    tried = ", ".join(answers.get(kind, "") for kind in ("native", "untested", "emulated"))
+    assert {name for name in tried.split(", ") if name} == set(CHOICES)
+    assert {"python", "torch", "narrowcast", "device"} <= details.keys()
+    if not torch.cuda.is_available():
+        assert answers["wrong"].startswith("no GPU with FP8") and "an NVIDIA GPU with FP8" in answers["to"]
+
+
+def split(lines: list[str]) -> tuple[list[str], list[str]]:
+    """Return the lines before and after the blank one."""
+    blank = lines.index("")
+    return lines[:blank], lines[blank + 1 :]
 
 
 def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,7 +570,7 @@ def test_a_command_takes_the_options_that_it_declares(name: str) -> None:
         "bench": "bench.command",
         "plan": "plan.command",
         "doctor": "train.doctor",
-        "presets": "train.presets",
+        "presets": "cli.presets",
     }.get(name, "train.commands")
     work = getattr(importlib.import_module(f"narrowcast_tools.{room}"), name)
     given = dict.fromkeys(inspect.signature(declared).parameters)
@@ -605,7 +615,7 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if command == "doctor":
-        assert done.stdout.splitlines()[-1] == VERDICT
+        assert done.stdout.splitlines()[0] == VERDICT
         return
     assert done.stderr.splitlines() == [
         f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]'"

@@ -277,7 +277,7 @@ def plan(
     """Estimate memory, traffic and time of a training step on many GPUs; nothing runs."""
 
 
-@_command("train.presets")
+@_command("cli.presets")
 def presets() -> None:
     """Show what each --preset of train sets."""
 

@@ -14,8 +14,8 @@ from json import dumps
 import torch
 
 import narrowcast as nc
-from narrowcast._installed import gpu_standing, installed, sm, versions
-from narrowcast.upstream.versions import GPUS, OLDEST_TORCH
+from narrowcast._installed import ONLY_COMPILED, gpu_standing, installed, sm, versions
+from narrowcast.upstream.versions import GPU_TESTS, GPUS, OLDEST_TORCH
 
 from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
@@ -23,7 +23,8 @@ from .recipes import CHOICES, RecipeChoice
 NEVER_RUN = ("mxfp8", "nvfp4")
 """Recipes whose native GEMM was written without a GPU that has it."""
 PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
-EMULATED = "emulated"
+NATIVE, EMULATED = "native", "emulated"
+UNTESTED = "native, but never run on such a GPU before a release"
 ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]'"
 
 
@@ -42,34 +43,67 @@ class Finding:
 
 def doctor(json: bool) -> int:
     """Run `narrowcast doctor`; return its exit code."""
-    findings = []
-    for finding in examine():
-        findings.append(finding)
-        if not json:  # one by one: the later ones take a while
-            _show(finding.subject, finding.text)
+    if sys.stderr.isatty() and not json:
+        print("trying each recipe ...", end="\r", file=sys.stderr, flush=True)
+    findings = list(examine())
     healthy = not any(finding.broken for finding in findings)
     if json:
         print(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
     else:
-        _show("verdict", _verdict(findings) if healthy else "something above is broken")
+        for subject, text in (*_answers(findings), ("", ""), *_details(findings)):
+            _show(subject, text)
     return 0 if healthy else 1
 
 
 def _show(subject: str, text: str) -> None:
-    """Print a finding, in a terminal with the lines that continue it below its text."""
+    """Print a line, in a terminal with the lines that continue it below its text."""
     begin = f"{subject:<12} "
     line = begin + text
     if sys.stdout.isatty():
         columns = max(shutil.get_terminal_size().columns, 40)
         line = textwrap.fill(line, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
-    print(line, flush=True)
+    print(line.rstrip(), flush=True)
 
 
-def _verdict(findings: list[Finding]) -> str:
-    recipes = [finding for finding in findings if finding.subject in CHOICES and finding.subject != "bf16"]
-    if all(finding.text.startswith(EMULATED) for finding in recipes):
-        return "this machine can train, by emulation only: it shows losses, and no recipe is faster than bf16"
-    return "this machine can train"
+def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:
+    """Yield what works here, what is wrong, and what to do."""
+    recipes = [finding for finding in findings if finding.subject in CHOICES]
+    slow = all(one.text.startswith(EMULATED) for one in recipes if one.subject != "bf16")
+    wrong = [f"{one.subject}: {one.text}" for one in findings if one.broken]
+    wrong += [f"{one.subject}: {one.text}" for one in findings if one.text == ABSENT]
+    wrong += [f"{one.subject} {one.text}" for one in findings if ": not tested;" in one.text]
+    verdict = "this machine can train"
+    if any(one.broken for one in findings):
+        verdict = "something here is broken"
+    elif slow:
+        verdict += ", by emulation only: it shows losses, and no recipe is faster than bf16"
+        wrong.append(f"no GPU with FP8 is visible to torch {torch.__version__}")
+    yield "verdict", verdict
+    for kind, begins in (("native", NATIVE), ("untested", UNTESTED), ("emulated", EMULATED)):
+        names = [one.subject for one in recipes if one.text.split(":")[0] == begins]
+        if names:
+            yield kind, ", ".join(names)
+    for text in wrong or ["nothing"]:
+        yield "wrong", text
+    try_it = "try: narrowcast demo --quick"
+    yield "to do", f"{try_it}; for speed, use an NVIDIA GPU with FP8, such as an H100" if slow else try_it
+
+
+def _details(findings: list[Finding]) -> Iterator[tuple[str, str]]:
+    """Yield versions, the device, and on which GPUs the library ran."""
+    packages = [
+        f"{one.subject} {one.text}" for one in findings if one.subject in PACKAGES and one.text != ABSENT
+    ]
+    for one in findings:
+        if one.subject in ("python", "torch", "narrowcast", "triton", "device"):
+            yield one.subject, one.text
+    if packages:
+        yield "packages", ", ".join(packages)
+    for capability, run in GPU_TESTS.items():
+        counts = f"{run['passed']} passed, {run['failed']} failed, {run['not run']} not run"
+        yield "GPU tests", f"{sm(capability)}, {run['gpu']}, PyTorch {run['torch']}, {run['date']}: {counts}"
+    compiled = ", ".join(sm(capability) for capability in GPUS if gpu_standing(capability) == ONLY_COMPILED)
+    yield "never run on", f"{compiled} (every kernel compiles for them)"
 
 
 def examine() -> Iterator[Finding]:
@@ -107,12 +141,12 @@ def _device(device: str) -> str:
 
 
 def _try_recipe(name: str, choice: RecipeChoice, device: str) -> Finding:
-    recipe, how = None, "native"
+    recipe, how = None, NATIVE
     if choice.recipe is not None:
         native, reason = choice.availability()
-        how = "native" if native else f"{EMULATED}: {reason}"
+        how = NATIVE if native else f"{EMULATED}: {reason}"
         if native and name in NEVER_RUN:
-            how = "native, but never run on such a GPU before a release: compare with emulate=True first"
+            how = f"{UNTESTED}: compare with emulate=True first"
         recipe = choice.recipe(emulate=not native)
     try:
         _one_step(recipe, device)

@@ -3,15 +3,10 @@
 import math
 from dataclasses import replace
 
-from rich.console import Console
-from rich.table import Table
-
 from narrowcast._checks import not_among
 
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
-from .flops import flops_per_token
-from .memory import bytes_of_weight, parameters_of
 
 _1B = TrainConfig(
     steps=1000,
@@ -70,36 +65,3 @@ def find_preset(name: str) -> TrainConfig:
     if name not in PRESETS:
         raise SettingsError(f"--preset is {not_among(name, PRESETS)}")
     return PRESETS[name]
-
-
-def presets() -> None:
-    """Run `narrowcast presets`."""
-    Console().print(presets_table())
-
-
-def presets_table() -> Table:
-    """Return the settings of each preset, as a table for rich."""
-    table = Table(title="presets: what --preset sets, and options override", title_justify="left")
-    table.add_column("")
-    for name in PRESETS:
-        table.add_column(name, justify="right")
-    columns = [_facts(config) for config in PRESETS.values()]
-    for what in columns[0]:
-        table.add_row(what, *(facts[what] for facts in columns))
-    return table
-
-
-def _facts(config: TrainConfig) -> dict[str, str]:
-    model, parameters = config.model, parameters_of(config.model)
-    return {
-        "layers": str(model.layers),
-        "width/hidden": f"{model.dim}/{model.hidden}",
-        "heads/KV": f"{model.heads}/{model.kv_heads}",
-        "parameters": f"{parameters / 1e6:,.1f}M",
-        "with state": f"{bytes_of_weight(config) * parameters / 2**30:,.2f} GiB",
-        "batch": f"{config.batch_size}x{config.seq_len}",
-        "TFLOP/step": f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
-        "steps": str(config.steps),
-        "peak lr": f"{config.lr:g}",
-        "warmup": str(config.warmup),
-    }

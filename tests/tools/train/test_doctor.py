@@ -23,6 +23,18 @@ def test_every_recipe_is_tried() -> None:
         assert findings[name].text.endswith("it runs emulated everywhere")
 
 
+def test_what_is_wrong_comes_before_the_details(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "typer" else "1.0")
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
+    assert doctor.doctor(json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    wrong = [line for line in lines[: lines.index("")] if line.startswith("wrong ")]
+    assert wrong[0] == f"wrong        typer: {doctor.ABSENT}"
+    assert wrong[1] == "wrong        torch 2.99.1+cu140: not tested; 2.11 to 2.15 were"
+
+
 def test_emulation_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = replace(CHOICES["mxfp8"], native=lambda return_reason: (False, "because"))
     assert doctor._try_recipe("mxfp8", lacking, "cpu").text == "emulated: because"

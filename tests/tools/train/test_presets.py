@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from narrowcast_tools.cli.presets import TABLE, presets
+from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError
-from narrowcast_tools.train.memory import parameters_of
-from narrowcast_tools.train.presets import PRESETS, find_preset, presets_table
+from narrowcast_tools.train.flops import flops_per_token
+from narrowcast_tools.train.memory import bytes_of_weight, parameters_of
+from narrowcast_tools.train.presets import PRESETS, find_preset
 
 MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5, "8b": 8030.3}
 
@@ -35,9 +36,28 @@ def test_unknown() -> None:
         find_preset("7b")
 
 
-def test_the_table_shows_each() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(presets_table())
-    text = console.file.getvalue()
-    assert all(part in text for part in ("8b-slice", "4096/14336", "974.2M", "32/8", "8x1024"))
+def shown(config: TrainConfig) -> list[str]:
+    """Return the column of a preset."""
+    model, parameters = config.model, parameters_of(config.model)
+    return [
+        str(model.layers),
+        f"{model.dim}/{model.hidden}",
+        f"{model.heads}/{model.kv_heads}",
+        f"{parameters / 1e6:,.1f}M",
+        f"{bytes_of_weight(config) * parameters / 2**30:,.2f} GiB",
+        f"{config.batch_size}x{config.seq_len}",
+        f"{flops_per_token(model, config.seq_len) * config.tokens_per_step / 1e12:,.2f}",
+        str(config.steps),
+        f"{config.lr:g}",
+        str(config.warmup),
+    ]
+
+
+def test_the_table_shows_each(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *columns = zip(*TABLE)
+    assert columns == [(name, *shown(config)) for name, config in PRESETS.items()]
+    monkeypatch.setenv("COLUMNS", "80")
+    presets()
+    text = capsys.readouterr().out
+    assert all(part in text for row in TABLE for part in row)
     assert all(len(line) <= 80 for line in text.splitlines())

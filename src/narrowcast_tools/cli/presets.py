@@ -1,0 +1,29 @@
+"""The work of ``presets``: the trainer's presets in numbers, which a test computes, so that PyTorch is not needed."""
+
+from rich.console import Console
+from rich.table import Table
+
+TABLE = (
+    ("", "tiny", "125m", "1b", "8b-slice", "8b"),
+    ("layers", "4", "12", "16", "4", "32"),
+    ("width/hidden", "256/704", "768/2048", "2048/8192", "4096/14336", "4096/14336"),
+    ("heads/KV", "4/2", "12/12", "32/8", "32/8", "32/8"),
+    ("parameters", "3.1M", "85.3M", "974.2M", "874.5M", "8,030.3M"),
+    ("with state", "0.05 GiB", "1.27 GiB", "14.52 GiB", "13.03 GiB", "45.81 GiB"),
+    ("batch", "8x128", "8x1024", "4x2048", "4x2048", "1x8192"),
+    ("TFLOP/step", "0.02", "4.65", "51.15", "44.58", "421.65"),
+    ("steps", "300", "1500", "1000", "1000", "1000"),
+    ("peak lr", "0.001", "0.0006", "0.0003", "0.0003", "1e-05"),
+    ("warmup", "40", "100", "100", "100", "20"),
+)
+
+
+def presets() -> None:
+    """Run `narrowcast presets`."""
+    table = Table(title="presets: what --preset sets, and options override", title_justify="left")
+    names, *rows = TABLE
+    for name in names:
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
