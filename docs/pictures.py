@@ -1,10 +1,10 @@
-"""Draw pictures of the pages: the account of a step and the comparison of recipes on an H200 from recorded rows, and
-a watch of a small model, which this script trains in seconds.
+"""Draw pictures of the pages: the account of a step and two comparisons of recipes from recorded rows, and a watch of a
+small model, which this script trains in seconds.
 
     python docs/pictures.py
 
 The other pictures have a script each: ``performance.py``, ``scaling_tables.py``, ``grpo_chart.py``,
-``attention_masks.py`` here, ``plot.py`` in ``benchmarks/``; ``narrowcast demo --write-docs`` draws the first run.
+``attention_masks.py`` here, ``plot.py`` in ``benchmarks/``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from narrowcast_tools.bench.account_show import waterfall
 from narrowcast_tools.train.comparison import TITLE
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
+from narrowcast_tools.train.picture import TITLE as FIRST_TITLE
 from narrowcast_tools.train.picture import draw
 from narrowcast_tools.train.report import compare
 
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
-PARAMETERS = 85_347_072
-TRAINED = (
-    f"{PARAMETERS:,} parameters, 1500 steps of 8 sequences of 1024, the Python standard library's sources. "
+H200 = (
+    "85,347,072 parameters, 1500 steps of 8 sequences of 1024, the Python standard library's sources. "
     "NVIDIA H200, Linux x86_64, Python 3.12.3, torch 2.11.0+cu130, narrowcast 0.1.0"
+)
+FIRST = (
+    "434,816 parameters, bytes of the Python standard library's sources. "
+    "Intel(R) Xeon(R) Processor, 2 cores (torch uses 1), Linux x86_64, Python 3.11.7, torch 2.13.0+cpu, "
+    "narrowcast 0.3.0.dev0"
 )
 
 
@@ -62,16 +67,16 @@ def account() -> bytes:
     return waterfall(accounts, caption.format(**where))
 
 
-def comparison() -> bytes:
-    """Return the picture of ``train_125m.csv``."""
+def comparison(file: str, trained: str, title: str, *, strict: bool) -> bytes:
+    """Return the picture of a file of held-out losses, by recipe, seed and step."""
     curves: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
-    for row in rows_of("train_125m.csv"):
+    for row in rows_of(file):
         curves[row["recipe"], int(row["seed"])].append((int(row["step"]), float(row["held-out loss"])))
     runs = [
-        RunResult(recipe, History([], curve), curve[-1][0], PARAMETERS, Pace(0.0), 0.0, seed)
+        RunResult(recipe, History([], curve), curve[-1][0], 0, Pace(0.0), 0.0, seed)
         for (recipe, seed), curve in curves.items()
     ]
-    return draw(compare(runs, strict=True), subtitle=TRAINED, title=TITLE)
+    return draw(compare(runs, strict=strict), subtitle=trained, title=title)
 
 
 class Block(nn.Module):
@@ -107,4 +112,6 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 if __name__ == "__main__":
     watched().plot(ASSETS / "watch.png")
     (ASSETS / "account.png").write_bytes(account())
-    (ASSETS / "train_125m_h200.png").write_bytes(comparison())
+    first = comparison("first_light.csv", FIRST, FIRST_TITLE, strict=False)
+    (ASSETS / "first-light.png").write_bytes(first)
+    (ASSETS / "train_125m_h200.png").write_bytes(comparison("train_125m.csv", H200, TITLE, strict=True))

@@ -53,7 +53,7 @@ def test_losses_of_readme_are_those_of_the_pages(performance: ModuleType) -> Non
         (ROOT / "docs/first-light.md").read_text(),
         re.MULTILINE,
     )
-    assert shown == demo and len(shown) == 6
+    assert shown == demo and len(shown) == 7
 
 
 def test_rows_of_two_runs_are_not_put_into_one_table(performance: ModuleType) -> None:

@@ -32,10 +32,10 @@ def compose(
     timed = config.device != "cpu"
     allowed = speed = ""
     if judged(rows):
-        allowed = "`allowed` is the gap that counts as equal quality: 1% for FP8, 3% for 4 bits. "
+        allowed = "A gap up to the allowed one counts as equal quality: 1% for FP8, 3% for 4 bits. "
     if timed:
-        speed = "A token is a byte; its speed excludes evaluation and the first step. "
-    total = format_duration(sum(row.seconds for row in rows))
+        total = format_duration(sum(row.seconds for row in rows))
+        speed = f"A token is a byte; its speed excludes evaluation and the first step. All runs took {total}."
     facts = (
         f"**Machine:** {one_line(machine)}.",
         f"**Model:** {parameters:,} parameters: {model.layers} blocks of width {model.dim}, {model.heads} query heads "
@@ -49,19 +49,19 @@ def compose(
     paragraphs = (
         "# First training run",
         _wrap(
-            "The demo trains one small Transformer per recipe, from the same seed on the same batches. This command "
-            "measured every number below, in one run:"
+            "The demo trains one small Transformer per recipe, from the same seed on the same batches. Every number "
+            "below is from one run of this command:"
         ),
         f"```\n{command}\n```",
         _wrap(
-            "With `--quick` the runs are shorter and need about a minute on two cores with AVX-512, and several "
-            "without. Ctrl-C saves the current step and names the command that continues."
+            "`--quick` trains fewer steps: about a minute on two idle cores with AVX-512, several minutes without. "
+            "Ctrl-C saves the current step and names the command that continues."
         ),
         markdown_table(rows, timed=timed),
         _wrap(
-            f"Held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "
-            f"{config.seq_len} bytes. `gap to bf16` compares it with the first row; below zero is better than bf16. "
-            f"{allowed}{speed}All runs took {total}."
+            f"The held-out loss is in nats per byte, after {config.steps} steps of {config.batch_size} sequences of "
+            f"{config.seq_len} bytes. The gap compares it with bf16; a gap below zero is better than bf16. "
+            f"{allowed}{speed}".strip()
         ),
         f"![Held-out loss per recipe and gap to bf16]({picture})",
         _wrap(_remarks(rows, timed=timed)),
