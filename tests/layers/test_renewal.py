@@ -145,6 +145,23 @@ def test_frozen_layers_are_renewed_with_their_model_alone() -> None:
     assert seen(model) == [1, 1] and seen(other) == [0, 0]
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_without_a_step_of_its_own_is_renewed_with_any(frozen: bool, copied: bool) -> None:
+    """As its copy, of which nobody knows that it was given its recipe: such as operations without parameters."""
+    place = {"device": "cpu"}
+    part = (
+        nc.Linear(17, 17, **place) if frozen else nc.ops.Sequential(nc.ops.GELU(), nc.ops.Quantize(**place))
+    )
+    model = nn.Sequential(nc.set_recipe(part, RECIPE).requires_grad_(False), nc.Linear(17, 17, **place))
+    model = copy.deepcopy(model) if copied else model
+    for step in (1, 2):
+        model(torch.randn(5, 17)).sum().backward()
+        torch.optim.SGD(model[1].parameters(), lr=0.1).step()
+        layer = model[0] if frozen else model[0][1]
+        assert layer.amax_history_fwd[:, 0].count_nonzero() == step
+
+
 def test_a_step_renews_what_it_changes_in_one_model() -> None:
     model = made()
     show(model)

@@ -28,9 +28,8 @@ from .recipe_owner import forget_autocasts
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, Agreement]] = WeakKeyDictionary()
 
 _MODELS: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
-"""Models that were given their recipes, and the groups over which their amaxes are reduced before each renewal.
-
-In the order in which they were given them, which is that of all ranks."""
+"""Models that were given their recipes, in this order, which is that of all ranks, and the groups over which their
+amaxes are reduced before each renewal."""
 
 
 def renew_with(model: nn.Module, groups: Sequence[Any] = ()) -> None:
@@ -110,7 +109,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     renewed: dict[Any, None] = {}  # each once: a layer of several models rolls its history once a step
     for model, groups in list(_MODELS.items()):
         layers = _layers_of(model)
-        others.difference_update(layers)
+        if groups or any(parameter.requires_grad for parameter in model.parameters()):
+            others.difference_update(layers)  # else no step is the model's own
         here = stepped | _gathered(model, stepped)
         own = [layer for layer in layers if layer.follows(here, False)]
         if own or any(id(parameter) in here for parameter in model.parameters()):
@@ -127,8 +127,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _gathered(model: nn.Module, stepped: set[int]) -> set[int]:
     """Return the ids of the parameters that FSDP2 has gathered of those that an optimizer has, which are sharded."""
-    sharded = sharded_parameters(model).items()
-    return {id(own_parameters(module).get(name)) for (module, name), one in sharded if id(one) in stepped}
+    known = sharded_parameters(model).items()
+    return {id(own_parameters(part).get(name)) for (part, name), one in known if id(one) in stepped}
 
 
 register_optimizer_step_post_hook(_after_step)
