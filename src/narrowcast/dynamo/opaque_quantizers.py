@@ -32,6 +32,7 @@ _MEMBERS = (
     "_is_delayed",
     "_is_stochastic",
     "_joins",
+    "_layout",
     "_minimum_rank",
     "_resolve_storage_cls",
     "_result_name",
