@@ -233,11 +233,6 @@ class Extent:
 
 
 Direction = Literal["rowwise", "columnwise", "both"]
-_SIDES: dict[Direction, tuple[bool, bool]] = {
-    "rowwise": (True, False),
-    "columnwise": (False, True),
-    "both": (True, True),
-}
 
 
 @dataclass(frozen=True)
@@ -260,12 +255,11 @@ class Buffer:
 
     def of_direction(self, columnwise: bool) -> bool:
         """Return whether the operand of that direction reads it."""
-        return _SIDES[self.direction][columnwise]
+        return self.direction in ("both", "columnwise" if columnwise else "rowwise")
 
     def of_usage(self, rowwise: bool, columnwise: bool) -> bool:
         """Return whether a tensor with these directions has this buffer."""
-        with_rows, with_columns = _SIDES[self.direction]
-        return (rowwise and with_rows) or (columnwise and with_columns)
+        return (rowwise and self.of_direction(False)) or (columnwise and self.of_direction(True))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the buffer for a tensor of ``shape`` (symbolic sizes allowed)."""
