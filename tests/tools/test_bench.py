@@ -60,15 +60,18 @@ def test_the_picture_has_no_empty_panel(
     ("words", "message"),
     [
         (["some"], "suite is 'some'; use one of layers, models, all, tiny, account"),
-        (["tiny", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
-        (["--device", "cpu", "--only", "Conv"], "no work of suite 'tiny' has 'Conv' in its name"),
-        (["tiny", "--recipes", "fp7"], "recipe is 'fp7'; use one of delayed"),
-        (["tiny", "--modes", "fast"], "mode is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--only", "Conv"], "--only is 'Conv', which no work of suite 'tiny' has in its name"),
+        (
+            ["--device", "cpu", "--only", "Conv"],
+            "--only is 'Conv', which no work of suite 'tiny' has in its name",
+        ),
+        (["tiny", "--recipes", "fp7"], "--recipes is 'fp7'; use one of delayed"),
+        (["tiny", "--modes", "fast"], "--modes is 'fast'; use one of eager, compiled, graphs"),
         (
             ["tiny", "--optimizer", "Adam"],
-            "optimizer is 'Adam'; the nearest: 'AdamW'; use one of AdamW, FusedAdam",
+            "--optimizer is 'Adam'; the nearest: 'AdamW'; use one of AdamW, FusedAdam",
         ),
-        (["tiny", "--head", "delayed"], "head is 'delayed'; use one of bf16, current, block"),
+        (["tiny", "--head", "delayed"], "--head is 'delayed'; use one of bf16, current, block"),
         (["tiny", "--device", "tpu"], "--device is 'tpu'"),
     ],
 )

@@ -78,10 +78,10 @@ def contenders(
         ValueError: an unknown recipe, mode or optimizer, or a head under a recipe with state.
     """
     checks = (
-        (recipes, RECIPES, "recipe"),
-        (modes, MODES, "mode"),
-        ([optimizer], OPTIMIZERS, "optimizer"),
-        ([head], HEADS, "head"),
+        (recipes, RECIPES, "--recipes"),
+        (modes, MODES, "--modes"),
+        ([optimizer], OPTIMIZERS, "--optimizer"),
+        ([head], HEADS, "--head"),
     )
     for given, known, what in checks:
         for name in given:

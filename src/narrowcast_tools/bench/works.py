@@ -65,7 +65,9 @@ def works(suite: str, only: str = "") -> list[Work]:
         raise ValueError(f"suite is {not_among(suite, (*SUITES, 'account'))}")
     found = [work for work in SUITES[suite] if only in work.name]
     if not found:
-        raise ValueError(f"no work of suite {shown(suite)} has {shown(only)} in its name")
+        raise ValueError(
+            f"--only is {shown(only)}, which no work of suite {shown(suite)} has in its name; leave it out for all"
+        )
     return found
 
 

@@ -6,6 +6,7 @@ declares the options, and each command imports its work when it runs.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import shutil
@@ -70,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingError as error:
         return _fail(str(error), 1)
     except usage_error as error:
-        # Typer's message does not always name the value; the words do.
-        return _fail(f"{_what_is_wrong(error, words)} (you typed: {typed}; see --help)", 2)
+        return _fail(_what_is_wrong(error, words), 2)
     except Interrupted as error:
         return _fail(f"{error}{_how_to_go_on(words) if error.resumable else ''}", error.code)
     except (KeyboardInterrupt, typer.Abort):
@@ -82,17 +82,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
-    """Return what Typer found; of a value that is no number in our words, as Typer's differ between its releases."""
-    found = error.format_message()
-    names, whole = getattr(getattr(error, "param", None), "opts", []), "integer" in found
+    """Return what is wrong in our words, as Typer's differ between its releases: name, value, remedy."""
+    found, kind, param = error.format_message(), type(error).__name__, getattr(error, "param", None)
+    names = [str(one.callback.__name__) for one in app.registered_commands if one.callback]
+    name = next((word for word in words if not word.startswith("-")), "")
+    program = f"narrowcast {name}" if name in names else "narrowcast"
+    look = f"{program} --help lists"
+    if option := getattr(error, "option_name", ""):
+        if "requires" in found:
+            return f"{option} has no value; give it one, as {program} --help says"
+        alike = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
+        return f"{program} has no option {option}; {f'the nearest: {alike[0]}; ' if alike else ''}{look} all"
+    if kind == "MissingParameter":
+        return f"{getattr(param, 'name', 'an argument')} is missing; {look} what {program} needs"
+    if param is None:
+        if program == "narrowcast" and name:
+            alike = difflib.get_close_matches(name, names, 1)
+            return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r}; ' if alike else ''}{look} all"
+        return error.message if kind == "BadParameter" else f"{_uncapitalized(found)}; {look} what it takes"
     values = []
     for word, following in zip(words, [*words[1:], ""]):
-        name, equals, value = word.partition("=")
-        if name in names:
+        start, equals, value = word.partition("=")
+        if start in param.opts:
             values.append(value if equals else following)
-    if not values or not (whole or "number" in found or "float" in found):
-        return found
-    return f"{names[0]} is {values[-1]!r:.60}; use a {'whole number' if whole else 'number'}"
+    if not values:
+        return f"{_uncapitalized(found)}; {look} what it takes"
+    kinds = (("integer", "a whole number"), ("number", "a number"), ("float", "a number"))
+    use = next((text for part, text in kinds if part in found), f"one that {program} --help names")
+    return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
+
+
+def _uncapitalized(message: str) -> str:
+    return message[:1].lower() + message[1:].rstrip(".")
 
 
 def _how_to_go_on(words: list[str]) -> str:

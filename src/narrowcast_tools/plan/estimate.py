@@ -113,7 +113,7 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
     if layout.gpus % groups:
         split = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
         product = " x ".join(f"{name} {ranks}" for name, ranks in split.items() if ranks > 1)
-        raise ValueError(f"{product} does not divide {layout.gpus} GPUs")
+        raise ValueError(f"{product} does not divide {layout.gpus} GPUs; use sizes whose product does")
     rules = (
         (layout.tp > HOST or model.heads % layout.tp, f"tp must divide the heads and be at most {HOST}"),
         (

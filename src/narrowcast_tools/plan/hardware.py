@@ -65,12 +65,12 @@ STOLEN = 20 / 132  # share of the multiprocessors that communication takes while
 RESERVE = 0.92  # share of the memory that a plan may fill
 
 
-def find(name: str, known: Mapping[str, T], option: str, problem: str, *, suggest: bool = True) -> T:
+def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, suggest: bool = True) -> T:
     """Return the entry of a name.
 
     Args:
         option: that takes the name, for the message.
-        problem: what is wrong with a name that has no entry.
+        why: what is wrong with a name that has no entry, after the name.
         suggest: whether the message has the name that looks like it.
 
     Raises:
@@ -80,19 +80,19 @@ def find(name: str, known: Mapping[str, T], option: str, problem: str, *, sugges
         return known[name]
     alike = difflib.get_close_matches(name.lower(), known, 1) if suggest else []
     near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
-    raise ValueError(f"{problem} {name!r:.60}{near}; {option} takes one of {', '.join(known)}")
+    raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {', '.join(known)}")
 
 
 def find_gpu(name: str) -> Gpu:
     """Return a GPU; ValueError for an unknown name."""
-    return find(name, GPUS, "--gpu", "unknown GPU")
+    return find(name, GPUS, "--gpu")
 
 
 def find_optimizer(name: str) -> tuple[float, float, float]:
     """Return the bytes of a weight, its gradient and its state; ValueError for an unknown name."""
-    return find(name, OPTIMIZERS, "--optimizer", "unknown optimizer")
+    return find(name, OPTIMIZERS, "--optimizer")
 
 
 def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
-    return find(recipe, RECIPES, "--recipe", "these GPUs have no measured rates for recipe")
+    return find(recipe, RECIPES, "--recipe", ", for which these GPUs have no measured rates")

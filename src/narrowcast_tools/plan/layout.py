@@ -93,7 +93,8 @@ def plan(
         raise ValueError(refused)
     missing = smallest.total_memory - RESERVE * machine.memory
     raise ValueError(
-        f"{model} does not fit {gpus} GPUs of {gpu}: the smallest layout tried ({smallest.layout}"
+        f"{model} does not fit {gpus} {gpu} {'GPU' if gpus == 1 else 'GPUs'}: "
+        f"the smallest layout tried ({smallest.layout}"
         f"{', recomputing' if smallest.layout.recompute else ''}) needs {gib(smallest.total_memory)} each, "
         f"{gib(missing)} more than {gib(RESERVE * machine.memory)}, {RESERVE:.0%} of its memory; "
         "use more GPUs, shorter sequences, or leave --tp, --pp, --ep and --recompute to the search"

@@ -236,7 +236,7 @@ def resolve_device(word: str) -> str:
         SettingsError: the word is unknown, or CUDA was requested and is absent.
     """
     if word not in ("auto", "cpu", "cuda"):
-        raise SettingsError(f"unknown device {shown(word)}; --device takes auto, cpu or cuda")
+        raise SettingsError(f"--device is {shown(word)}; use one of auto, cpu, cuda")
     if word == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda" and not torch.cuda.is_available():

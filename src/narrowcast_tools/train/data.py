@@ -68,7 +68,9 @@ def load_corpus(path: Path | None, *, seq_len: int, tokens: Tokens | None = None
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     source = "the Python standard library's sources" if path is None else str(path)
     if not root.exists():
-        raise SettingsError(f"no file or folder at {source}; give --data an existing text file or folder")
+        raise SettingsError(
+            f"--data is {source}, where no file or folder is; give an existing text file or folder"
+        )
     if path is None:
         return split(_Reader(".py", LEFT_OUT).read(root), seq_len=seq_len, source=source, tokens=tokens)
     if root.is_file():

@@ -72,7 +72,7 @@ def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
     if name not in CHOICES:
         known = ", ".join([*CHOICES, *ALIASES, *others])
         nearest = nc.recipe.nearest_recipe(word)
-        raise SettingsError(f"unknown recipe {shown(word)}{nearest}; {option} takes one of {known}")
+        raise SettingsError(f"{option} is {shown(word)}{nearest}; use one of {known}")
     return name
 
 

@@ -114,15 +114,15 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model 7b", "unknown model '7b'; --model takes one of 8b, 70b, 405b, 671b"),
-        ("--model 13b", "unknown model '13b'; --model takes one of 8b, 70b, 405b, 671b"),
+        ("--model 7b", "--model is '7b'; use one of 8b, 70b, 405b, 671b"),
+        ("--model 13b", "--model is '13b'; use one of 8b, 70b, 405b, 671b"),
         (
             "--recipe mxfp8",
-            "these GPUs have no measured rates for recipe 'mxfp8'; --recipe takes one of bf16",
+            "--recipe is 'mxfp8', for which these GPUs have no measured rates; use one of bf16",
         ),
-        ("--gpu b200", "unknown GPU 'b200'; the nearest: 'h200'; --gpu takes one of h100"),
+        ("--gpu b200", "--gpu is 'b200'; the nearest: 'h200'; use one of h100"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
-        ("--gpus 8 --tp 3", "Invalid value: tp 3 does not divide 8 GPUs"),
+        ("--gpus 8 --tp 3", "narrowcast: tp 3 does not divide 8 GPUs; use sizes"),
         ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
         ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
         ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
@@ -131,7 +131,7 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ("--gpus 8 --recipe bf16 --fp8-gather", "an FP8 gather needs an FP8 recipe"),
         (
             "--model 405b --gpus 8",
-            "405b does not fit 8 GPUs of h200: the smallest layout tried (FSDP 1 x TP 8",
+            "405b does not fit 8 h200 GPUs: the smallest layout tried (FSDP 1 x TP 8",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_options_of_memory() -> None:
     )
     assert result.layout.micro_batches == 1 and result.total_memory < 70 * 2**30
     for options, message in (
-        ({"optimizer": "sgd"}, "takes one of adamw,"),
+        ({"optimizer": "sgd"}, "use one of adamw,"),
         ({"saved_activations": "fp4"}, "use fp8"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -41,7 +41,7 @@ INSIDE: dict = {"step_in_backward": True}
         ({**INSIDE, "accumulate": 2}, r"--accumulate is 2; .*give 1, or --no-step-in-backward"),
         ({**INSIDE, "clip": math.inf, "graphs": True}, r"--graphs is on; .*give --no-graphs"),
         ({**INSIDE, "clip": math.inf, "compile": True}, r"--compile is on; .*add --by-block"),
-        ({"recipe": "fp7"}, r"unknown recipe 'fp7'; --recipe takes one of bf16, delayed"),
+        ({"recipe": "fp7"}, r"--recipe is 'fp7'; use one of bf16, delayed"),
     ],
 )
 def test_bad_training_settings(changes: dict, message: str) -> None:
@@ -89,7 +89,7 @@ def test_device_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu") == "cpu"
     with pytest.raises(SettingsError, match=r"--device cuda was asked for, but .* use --device cpu"):
         resolve_device("cuda")
-    with pytest.raises(SettingsError, match=r"unknown device 'tpu'; --device takes auto, cpu or cuda"):
+    with pytest.raises(SettingsError, match=r"--device is 'tpu'; use one of auto, cpu, cuda"):
         resolve_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == "cuda"

@@ -152,7 +152,7 @@ def test_the_default_text_is_there() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, r"no file or folder at .*text; give --data an existing"),
+        (lambda path: None, r"--data is .*text, where no file or folder is; give an existing"),
         (
             lambda path: path.write_bytes(b""),
             r"text holds 0 bytes .* --seq-len 16 needs at least 170",

@@ -125,7 +125,7 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
         (["run", "--temperature", "nan"], ["--temperature is nan"]),
         (["run", "--top-k", "-1"], ["--top-k is -1"]),
         (["run", "--prompt", ""], ["--prompt is empty"]),
-        (["run", "--recipe", "fp7"], ["unknown recipe 'fp7'"]),
+        (["run", "--recipe", "fp7"], ["--recipe is 'fp7'"]),
         (["run", "--graphs"], ["--graphs", "leave --graphs out"]),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) and value[0] == "run" else "",

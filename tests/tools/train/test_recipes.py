@@ -25,7 +25,7 @@ def test_names() -> None:
     assert [recipe_name(name) for name in CHOICES] == list(CHOICES)
     assert recipe_name("none") == "bf16"
     assert recipe_name("tensorwise") == "current" and set(CHOICES) == {"bf16", *nc.recipe.NAMES}
-    told = r"unknown recipe 'MXFP8'; the nearest: 'mxfp8'.*; --recipe takes one of bf16, delayed, "
+    told = r"--recipe is 'MXFP8'; the nearest: 'mxfp8'.*; use one of bf16, delayed, "
     with pytest.raises(SettingsError, match=told):
         recipe_name("MXFP8")
 
