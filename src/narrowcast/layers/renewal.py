@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _checks
 from .._tracing import refuse_in_graphs
-from ..state import OWNERS, Agreement, has_ranks, reduce_amax, renew, warn_of_no_reduction
+from ..functional.collectives import group_size
+from ..state import OWNERS, Agreement, reduce_amax, renew, warn_of_no_reduction
 from ..upstream.autograd import is_in_backward
 from ..upstream.fsdp import sharded_parameters
 from ..upstream.modules import own_parameters
@@ -89,7 +90,7 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
 
 def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
     layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
-    if any(layer.lacks_reduction() for layer in layers) and has_ranks():
+    if any(layer.lacks_reduction() for layer in layers) and group_size(None) > 1:
         warn_of_no_reduction()
     renew(owners, unless=unless)
     for layer in layers:

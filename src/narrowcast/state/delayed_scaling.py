@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import reference
 from .._checks import article
 from ..functional import renew_delayed_scaling
+from ..functional.collectives import group_size
 from ..recipe import DelayedScaling, Mode
 
 
@@ -140,14 +141,6 @@ def _renew_with_callables(slots: DelayedSlots) -> None:
     amax.zero_()
 
 
-def has_ranks(group: Any = None) -> bool:
-    """Return whether a group, or the default one, has several ranks."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
-    )
-
-
 def warn_of_no_reduction() -> None:
     """Warn once that ranks renew scales from amaxes of their own."""
     if "alone" not in _SAID:
@@ -216,7 +209,7 @@ def reduce_amax(
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
     agreement, distributed = agreement or Agreement(), torch.distributed
-    if not has_ranks(group):
+    if group_size(group) == 1:
         return
     device = next((slots.amax.device for _, slots in states if slots is not None), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
