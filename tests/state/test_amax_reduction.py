@@ -191,22 +191,16 @@ def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, An
 
 def test_nobody_waits_for_a_device_to_compare_scales() -> None:
     """What a GPU found is told by the first reduction that finds it there."""
-
-    class Event:
-        passed = False
-
-        def query(self) -> bool:
-            return self.passed
-
     delayed_scaling._SAID.discard("differ")
-    agreement, event = delayed_scaling.Agreement(), Event()
-    agreement._differ, agreement._written = torch.tensor(True), event
+    agreement, scales = delayed_scaling.Agreement(), torch.tensor([2.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        agreement.compare(torch.tensor([2.0]), torch.tensor([-1.0]))  # waits for the one before
-    event.passed = True
+        for _ in range(2):
+            agreement.compare(scales, -scales)
+    assert agreement._differ is not None
+    agreement._differ.fill_(True)  # as a device does that got there
     with pytest.warns(UserWarning, match="differ between ranks"):
-        agreement.compare(torch.tensor([2.0]), torch.tensor([-2.0]))
+        agreement.compare(scales, -scales)
 
 
 def test_without_ranks_nothing_is_reduced() -> None:

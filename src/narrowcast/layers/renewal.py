@@ -55,7 +55,7 @@ def renew_delayed_scaling(model: nn.Module) -> nn.Module:
         RuntimeError: in compiled code.
     """
     refuse_in_graphs("narrowcast.renew_delayed_scaling(model) belongs outside of compiled code")
-    _renew(_layers_of(model))
+    _renew(layers_of(model))
     return model
 
 
@@ -74,10 +74,10 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
         TypeError: ``model`` is no module.
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
-    _reduce(model, _layers_of(model), group)
+    _reduce(model, layers_of(model), group)
 
 
-def _layers_of(model: nn.Module) -> list[DelayedLayer]:
+def layers_of(model: nn.Module) -> list[DelayedLayer]:
     _checks.module("model", model)
     return [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
 
@@ -109,7 +109,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     stepped = {id(one) for one in parameters if outside or one.grad is not None}
     renewed: dict[Any, None] = {}  # each once: a layer of several models rolls its history once a step
     for model, groups in list(_MODELS.items()):
-        layers = _layers_of(model)
+        layers = layers_of(model)
         if groups or any(parameter.requires_grad for parameter in model.parameters()):
             others.difference_update(layers)  # else no step is the model's own
         here = stepped | _gathered(model, stepped)
