@@ -12,6 +12,7 @@ import torch.distributed as dist
 from delayed_simulation import OF_LAYERS, Simulation, draw, make_layer
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
@@ -91,6 +92,22 @@ def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bo
     return [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
 
 
+def histories_of_two_models(rank: int, zero: bool) -> list[list[float]]:
+    """Histories of the inputs of two models after two steps, if each rank's optimizer has the weight of one of them."""
+    models = [nc.Linear(16, 16, bias=False, device="cpu") for _ in range(2)]
+    for model in models:
+        nc.set_recipe(model, REDUCED, amax_group=dist.group.WORLD)
+    weights = [model.weight for model in models]
+    step = torch.optim.SGD([weights[rank]], lr=0.1).step
+    if zero:
+        step = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=0.1).step
+    for _ in range(2):
+        for size, model in enumerate(models, 1):
+            model(torch.full((4, 16), size * (1.0 + rank))).sum().backward()
+        step()
+    return [model.amax_history_fwd[:, 0].tolist() for model in models]
+
+
 def work(rank: int) -> Any:
     everyone, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
     cases = {"default": (REDUCED, None), "group": (REDUCED, everyone), "alone": (REDUCED, alone)}
@@ -113,6 +130,7 @@ def work(rank: int) -> Any:
         delayed_scaling.reduce_amax(slots, agreement=agreement)
         counts.append(agreement.count)
     results["slots"] = counts, mine, other
+    results["two models"] = [histories_of_two_models(rank, zero) for zero in (False, True)]
     results["often"] = differences_said(rank, REDUCED, True)
     results["seldom"] = differences_said(rank, REDUCED, False)
     results["seldom, local"] = differences_said(rank, LOCAL, False)
@@ -178,6 +196,11 @@ def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any
             f"this rank's model keeps {4 * (rank + 1)} delayed scales, others keep between 4 and 8"
             in (ranks[rank]["refused"])
         )
+
+
+def test_two_models_are_renewed_together_if_each_ranks_optimizer_has_one(ranks: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        assert ranks[rank]["two models"] == [[[0.0, 2.0, 2.0], [0.0, 4.0, 4.0]]] * 2
 
 
 def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, Any]]) -> None:

@@ -235,7 +235,7 @@ def warn_of_no_renewal(name: str) -> None:
 
 def _check_count(count: int, group: Any) -> None:
     """Raise if the ranks' models keep states of different sizes: on all of them, where the reduction would hang."""
-    counts = [count] * torch.distributed.get_world_size(group)
+    counts = [count] * group_size(group)
     torch.distributed.all_gather_object(counts, count, group=group)
     if len(set(counts)) > 1:
         raise RuntimeError(
