@@ -1,4 +1,4 @@
-# make demo | install | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | fuzz | test-neighbours: each makes the virtual environment it needs
+# make demo | install | test | slice | small | matrix | kernels | lint | docs | bench | plots | soak | test-neighbours: each makes the virtual environment it needs
 # and installs into it, once. TORCH=torch==2.14.1 takes that PyTorch, in .venv-2.14.1, instead of the newest tested one that
 # pip can have.
 TORCH ?=
@@ -19,7 +19,7 @@ bin := $(VENV)/bin
 pytest = $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 listed = $(shell sed 's/ *\#.*//' .ci/$(1))
 
-.PHONY: demo install test slice small matrix kernels lint docs bench plots soak fuzz mutants census test-neighbours
+.PHONY: demo install test slice small matrix kernels lint docs bench plots soak mutants census test-neighbours
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 
@@ -88,10 +88,6 @@ bench: $(installed)-train
 # An hour of random cases, or SOAK_ARGS="--minutes 5".
 soak: $(installed)-test
 	$(bin)/python -m tests.fuzz $(SOAK_ARGS)
-
-# Three minutes of them with new seeds, as CI does: half as long on each of two cores.
-fuzz: $(installed)-test
-	seq $(JOBS) | xargs -P $(JOBS) -I{} $(bin)/python -m tests.fuzz --minutes 1 --effort 0.05 --device cpu
 
 # Two thousand small changes of the code, each of which its tests must notice: some core-hours. MUTANTS_ARGS="--jobs 8"
 mutants: $(installed)-test

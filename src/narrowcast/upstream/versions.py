@@ -17,9 +17,6 @@ TESTED_TORCH = {
 }
 """Releases of PyTorch, oldest first, each with the Triton that it was tested with."""
 OLDEST_TORCH, *_, NEWEST_TORCH = TESTED_TORCH
-CI_TORCH = (OLDEST_TORCH, "2.13.0")
-"""CI runs the whole suite on the newest PyTorch, the tests that depend on the release (.ci/slice) on the oldest, and a
-few tests (.ci/small) on the others of these."""
 TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 TESTED_PYTHON = {
     "3.10": "2.14.1",  # PyTorch 2.15 is not there for it
