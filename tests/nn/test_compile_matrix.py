@@ -687,7 +687,7 @@ def training_run(cell: Cell, between: Callable[[], None] = lambda: None) -> list
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "TransformerLayer"])
 def test_training_run(module: str, recipe: str) -> None:
     """At most one graph per {grad on or off, first or later microbatch or neither}, however often they alternate, and
     one more for other token counts."""

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from modules import assert_same, compare_compiled, make_input, randomized, step
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
@@ -132,7 +131,6 @@ def test_returned_input_keeps_its_dtype() -> None:
 def test_backward_override(kind: str, override: str) -> None:
     recipe = dataclasses.replace(RECIPES[kind], backward_override=override)  # type: ignore[type-var]
     compare_composed(make_layer(), recipe)
-    compare_compiled(make_layer(), K, recipe, steps=1)
 
 
 def test_is_torchs_layer_in_high_precision() -> None:
@@ -144,34 +142,15 @@ def test_is_torchs_layer_in_high_precision() -> None:
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", kinds(RECIPES))
-def test_compiled(name: str) -> None:
-    compare_compiled(make_layer(), K, RECIPES[name], steps=3)
-
-
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "name", ["delayed", "nvfp4"]
-)  # without a recipe, inductor fuses sums into matrix products
-def test_inductor(name: str) -> None:
-    compare_compiled(make_layer(return_layernorm_output=True), K, RECIPES[name], backend="inductor")
+def test_the_norm_output_under_inductor() -> None:
+    compare_compiled(make_layer(return_layernorm_output=True), K, RECIPES["delayed"], backend="inductor")
 
 
-@pytest.mark.parametrize("name", kinds(RECIPES))
+@pytest.mark.parametrize("name", ["delayed", "nvfp4"])
 def test_compiled_with_everything_returned(name: str) -> None:
     options = {"return_layernorm_output": True, "return_bias": True, "normalization": "RMSNorm"}
     compare_compiled(make_layer(**options), K, RECIPES[name])
-
-
-@pytest.mark.parametrize("name", kinds(RECIPES))
-def test_compiled_with_dynamic_shapes(name: str) -> None:
-    compare_compiled(make_layer(), K, RECIPES[name], steps=3, dynamic=True)
-
-
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
-def test_weight_cache(name: str) -> None:
-    calls = [{"is_first_microbatch": first} for first in (True, False, False, True, None)]
-    compare_compiled(make_layer(), K, RECIPES[name], calls=calls)
 
 
 @pytest.mark.covering(1)
@@ -187,66 +166,43 @@ def test_frozen(name: str, frozen: str) -> None:
             x = x.detach()
         else:
             getattr(layer, part).requires_grad_(False)
-    compiled = copy.deepcopy(layer)
-    forward = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    eager = step(copy.deepcopy(layer), x, RECIPES[name])
-    assert {f"d {part}" for part in frozen.split("+")} == everything.keys() - eager.keys()
-    assert_same(step(compiled, x, RECIPES[name], forward), eager)
+    results = step(layer, x, RECIPES[name])
+    assert {f"d {part}" for part in frozen.split("+")} == everything.keys() - results.keys()
     if name != "nvfp4":  # stochastic rounding draws other bits when fewer operands are made
-        assert_same(eager, {key: everything[key] for key in eager})
+        assert_same(results, {key: everything[key] for key in results})
 
 
-@pytest.mark.parametrize("name", kinds(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_retain_graph(name: str) -> None:
     layer, x = make_layer(), make_input(K)
-    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-            loss = forward(x).float().square().sum()
-        results = []
-        for retain in (True, False):
-            torch.manual_seed(7)
-            results.append(torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=retain))
-        assert all(torch.equal(a, b) for a, b in zip(*results))
+    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
+        loss = layer(x).float().square().sum()
+    results = []
+    for retain in (True, False):
+        torch.manual_seed(7)
+        results.append(torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=retain))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-@pytest.mark.parametrize("name", kinds(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_no_grad(name: str) -> None:
     layer, x = make_layer(), make_input(K)
-    forward = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
         expected = layer(x)
         for manager in (torch.no_grad, torch.inference_mode):
             with manager():
                 assert torch.equal(layer(x), expected)
-                assert torch.equal(forward(x), expected)
 
 
-@pytest.mark.parametrize("name", kinds(QUANTIZED))
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_parameters(name: str) -> None:
     with nc.quantized_model_init(recipe=RECIPES[name]):
         layer = make_layer()
     assert isinstance(layer.weight, nc.QuantizedTensor)
     assert not isinstance(layer.layer_norm_weight, nc.QuantizedTensor)
-    results = []
-    for forward in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        layer.reset_delayed_scaling()
-        results.append(step(layer, make_input(K), RECIPES[name], forward))
-    assert_same(*results)
     other = RECIPES["mxfp8" if name != "mxfp8" and name != "custom" else "block"]
     with nc.autocast(recipe=other), pytest.raises(RuntimeError, match="quantized_model_init"):
         layer(make_input(K))
-
-
-@pytest.mark.parametrize("name", ["none", "delayed"])
-def test_graph_count(name: str) -> None:
-    layer, counter = make_layer(), CompileCounterWithBackend("aot_eager")
-    forward = torch.compile(layer, fullgraph=True, backend=counter)
-    for _ in range(3):
-        step(layer, make_input(K), RECIPES[name], forward)
-    assert counter.frame_count == 1
-    for tokens in range(33, 43):
-        step(layer, make_input(K, tokens), RECIPES[name], forward)
-    assert counter.frame_count <= 2
 
 
 # -- what runs and what is kept ----------------------------------------------------------------------------------------
