@@ -39,7 +39,7 @@ def check(cast: Cast, device: torch.device, known: Tensor, times: int = 2) -> li
     "shape", [(1,), (33, 17), (130, 190), (3, 5, 7), (0, 8), (9000,), (128, 128)], ids=str
 )
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.covering
+@pytest.mark.covering(1)
 def test_tensors(shape: tuple[int, ...], kind: str, fmt: ElementFormat, device: torch.device) -> None:
     x = make(kind, shape, torch.bfloat16) if 0 not in shape else torch.zeros(shape)
     for columnwise in (False, True):

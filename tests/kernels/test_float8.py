@@ -127,6 +127,7 @@ def test_flags_and_strides(device: torch.device) -> None:
             assert_bitwise(a, b, name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["normal", "special"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(16, 24), (3, 700, 16), (37, 50), (3, 5120), (0, 4)], ids=str)

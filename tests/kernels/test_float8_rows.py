@@ -19,6 +19,7 @@ KINDS = ("normal", "special", "tiny", "huge", "ties", "zeros")
 SHAPES = [(1, 7), (7, 1), (33, 130), (3, 5, 128), (2, 5000), (65, 300), (0, 8), (8, 0)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", reference.RULES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equal_to_the_reference(shape: tuple[int, ...], rule: str, device: torch.device) -> None:

@@ -95,7 +95,7 @@ def check(
     )
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("normalization", reference.NORMALIZATIONS)
 @pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

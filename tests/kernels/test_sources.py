@@ -129,7 +129,7 @@ PRODUCERS: dict[str, Callable[[tuple[int, ...], torch.dtype], Callable]] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -137,6 +137,7 @@ def test_sources(quantize: str, shape: tuple[int, ...], producer: str, device: t
     _check(PRODUCERS[producer](shape, DTYPES[SHAPES.index(shape) % 3]), quantize, device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", [(1, 2), (33, 34), (130, 128), (0, 8)], ids=str)
 def test_gradients_of_logits(quantize: str, shape: tuple[int, int], device: torch.device) -> None:
@@ -172,7 +173,7 @@ CONVERSIONS = [
 CONVERSIONS.append((torch.bfloat16, torch.bfloat16))
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["special", "tiny"])
@@ -191,7 +192,7 @@ def test_rounded_elements_are_written_nowhere(device: torch.device) -> None:
             QUANTIZERS[quantize](kernels, source, True, False)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("kind", "quantize"), [("normal", "given scale"), ("special", "block 1-D"), ("wide", "mxfp8")]
 )
@@ -253,6 +254,7 @@ def test_a_norm_wanted_as_a_matrix_is_one(device: torch.device) -> None:
         assert_bitwise(a, b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("shape", [(1, 4), (5, 3), (130, 132), (64, 128), (0, 4)], ids=str)
 def test_column_sums(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:

@@ -48,7 +48,7 @@ def trained(module: nn.Module, x: Tensor, compiled: bool) -> list[Tensor]:
     return [y.detach(), x.grad, *[p.grad for p in module.parameters()]]  # type: ignore[list-item]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)

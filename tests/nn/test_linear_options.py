@@ -93,7 +93,7 @@ class Twice(nn.Module):
         return x
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize("kind", ["linear", "norm", "high precision", "stored"])
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def cast(module: nc.Linear) -> None:
 CHANGES = [optimizer_step, load, edit, assign_data, edit_data, replace, cast]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", kinds(QUANTIZED))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)

@@ -142,6 +142,7 @@ def gradients_of(y: torch.Tensor, layers: list[Any]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", [RECIPE, nc.recipe.Float8CurrentScaling()], ids=type)
 @pytest.mark.parametrize("high", HIGH)

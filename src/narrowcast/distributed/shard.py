@@ -15,7 +15,6 @@ from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage, renew_with
-from ..layers.described import describe_tensor, how_stored
 from ..layers.parameters import weight_quantizer
 from ..layers.replicas import check_gradients_are_reduced
 from ..layers.set_recipe import Model
@@ -28,12 +27,13 @@ from ..quantizers import (
 )
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
-from ..tensors import QuantizedTensor
+from ..tensors import QuantizedTensor, local, spread_like
 from ..upstream.compiler import traces_own_hooks
 from ..upstream.fsdp import (
     gathers_in_backward,
     gradient_dtypes,
     has_reduction_hook,
+    is_distributed,
     keeps_after_backward,
     parameter_groups,
     reshard,
@@ -251,7 +251,7 @@ class _Chosen:
             return "a part of a weight"
         if recipe is None:
             return "its layer has no recipe"
-        if describe_tensor(parameter).mesh is not None:
+        if is_distributed(parameter):
             return "a DTensor already"
         if not layer.takes_codes():
             return "its layer transposes the weight"
@@ -501,9 +501,8 @@ class _SavePlain:
 
     def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         value = state_dict.get(prefix + self.name)
-        if how_stored(value) == "master":
-            record = describe_tensor(value)
-            state_dict[prefix + self.name] = record.spread(record.values())
+        if isinstance(local(value), ShardedWeight):
+            state_dict[prefix + self.name] = spread_like(local(value)._shard.detach(), value)
 
 
 class _Rewrap:
@@ -515,9 +514,9 @@ class _Rewrap:
     def __call__(self, layer: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         value: Any = state_dict.get(prefix + self.name)
         assigned = metadata.get("assign_to_params_buffers", False)
-        if not assigned or value is None or how_stored(value) == "master":
+        if not assigned or value is None or isinstance(local(value), ShardedWeight):
             return
-        record = describe_tensor(value)
-        if record.mesh is not None:
-            own = ShardedWeight(record.held.detach(), self.gather)
-            state_dict[prefix + self.name] = record.spread(own)
+        if is_distributed(value):
+            state_dict[prefix + self.name] = spread_like(
+                ShardedWeight(local(value).detach(), self.gather), value
+            )

@@ -25,6 +25,7 @@ from .delayed_scaling import (
     DelayedSlots,
     asks_callables,
     fp8_max,
+    has_ranks,
     reduce_amax,
     renew,
     unseen_scale,
