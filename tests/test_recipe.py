@@ -445,12 +445,12 @@ def test_equal_fields_are_equal_recipes(kind: type[Recipe]) -> None:
 
 
 @each_kind
-def test_repr_names_every_field_and_is_stable(kind: type[Recipe]) -> None:
+def test_repr_names_what_was_changed_and_is_stable(kind: type[Recipe]) -> None:
     recipe = make(kind)
     assert repr(recipe) == repr(make(kind))
-    assert all(f"{field.name}=" in repr(recipe) for field in dataclasses.fields(kind))
     for fields in CHANGES[kind]:
-        assert repr(make(kind, **fields)) != repr(recipe)
+        changed = repr(make(kind, **fields))
+        assert changed != repr(recipe) and all(f"{name}=" in changed for name in fields)
 
 
 @each_kind

@@ -42,6 +42,11 @@ def shown(value: Any) -> str:
     return text
 
 
+def shape_of(x: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor for a message; in a trace the sizes that it got, not the symbols for them."""
+    return tuple(operator.index(size) for size in x.shape)
+
+
 def article(name: str) -> str:
     """Return a name with its article: `an int`, `a list`, `an MXFP8Tensor`."""
     return f"{'an' if _AN.match(name) else 'a'} {name}"

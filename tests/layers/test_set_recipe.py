@@ -330,6 +330,25 @@ def test_none_on_a_plain_layer_is_what_that_is() -> None:
         nc.set_recipe(model, {"head": MXFP8})
 
 
+def test_a_printed_recipe_shows_what_differs_from_its_defaults() -> None:
+    """Its 14 fields, most at their defaults, filled a screen per layer in get_recipes."""
+    recipe = nc.recipe
+    for one, printed in (
+        (recipe.Float8CurrentScaling(), "Float8CurrentScaling()"),
+        (recipe.NVFP4BlockScaling(disable_rht=True), "NVFP4BlockScaling(disable_rht=True)"),
+        (
+            recipe.DelayedScaling(margin=1, fp8_format=recipe.Format.E4M3),
+            "DelayedScaling(margin=1, fp8_format=Format.E4M3)",
+        ),
+    ):
+        assert repr(one) == printed
+        assert eval(printed, vars(recipe)) == one
+    given = recipe.Float8CurrentScaling(fp8_quant_fwd_inp=recipe.QParams(power_2_scale=True))
+    assert "fp8_quant_fwd_inp=QParams(power_2_scale=True" in repr(given)
+    model = nn.Sequential(nc.Linear(16, 16, recipe="current"))
+    assert str(nc.get_recipes(model)) == "{'0': Float8CurrentScaling()}"
+
+
 @pytest.mark.parametrize(
     ("layer", "shown"),
     [

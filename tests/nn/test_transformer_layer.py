@@ -554,3 +554,24 @@ def test_wrong_inputs_are_told() -> None:
         make_attention()(x, encoder_output=x)
     with pytest.raises(ValueError, match=f"hidden_size={H}|in_features={H}"):
         layer(x[..., :5])
+
+
+@pytest.mark.parametrize("name", ["self_attn_mask_type", "enc_dec_attn_mask_type"])
+def test_a_wrong_mask_is_named_as_the_layer_names_it(name: str) -> None:
+    told = f"^{name} is 'casual'; the nearest: 'causal'"
+    with pytest.raises(ValueError, match=told):
+        nc.TransformerLayer(32, 64, 4, **{name: "casual"})
+    layer = nc.TransformerLayer(32, 64, 4, layer_type="decoder")
+    x = torch.zeros(2, 1, 32)
+    with pytest.raises(ValueError, match=told):
+        layer(x, encoder_output=x, **{name: "casual"})
+    with pytest.raises(ValueError, match="^enc_dec_window_size is 3; give"):
+        layer(x, encoder_output=x, enc_dec_window_size=3)
+
+
+@pytest.mark.parametrize("layer", [nc.Linear(32, 32), nc.RMSNorm(32), nc.LayerNormMLP(32, 64)], ids=type)
+def test_a_wrong_shape_in_a_graph_is_told_in_numbers(layer: torch.nn.Module) -> None:
+    """The compiler's symbols, as in (s54, s5), said nothing of the input."""
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    with pytest.raises(Exception, match=r"input has shape \(8, 48\)"):
+        compiled(torch.zeros(8, 48))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, not_among, shown
+from .._checks import is_one_of, not_among, shape_of, shown
 from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule
@@ -49,7 +49,7 @@ def separate(
         raise ValueError(f"qkv_interleave_dim is {dim}; it must be -3 or -2")
     if whole.dim() not in (4, 5) or whole.shape[dim] != count or whole.stride(-1) != 1:
         raise ValueError(
-            f"{name} has shape {tuple(whole.shape)} and strides {whole.stride()}; it must have one dim more than its "
+            f"{name} has shape {shape_of(whole)} and strides {whole.stride()}; it must have one dim more than its "
             f"format, of size {count} at {dim}, and its last dim contiguous"
         )
     parts = whole.unbind(dim)
@@ -84,7 +84,7 @@ def _check_lengths(
             continue
         if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 2:
             raise TypeError(
-                f"{name} is {cu.dtype} of shape {tuple(cu.shape)}; it must be torch.int32 of shape (batch + 1,)"
+                f"{name} is {cu.dtype} of shape {shape_of(cu)}; it must be torch.int32 of shape (batch + 1,)"
             )
         if not thd and cu.shape[0] != _batch(q, qkv_format) + 1:
             raise ValueError(
@@ -161,7 +161,7 @@ def masks_of(
     for part, length in zip(both, lengths):
         if part.shape != (batch, 1, 1, length):
             raise ValueError(
-                f"attention_mask has shape {tuple(part.shape)}, expected {(batch, 1, 1, length)}; queries and keys of "
+                f"attention_mask has shape {shape_of(part)}, expected {(batch, 1, 1, length)}; queries and keys of "
                 "different lengths need a pair of masks"
             )
     return (both[0], both[1]), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks import is_one_of, not_among, shown, tensor
+from .._checks import is_one_of, not_among, shape_of, shown, tensor
 from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -45,11 +45,11 @@ def check_tensors(
         tensor(name, x)
         if x.dim() != rank:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; qkv_format={shown(qkv_format)} takes {rank} dims: "
+                f"{name} has shape {shape_of(x)}; qkv_format={shown(qkv_format)} takes {rank} dims: "
                 f"{list(qkv_format)}"
             )
         if x.shape[-2] != count or x.shape[-1] != dim:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; its last two dims must be ({count}, {dim})")
+            raise ValueError(f"{name} has shape {shape_of(x)}; its last two dims must be ({count}, {dim})")
         if x.dtype not in HIGH_PRECISION or x.dtype != q.dtype:
             raise TypeError(
                 f"{name} is {x.dtype} and query_layer {q.dtype}; attention takes all three in one of "
@@ -59,13 +59,11 @@ def check_tensors(
             raise ValueError(f"{name} is on {x.device} and query_layer on {q.device}; move them together")
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(
-            f"key_layer {tuple(k.shape)} and value_layer {tuple(v.shape)} must agree in all but the head dim"
+            f"key_layer {shape_of(k)} and value_layer {shape_of(v)} must agree in all but the head dim"
         )
     batch = qkv_format.find("b")
     if batch >= 0 and q.shape[batch] != k.shape[batch]:
-        raise ValueError(
-            f"query_layer {tuple(q.shape)} and key_layer {tuple(k.shape)} must have one batch size"
-        )
+        raise ValueError(f"query_layer {shape_of(q)} and key_layer {shape_of(k)} must have one batch size")
 
 
 def sequence_length(x: Tensor, qkv_format: str) -> int:

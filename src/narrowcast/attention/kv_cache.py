@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import flags, positive, shown
+from .._checks import flags, positive, shape_of, shown
 from .._device import checked_device, default_device
 from ..upstream.compiler import keep_address
 from .formats import checked_format
@@ -381,7 +381,7 @@ class InferenceParams:
         packed = qkv_format == "thd"
         if not self.batch_size or (not packed and new_k.shape[0] != self.batch_size):
             raise ValueError(
-                f"the new keys are {tuple(new_k.shape)}, in {qkv_format}; the step has {self.batch_size} sequences, "
+                f"the new keys are {shape_of(new_k)}, in {qkv_format}; the step has {self.batch_size} sequences, "
                 "call pre_step with those of the batch"
             )
         slots = self._slots(new_k.shape[0] if packed else new_k.shape[1], packed)

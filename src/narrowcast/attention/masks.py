@@ -53,7 +53,11 @@ class MaskRule:
 
 
 def mask_rule(
-    attn_mask_type: str, window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None
+    attn_mask_type: str,
+    window_size: tuple[int, int] | None = None,
+    bottom_right_diagonal: bool | None = None,
+    *,
+    names: tuple[str, str] = ("attn_mask_type", "window_size"),
 ) -> MaskRule:
     """Return the rule of a mask type.
 
@@ -62,18 +66,19 @@ def mask_rule(
         window_size: (left, right), -1 for no bound; a causal type sees nothing on the right, whatever is given.
         bottom_right_diagonal: which diagonal window, ALiBi and a causal mask count from; None: as the type says, top
             left for "causal" and "padding_causal", bottom right for the others.
+        names: what the caller calls the first two arguments.
 
     Raises:
         ValueError: an unknown type, or a window that is not two ints from -1 on.
     """
     name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if isinstance(attn_mask_type, str) else None
     if name is None or name not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is {not_among(attn_mask_type, MASK_TYPES)}")
+        raise ValueError(f"{names[0]} is {not_among(attn_mask_type, MASK_TYPES)}")
     sides = (-1, -1) if window_size is None else window_size
     window = tuple(sides) if isinstance(sides, (tuple, list)) else ()
     if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
         raise ValueError(
-            f"window_size is {shown(window_size)}; give (left, right), each an int, -1 for no bound"
+            f"{names[1]} is {shown(window_size)}; give (left, right), each an int, -1 for no bound"
         )
     if "causal" in name:
         window = (window[0], 0)

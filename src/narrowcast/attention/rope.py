@@ -14,7 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from .._checks import flags, in_range, is_one_of, not_among, numbers, positive, shown, tensor, tensors, whole
+from .._checks import (
+    flags,
+    in_range,
+    is_one_of,
+    not_among,
+    numbers,
+    positive,
+    shape_of,
+    shown,
+    tensor,
+    tensors,
+    whole,
+)
 from .._device import default_device
 from .._keywords import refuse_keywords
 from .._tracing import host_reads, once_differentiable
@@ -176,16 +188,14 @@ def apply_fused_qkv_rotary_pos_emb(
     for width in widths:
         whole(qkv_split_arg_list=width)
     if not qkv.dim():
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}, which is not {', '.join(tensor_format)}")
+        raise ValueError(f"qkv has shape {shape_of(qkv)}, which is not {', '.join(tensor_format)}")
     if len(widths) != 3 or min(widths) <= 0 or sum(widths) != qkv.shape[-1] or widths[0] % widths[1]:
         raise ValueError(
             f"qkv_split_arg_list is {shown(widths)}; it must be the widths of queries, key and value in the "
             f"last dim of qkv, {qkv.shape[-1]}, the first a multiple of the second"
         )
     if not qkv.is_contiguous():
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)} and strides {qkv.stride()}; call contiguous() first"
-        )
+        raise ValueError(f"qkv has shape {shape_of(qkv)} and strides {qkv.stride()}; call contiguous() first")
     where = (tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     for freqs in (q_freqs, k_freqs):
         check_rotary(qkv[..., : widths[1]], freqs, *where)
@@ -280,12 +290,12 @@ def check_rotary(
             tensor(label, given)
     thd = tensor_format == "thd"
     if t.dim() != (3 if thd else 4):
-        raise ValueError(f"t has shape {tuple(t.shape)}, which is not {', '.join(tensor_format)}")
+        raise ValueError(f"t has shape {shape_of(t)}, which is not {', '.join(tensor_format)}")
     if thd and cu_seqlens is None:
         raise ValueError("tensor_format='thd' needs cu_seqlens, the sums of the sequences' lengths")
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > t.shape[-1]:
         raise ValueError(
-            f"freqs has shape {tuple(freqs.shape)}; it must be (positions, 1, 1, channels) with an even number of "
+            f"freqs has shape {shape_of(freqs)}; it must be (positions, 1, 1, channels) with an even number of "
             f"channels, at most the {t.shape[-1]} of t"
         )
     if not 0 <= cp_rank < cp_size:
@@ -302,7 +312,7 @@ def check_rotary(
             f"t has {length} positions; with cp_size={cp_size} it holds two chunks of equal length"
         )
     if start_positions is not None and start_positions.shape != (batch,):
-        raise ValueError(f"start_positions has shape {tuple(start_positions.shape)}, expected ({batch},)")
+        raise ValueError(f"start_positions has shape {shape_of(start_positions)}, expected ({batch},)")
 
 
 def token_positions(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import module as checked_module
-from .._checks import shown
+from .._checks import shape_of, shown
 from ..functional.collectives import gather_rows, group_size
 from ..tensors import DequantizingTensor, local, spread_like
 from ..upstream.fsdp import is_distributed, sharded_parameters
@@ -117,8 +117,8 @@ class ParameterRecord:
         """
         if local(tensor).shape != self.held.shape:
             raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} belongs to {self.name}, of which this rank holds "
-                f"{tuple(self.held.shape)} of {self.shape}; how ranks share it is not known"
+                f"a tensor of shape {shape_of(tensor)} belongs to {self.name}, of which this rank holds "
+                f"{shape_of(self.held)} of {self.shape}; how ranks share it is not known"
             )
         tensor = tensor if is_distributed(tensor) else spread_like(tensor, self.parameter)
         others = tuple(split for split in self.splits if split.dim is None)

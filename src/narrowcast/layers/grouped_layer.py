@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import a_kind, flags, positive, shown, text
+from .._checks import a_kind, flags, positive, shape_of, shown, text
 from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
@@ -314,8 +314,8 @@ class GroupedLinearLayer(LinearLayer):
                 wanted.append(weight)
                 if main_grad.shape != weight.shape or main_grad.dtype not in (torch.float32, torch.bfloat16):
                     raise ValueError(
-                        f"main_grad of parameter {shown(part)} is {main_grad.dtype} {tuple(main_grad.shape)}; assign "
-                        f"torch.float32 or torch.bfloat16 {tuple(weight.shape)}"
+                        f"main_grad of parameter {shown(part)} is {main_grad.dtype} {shape_of(main_grad)}; assign "
+                        f"torch.float32 or torch.bfloat16 {shape_of(weight)}"
                     )
             main_grads.append(main_grad)
             dummies.append(dummy)
@@ -375,7 +375,7 @@ class GroupedLinearLayer(LinearLayer):
             known = list(splits)
         elif splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"{label} is {splits.dtype} of shape {tuple(splits.shape)}; use torch.int32 or torch.int64 "
+                f"{label} is {splits.dtype} of shape {shape_of(splits)}; use torch.int32 or torch.int64 "
                 f"({self.num_gemms},)"
             )
         elif host_reads(splits):
@@ -502,7 +502,7 @@ def rows_of_buffer(
         raise ValueError(f"{label} is {a_kind(buffer)}; results are not quantized, pass a plain tensor")
     if buffer.shape != torch.Size(shape) or buffer.dtype != dtype or buffer.device != device:
         raise ValueError(
-            f"{label} is {buffer.dtype} {tuple(buffer.shape)} on {buffer.device}; the result is {dtype} "
+            f"{label} is {buffer.dtype} {shape_of(buffer)} on {buffer.device}; the result is {dtype} "
             f"{tuple(shape)} on {device}"
         )
     if not buffer.is_contiguous():

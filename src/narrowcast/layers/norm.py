@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, in_range, is_one_of, not_among, positive, shown
+from .._checks import flags, in_range, is_one_of, not_among, positive, shape_of, shown
 from ..autograd import NormSettings
 from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style
@@ -138,8 +138,7 @@ class NormParameters(nn.Module):
         weight: Any = self.weight
         if inp.shape[-1:] != weight.shape:
             raise ValueError(
-                f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, "
-                f"{tuple(weight.shape)}"
+                f"input has shape {shape_of(inp)}; its last dim must be that of the weight, {shape_of(weight)}"
             )
         if inp.device != weight.device:
             raise RuntimeError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import function, shown, tensor
+from .._checks import function, shape_of, shown, tensor
 from .._device import checked_device, default_device
 from .._tracing import is_eager
 from ..functional import running_backward
@@ -87,8 +87,8 @@ def checked_input(
     shape, device = inp.shape, inp.device
     if not shape or shape[-1] != features:
         raise ValueError(
-            f"input has shape {tuple(inp.shape)}; its last dim must be {label}={features}, "
-            f"the weight is {tuple(weight.shape)}"
+            f"input has shape {shape_of(inp)}; its last dim must be {label}={features}, "
+            f"the weight is {shape_of(weight)}"
         )
     if device != weight.device:
         raise RuntimeError(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import flags, tensor
+from .._checks import flags, shape_of, tensor
 from .._device import HIGH_PRECISION
 from .._tracing import once_differentiable
 from ..functional import cross_entropy_gradient, cross_entropy_statistics
@@ -86,7 +86,7 @@ def parallel_cross_entropy(
     flags(reduce_loss=reduce_loss)
     if inp.dim() < 1 or inp.dtype not in HIGH_PRECISION:
         raise ValueError(
-            f"inp has shape {tuple(inp.shape)} and dtype {inp.dtype}; parallel_cross_entropy takes logits (*lead, V) "
+            f"inp has shape {shape_of(inp)} and dtype {inp.dtype}; parallel_cross_entropy takes logits (*lead, V) "
             "in torch.float32, torch.bfloat16 or torch.float16"
         )
     shard = _Shard(None, 1, 0)
@@ -96,7 +96,7 @@ def parallel_cross_entropy(
         shard = _Shard(group, size, dist.get_rank(dist_process_group) if size > 1 else 0)
     smoothing = Smoothing(label_smoothing, ignore_idx)
     columns = inp.shape[-1] * shard.size
-    check_target(target, inp.shape[:-1], columns, smoothing, f"inp {tuple(inp.shape)}")
+    check_target(target, inp.shape[:-1], columns, smoothing, f"inp {shape_of(inp)}")
     rows = target.reshape(-1)
     loss = _CrossEntropyFunction.apply(inp.reshape(-1, inp.shape[-1]), rows, smoothing, shard)
     return mean_loss(loss, rows, ignore_idx) if reduce_loss else loss.view(target.shape)

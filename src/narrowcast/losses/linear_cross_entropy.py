@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, not_among, positive, tensors
+from .._checks import is_one_of, not_among, positive, shape_of, tensors
 from .._determinism import DETERMINISM
 from .._device import HIGH_PRECISION
 from .._tracing import once_differentiable
@@ -122,7 +122,7 @@ def linear_cross_entropy(
         tensors(bias=bias)
     hidden, weight, bias = _operands(hidden, weight, bias)
     smoothing = Smoothing(label_smoothing, ignore_index)
-    check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {tuple(hidden.shape)}")
+    check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {shape_of(hidden)}")
     rows = target.reshape(-1)
     matrix = hidden.reshape(-1, hidden.shape[-1])
     recipe = checked_recipe(recipe, "linear_cross_entropy")
@@ -146,12 +146,10 @@ def _operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
         bias = None if bias is None else bias.to(dtype)
     if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[0]:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not multiply; use (*lead, H) and (V, H)"
+            f"hidden {shape_of(hidden)} and weight {shape_of(weight)} do not multiply; use (*lead, H) and (V, H)"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; use ({weight.shape[0]},), one number per class"
-        )
+        raise ValueError(f"bias has shape {shape_of(bias)}; use ({weight.shape[0]},), one number per class")
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue

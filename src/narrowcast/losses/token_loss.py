@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import numbers, tensor, whole
+from .._checks import numbers, shape_of, tensor, whole
 from .._tracing import host_reads
 
 
@@ -66,7 +66,7 @@ def check_target(
     whole(ignore_index=smoothing.ignore_index)
     if tuple(target.shape) != tuple(lead):
         raise ValueError(
-            f"target has shape {tuple(target.shape)}, but {what} needs {tuple(lead)}: one class per token"
+            f"target has shape {shape_of(target)}, but {what} needs {tuple(lead)}: one class per token"
         )
     if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"target has dtype {target.dtype}; use torch.int64 or torch.int32")

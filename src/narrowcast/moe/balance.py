@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._checks import in_range, is_one_of, not_among, numbers, positive, tensors, whole
+from .._checks import in_range, is_one_of, not_among, numbers, positive, shape_of, tensors, whole
 from .._device import HIGH_PRECISION
 from ..functional import product
 
@@ -53,10 +53,10 @@ def moe_router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         raise ValueError(f"x is {x.dtype}; use float32, bfloat16 or float16")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; pass (*lead, K) and (E, K)"
+            f"x has shape {shape_of(x)} and weight {shape_of(weight)}; pass (*lead, K) and (E, K)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; pass ({weight.shape[0]},)")
+        raise ValueError(f"bias has shape {shape_of(bias)}; pass ({weight.shape[0]},)")
     with torch.autocast(x.device.type, enabled=False):
         return product(x.float(), weight.float(), None if bias is None else bias.float())
 
@@ -79,7 +79,7 @@ def moe_z_loss(logits: Tensor, coeff: float) -> Tensor:
     numbers(coeff=coeff)
     if logits.dtype not in HIGH_PRECISION or logits.dim() < 1:
         raise ValueError(
-            f"logits is {logits.dtype} of shape {tuple(logits.shape)}; use (*lead, E) of float32, bfloat16 or float16"
+            f"logits is {logits.dtype} of shape {shape_of(logits)}; use (*lead, E) of float32, bfloat16 or float16"
         )
     squares = logits.float().logsumexp(-1).square()
     return coeff * squares.sum() / max(squares.numel(), 1)
@@ -108,8 +108,8 @@ def moe_update_expert_bias_(
     numbers(rate=rate)
     if expert_bias.dtype != torch.float32 or expert_bias.shape != tokens_per_expert.shape:
         raise ValueError(
-            f"expert_bias is {expert_bias.dtype} {tuple(expert_bias.shape)} and tokens_per_expert has shape "
-            f"{tuple(tokens_per_expert.shape)}; use float32 (E,) and (E,)"
+            f"expert_bias is {expert_bias.dtype} {shape_of(expert_bias)} and tokens_per_expert has shape "
+            f"{shape_of(tokens_per_expert)}; use float32 (E,) and (E,)"
         )
     load = tokens_per_expert.float()
     if group is not None:
@@ -173,8 +173,8 @@ def moe_drop_tokens(
         raise ValueError(f"policy is {not_among(policy, POLICIES)}")
     if probs.dim() != 2 or routing_map.shape != probs.shape or routing_map.dtype != torch.bool:
         raise ValueError(
-            f"probs has shape {tuple(probs.shape)} and routing_map is {routing_map.dtype} "
-            f"{tuple(routing_map.shape)}; pass (T, E) and bool (T, E)"
+            f"probs has shape {shape_of(probs)} and routing_map is {routing_map.dtype} "
+            f"{shape_of(routing_map)}; pass (T, E) and bool (T, E)"
         )
     tokens, experts = probs.shape
     if experts % experts_per_group:

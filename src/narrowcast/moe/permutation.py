@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, positive, shown, tensor, tensors, whole
+from .._checks import is_one_of, positive, shape_of, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import warn_of_old_name
 from ..formats import round_up
@@ -189,8 +189,8 @@ def moe_unpermute(
     _check_type(map_type)
     if inp.dim() != 2 or row_id_map.dim() != 2 or row_id_map.dtype != torch.int32:
         raise ValueError(
-            f"inp has shape {tuple(inp.shape)} and row_id_map is {row_id_map.dtype} of shape "
-            f"{tuple(row_id_map.shape)}; pass rows (R, K) and the map that the permutation returned"
+            f"inp has shape {shape_of(inp)} and row_id_map is {row_id_map.dtype} of shape "
+            f"{shape_of(row_id_map)}; pass rows (R, K) and the map that the permutation returned"
         )
     if merging_probs is not None:
         _check_probs(merging_probs, row_id_map)
@@ -198,8 +198,8 @@ def moe_unpermute(
         tensor("pad_offsets", pad_offsets)
         if map_type != "mask" or pad_offsets.shape != row_id_map.shape[1:]:
             raise ValueError(
-                f"pad_offsets has shape {tuple(pad_offsets.shape)} with map_type={shown(map_type)} and a map of shape "
-                f"{tuple(row_id_map.shape)}; pass what moe_permute_and_pad_with_probs returned"
+                f"pad_offsets has shape {shape_of(pad_offsets)} with map_type={shown(map_type)} and a map of shape "
+                f"{shape_of(row_id_map)}; pass what moe_permute_and_pad_with_probs returned"
             )
         row_id_map = _padded(row_id_map, pad_offsets)
     shape = (row_id_map.shape[0], inp.shape[1])
@@ -274,7 +274,7 @@ def _check(inp: Any, name: str) -> None:
     else:
         tensor("inp", inp)
     if len(inp.shape) != 2:
-        raise ValueError(f"{name} got an input of shape {tuple(inp.shape)}; pass tokens (T, K)")
+        raise ValueError(f"{name} got an input of shape {shape_of(inp)}; pass tokens (T, K)")
 
 
 def _check_type(map_type: str) -> None:
@@ -291,7 +291,7 @@ def _check_map(routing_map: Tensor, map_type: str, tokens: int) -> None:
         raise ValueError(f"routing_map is {routing_map.dtype}; with map_type={shown(map_type)} pass {wanted}")
     if routing_map.dim() != 2 or routing_map.shape[0] != tokens:
         wanted = "E" if map_type == "mask" else "topk"
-        raise ValueError(f"routing_map has shape {tuple(routing_map.shape)}; pass ({tokens}, {wanted})")
+        raise ValueError(f"routing_map has shape {shape_of(routing_map)}; pass ({tokens}, {wanted})")
 
 
 def _check_rows(num_out_tokens: int, tokens: int) -> None:
@@ -306,8 +306,8 @@ def _check_probs(probs: Tensor, routing_map: Tensor) -> None:
     tensor("probs", probs)
     if probs.shape != routing_map.shape or not probs.is_floating_point():
         raise ValueError(
-            f"the probabilities are {probs.dtype} of shape {tuple(probs.shape)}; pass floating ones of shape "
-            f"{tuple(routing_map.shape)}"
+            f"the probabilities are {probs.dtype} of shape {shape_of(probs)}; pass floating ones of shape "
+            f"{shape_of(routing_map)}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import flags, is_one_of, not_among, numbers, positive, shown, tensor, tensors, whole
+from .._checks import flags, is_one_of, not_among, numbers, positive, shape_of, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads, is_eager
 
@@ -99,7 +99,7 @@ def fused_topk_with_score_function(
     if scaling_factor is not None and not isinstance(scaling_factor, Tensor):
         numbers(scaling_factor=scaling_factor)
     elif scaling_factor is not None and scaling_factor.numel() != 1:
-        raise ValueError(f"scaling_factor has shape {tuple(scaling_factor.shape)}; use a number")
+        raise ValueError(f"scaling_factor has shape {shape_of(scaling_factor)}; use a number")
     histogram = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
     _check_histogram(histogram, experts, topk, score_function, expert_bias, num_groups)
 
@@ -194,7 +194,7 @@ def fused_moe_aux_loss(
     columns = probs.shape[-1] if probs.dim() == 2 else 0
     if not columns or columns % num_experts or tokens_per_expert.shape != (columns,):
         raise ValueError(
-            f"probs has shape {tuple(probs.shape)} and tokens_per_expert {tuple(tokens_per_expert.shape)}; pass (T, E) "
+            f"probs has shape {shape_of(probs)} and tokens_per_expert {shape_of(tokens_per_expert)}; pass (T, E) "
             f"and (E,) of {num_experts} experts, or (T, S * E) and (S * E,) of S sequences side by side"
         )
     total = total_num_tokens
@@ -204,7 +204,7 @@ def fused_moe_aux_loss(
         total = total.detach().reshape(()).float()
     else:
         raise ValueError(
-            f"total_num_tokens has shape {tuple(total.shape)}; pass an int or a tensor of one element"
+            f"total_num_tokens has shape {shape_of(total)}; pass an int or a tensor of one element"
         )
     product = (probs.float().sum(0) * tokens_per_expert.detach().float()).sum()
     return (product * (num_experts * coeff / topk) / total / total).to(probs.dtype)
@@ -285,7 +285,7 @@ def _check(
     map_format = _member(RoutingMapFormat, "routing_map_format", routing_map_format)
     if logits.dim() < 2 or not 1 <= topk <= logits.shape[-1]:
         raise ValueError(
-            f"topk is {topk} and logits has shape {tuple(logits.shape)}; pass (*lead, E) and choose 1 to E experts"
+            f"topk is {topk} and logits has shape {shape_of(logits)}; pass (*lead, E) and choose 1 to E experts"
         )
     return logits.shape[-1], map_format is RoutingMapFormat.BITMAP_U8
 
@@ -331,14 +331,14 @@ def _check_tensors(
             tensor(label, given)
     if expert_bias is not None and (score_function == "softmax" or expert_bias.shape != (experts,)):
         raise ValueError(
-            f"expert_bias has shape {tuple(expert_bias.shape)} with score_function={shown(score_function)}; it is "
+            f"expert_bias has shape {shape_of(expert_bias)} with score_function={shown(score_function)}; it is "
             f"({experts},), for 'sigmoid' and 'sqrtsoftplus'"
         )
     if topk_indices is not None and (
         topk_indices.shape != shape or topk_indices.dtype not in (torch.int16, torch.int32, torch.int64)
     ):
         raise ValueError(
-            f"topk_indices is {topk_indices.dtype} of shape {tuple(topk_indices.shape)}; pass int16, int32 or int64 of "
+            f"topk_indices is {topk_indices.dtype} of shape {shape_of(topk_indices)}; pass int16, int32 or int64 of "
             f"shape {shape}"
         )
 
@@ -365,10 +365,10 @@ def _check_histogram(
     _member(QBHistogramMode, "qb_histogram_mode", mode)
     if histogram.dim() != 2 or histogram.shape[0] != experts or histogram.dtype != torch.int32:
         raise ValueError(
-            f"qb_histogram is {histogram.dtype} {tuple(histogram.shape)}; pass int32 ({experts}, bins)"
+            f"qb_histogram is {histogram.dtype} {shape_of(histogram)}; pass int32 ({experts}, bins)"
         )
     if bounds.shape != (2,):
-        raise ValueError(f"qb_bin_bounds has shape {tuple(bounds.shape)}; pass (2,), lower and upper")
+        raise ValueError(f"qb_bin_bounds has shape {shape_of(bounds)}; pass (2,), lower and upper")
     if host_reads(bounds):
         low, high = bounds.tolist()
         if not -math.inf < low < high < math.inf:  # a NaN compares false

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import tensor, typed
+from .._checks import shape_of, tensor, typed
 from ..functional import moe_positions
 from .quantized import check_movable, is_quantized
 from .rows import Reorder
@@ -58,7 +58,7 @@ def moe_sort_chunks_by_index_with_probs(
     tensor("probs", probs)
     if probs.shape != inp.shape[:1]:
         raise ValueError(
-            f"probs has shape {tuple(probs.shape)}; pass one number for each of {inp.shape[0]} rows"
+            f"probs has shape {shape_of(probs)}; pass one number for each of {inp.shape[0]} rows"
         )
     moved = Reorder.apply(probs.unsqueeze(1), source, target)
     return Reorder.apply(inp, source, target), moved.squeeze(1)
@@ -73,11 +73,11 @@ def _order(
     else:
         tensor("inp", inp)
     if len(inp.shape) != 2:
-        raise ValueError(f"{name} got an input of shape {tuple(inp.shape)}; pass rows (R, K)")
+        raise ValueError(f"{name} got an input of shape {shape_of(inp)}; pass rows (R, K)")
     sizes, order = _integers("split_sizes", split_sizes), _integers("sorted_index", sorted_index)
     if sizes.dim() != 1 or sizes.shape != order.shape or (sizes.is_floating_point() and len(sizes)):
         raise ValueError(
-            f"split_sizes has shape {tuple(sizes.shape)} and sorted_index {tuple(order.shape)}; pass integers, one of "
+            f"split_sizes has shape {shape_of(sizes)} and sorted_index {shape_of(order)}; pass integers, one of "
             "each for every chunk"
         )
     sizes, order = (given.to(inp.device, torch.int64, non_blocking=True) for given in (sizes, order))

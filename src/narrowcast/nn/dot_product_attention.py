@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, in_range, positive, shown
+from .._checks import flags, in_range, positive, shape_of, shown
 from .._keywords import refuse_keywords
 from ..attention import (
     BIAS_TYPES,
@@ -360,7 +360,7 @@ class DotProductAttention(nn.Module):
             return None, standard_slopes(heads, device)
         if slopes.shape[-1] != heads or slopes.dim() > 2 or slopes.dtype != torch.float32:
             raise ValueError(
-                f"alibi_slopes has shape {tuple(slopes.shape)} in {slopes.dtype}; give ({heads},) or (batch, {heads}) "
+                f"alibi_slopes has shape {shape_of(slopes)} in {slopes.dtype}; give ({heads},) or (batch, {heads}) "
                 "in torch.float32"
             )
         return None, slopes

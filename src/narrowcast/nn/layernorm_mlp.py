@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
-from .._checks import flags, positive, text
+from .._checks import flags, positive, shape_of, text
 from .._keywords import refuse_keywords
 from .._tracing import in_eager, record
 from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
@@ -270,8 +270,8 @@ def _check_residual(residual: Tensor, inp: Tensor) -> None:
     ours, theirs = ((one.shape, one.dtype, one.device) for one in (inp, residual))
     if ours != theirs:
         raise ValueError(
-            f"residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}, the input {inp.dtype} "
-            f"{tuple(inp.shape)} on {inp.device}; make them alike, or add them up before the call"
+            f"residual is {residual.dtype} {shape_of(residual)} on {residual.device}, the input {inp.dtype} "
+            f"{shape_of(inp)} on {inp.device}; make them alike, or add them up before the call"
         )
 
 

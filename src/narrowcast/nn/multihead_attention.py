@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, is_one_of, positive, shown, tensor, text
+from .._checks import flags, is_one_of, positive, shape_of, shown, tensor, text
 from .._keywords import refuse_keywords
 from ..attention import (
     InferenceParams,
@@ -362,9 +362,9 @@ class MultiheadAttention(OfParts):
         rank = 2 if self.qkv_format == "thd" else 3
         tensor("hidden_states", hidden_states)
         if hidden_states.dim() != rank or (encoder_output is not None and encoder_output.dim() != rank):
-            other = "" if encoder_output is None else f", encoder_output {tuple(encoder_output.shape)}"
+            other = "" if encoder_output is None else f", encoder_output {shape_of(encoder_output)}"
             raise ValueError(
-                f"hidden_states has shape {tuple(hidden_states.shape)}{other}; with "
+                f"hidden_states has shape {shape_of(hidden_states)}{other}; with "
                 f"qkv_format={shown(self.qkv_format)} each must have {rank} dims"
             )
         cross = self.attention_type == "cross"

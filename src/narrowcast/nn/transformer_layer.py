@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import flags, in_range, is_one_of, shown, text
+from .._checks import flags, in_range, is_one_of, shape_of, shown, text
 from .._keywords import refuse_keywords
-from ..attention import InferenceParams
+from ..attention import InferenceParams, mask_rule
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
 from ..layers.parameters import parameter_dtype
@@ -52,6 +52,11 @@ class DropPath(nn.Module):
     def extra_repr(self) -> str:
         """Return options, as printed by the module."""
         return f"rate={self.rate}, batch_dim={self.batch_dim}"
+
+
+SELF_MASK = "self_attn_mask_type", "window_size"
+CROSS_MASK = "enc_dec_attn_mask_type", "enc_dec_window_size"
+"""What the masks' arguments are called here; the attentions call them ``attn_mask_type`` and ``window_size``."""
 
 
 class TransformerLayer(OfParts):
@@ -186,6 +191,8 @@ class TransformerLayer(OfParts):
     ) -> None:
         """Self attention, and in a decoder that to the encoder; ``own`` and ``cross`` are their masks."""
         names, prefix = ("attn_mask_type", "window_size", "bottom_right_diagonal"), options.pop("prefix")
+        mask_rule(*own, names=SELF_MASK)
+        mask_rule(*cross, names=CROSS_MASK)
         self.self_attention = MultiheadAttention(
             *sizes,
             input_layernorm=not self.output_layernorm,
@@ -277,9 +284,11 @@ class TransformerLayer(OfParts):
             refuse_keywords(self, unknown)
         if self.local_length is not None and hidden_states.shape[0] != self.local_length:
             raise ValueError(
-                f"hidden_states has shape {tuple(hidden_states.shape)}; a rank's share of the sequence is "
+                f"hidden_states has shape {shape_of(hidden_states)}; a rank's share of the sequence is "
                 f"seq_length / tp_size = {self.local_length} rows"
             )
+        _check_mask(SELF_MASK, self_attn_mask_type, window_size)
+        _check_mask(CROSS_MASK, enc_dec_attn_mask_type, enc_dec_window_size)
         both: dict[str, Any] = dict(
             is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
@@ -339,3 +348,9 @@ class TransformerLayer(OfParts):
         if self.hidden_dropout:
             added = F.dropout(added, self.hidden_dropout, self.training)
         return added if self.drop_path is None else self.drop_path(added)
+
+
+def _check_mask(names: tuple[str, str], kind: str | None, window: Any) -> None:
+    """Check what a forward gives of a mask; None takes the layer's."""
+    if kind is not None or window is not None:
+        mask_rule("no_mask" if kind is None else kind, window, names=names)

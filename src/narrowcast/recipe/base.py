@@ -6,7 +6,7 @@ import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
@@ -144,7 +144,7 @@ def recipe_class(cls: _Class) -> _Class:
 
     To the compiler it is a frozen one: traced code makes and reads recipes, and never changes them.
     """
-    cls = dataclass(frozen=True)(cls)
+    cls = dataclass(frozen=True, repr=False)(cls)
     del cls.__setattr__, cls.__delattr__
     value_hash = cls.__hash__
 
@@ -209,6 +209,17 @@ class Recipe(Sealable):
     def __post_init__(self) -> None:
         self._check_fields()
         self._check_together()
+
+    def __repr__(self) -> str:
+        """Return the class and the fields that differ from its defaults."""
+        told = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if value != default and not (isinstance(value, QParams) and value.derived):
+                text = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+                told.append(f"{each.name}={text}")
+        return f"{type(self).__name__}({', '.join(told)})"
 
     def _check_fields(self) -> None:
         check_flags(self, self._flags)

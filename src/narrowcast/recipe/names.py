@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -61,12 +60,7 @@ def recipe_name(recipe: Recipe | None) -> str:
     name = next((name for name, known in NAMES.items() if known is cls), "")
     if not name:
         return cls.__name__
-    default = cls()
-    changed = [
-        each.name for each in fields(recipe) if getattr(recipe, each.name) != getattr(default, each.name)
-    ]
-    values = ", ".join(f"{field}={getattr(recipe, field)!r}" for field in changed)
-    return f"{name}({values})" if values else name
+    return name + repr(recipe).removeprefix(cls.__name__).removesuffix("()")
 
 
 def nearest_recipe(name: str) -> str:

@@ -98,7 +98,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if param is None:
         if program == "narrowcast" and name:
             alike = difflib.get_close_matches(name, names, 1)
-            return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r}; ' if alike else ''}{look} all"
+            return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"
         return error.message if kind == "BadParameter" else f"{_uncapitalized(found)}; {look} what it takes"
     values = []
     for word, following in zip(words, [*words[1:], ""]):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._checks import flags, whole
+from ..._checks import flags, shape_of, whole
 from ...functional import quantize_dbias
 from ...functional.collectives import group_name, group_size
 from ...layers import parameter_device
@@ -89,7 +89,7 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
         if input_.shape[-1] != self.local_size:
             raise ValueError(
-                f"input has shape {tuple(input_.shape)}; its last dim must be size={self.local_size}"
+                f"input has shape {shape_of(input_)}; its last dim must be size={self.local_size}"
             )
         return input_ + self.bias.to(input_.dtype), ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..._checks import positive, tensor
+from ..._checks import positive, shape_of, tensor
 
 
 def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
@@ -69,6 +69,6 @@ def _check_rows(value: Tensor, size: int) -> None:
 def _check_blocks(what: str, x: Tensor, dim: int, size: int) -> None:
     if x.dim() == 0 or x.shape[dim] % (2 * size):
         raise ValueError(
-            f"{what} has shape {tuple(x.shape)}; with glu_interleave_size={size} its "
+            f"{what} has shape {shape_of(x)}; with glu_interleave_size={size} its "
             f"{'first' if dim == 0 else 'last'} dim must be a multiple of {2 * size}"
         )

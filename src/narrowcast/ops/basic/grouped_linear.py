@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import flags, positive
+from ..._checks import flags, positive, shape_of
 from ...autograd import Groups, LinearFwdArgs
 from ...autograd.arguments import DelayedScales
 from ...autograd.gemms import linear_bwd_args
@@ -179,7 +179,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         bias_scales = extra_inputs[1] if self.scale_bias else None
         if bias_scales is not None and bias_scales.shape != inp.shape[:-1]:
             raise ValueError(
-                f"the scales of the bias have shape {tuple(bias_scales.shape)}; give one for each row of the input, "
+                f"the scales of the bias have shape {shape_of(bias_scales)}; give one for each row of the input, "
                 f"{tuple(inp.shape[:-1])}"
             )
         covered = covered or (inside and own.get("output") is None)

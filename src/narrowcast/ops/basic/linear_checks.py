@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._checks import article, is_one_of, shown
+from ..._checks import article, is_one_of, shape_of, shown
 from ..._device import HIGH_PRECISION
 from ...autograd.tensor_parallel import TensorParallel
 from ...dynamo import TensorProto
@@ -58,14 +58,14 @@ def check_forward(
     """
     inp, weight = operands[0][1], operands[1][1]
     if len(weight.shape) != 2:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features)")
+        raise ValueError(f"weight has shape {shape_of(weight)}; it must be (out_features, in_features)")
     _check_features(inp, weight)
     if bias is not None and parallel.mode == "row":
         raise ValueError(
             "bias of a row-parallel layer comes behind the sum over processes; add it to the result"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
+        raise ValueError(f"bias has shape {shape_of(bias)}; it must be ({weight.shape[0]},)")
     if parallel.gathers_input and is_quantized(inp):
         raise TypeError("a quantized input cannot be gathered; pass it in high precision")
     for name, tensor, quantizer, saved in operands:
@@ -124,8 +124,8 @@ def _check_shapes(
     grad, inp, weight = operands
     if wanted[0] and tuple(weight.shape[:-1]) != (grad.shape[-1],):
         raise ValueError(
-            f"grad_output has shape {tuple(grad.shape)}; its last dim must be the first one of the weight, "
-            f"{tuple(weight.shape)}"
+            f"grad_output has shape {shape_of(grad)}; its last dim must be the first one of the weight, "
+            f"{shape_of(weight)}"
         )
     if all(wanted):
         _check_features(inp, weight)
@@ -134,7 +134,7 @@ def _check_shapes(
         rows = _rows(grad) * (size if parallel.gathers_grad_output else 1)
         if rows != _rows(inp) * (size if gathered else 1):
             raise ValueError(
-                f"grad_output has shape {tuple(grad.shape)}, the input {tuple(inp.shape)}; they must have equally "
+                f"grad_output has shape {shape_of(grad)}, the input {shape_of(inp)}; they must have equally "
                 "many rows"
             )
 
@@ -142,7 +142,7 @@ def _check_shapes(
 def _check_features(inp: Any, weight: Any) -> None:
     if inp.shape[-1] != weight.shape[-1]:
         raise ValueError(
-            f"input has shape {tuple(inp.shape)}; its last dim must be that of the weight, {tuple(weight.shape)}"
+            f"input has shape {shape_of(inp)}; its last dim must be that of the weight, {shape_of(weight)}"
         )
 
 
@@ -188,7 +188,7 @@ def check_out(
             f"{name} is read with {described._layout()}, but is written with {quantizer._layout()}"
         )
     if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"the result has shape {tuple(shape)}, but {name} has {tuple(out.shape)}")
+        raise ValueError(f"the result has shape {tuple(shape)}, but {name} has {shape_of(out)}")
 
 
 def is_quantized(tensor: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._checks import numbers, typed, whole
+from ..._checks import numbers, shape_of, typed, whole
 from ..forms import SavesTensors
 from ..op import BasicOperation
 
@@ -86,7 +86,7 @@ def check_extra_input(extra: Tensor, name: str, shape: Sequence[int]) -> None:
     """
     if tuple(extra.shape) != tuple(shape):
         raise ValueError(
-            f"the extra input has shape {tuple(extra.shape)}, {name} {tuple(shape)}; they must be equal"
+            f"the extra input has shape {shape_of(extra)}, {name} {tuple(shape)}; they must be equal"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._checks import in_range
+from ..._checks import in_range, shape_of
 from ...autograd import NormSettings
 from ...functional import norm, norm_backward, norm_backward_quantize, norm_quantize
 from ...layers import parameter_device
@@ -192,9 +192,7 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo, values=("eps",)):
 
     def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
         if x.dim() == 0 or x.shape[-1] == 0:
-            raise ValueError(
-                f"input has shape {tuple(x.shape)}; there is nothing to normalize in its last dim"
-            )
+            raise ValueError(f"input has shape {shape_of(x)}; there is nothing to normalize in its last dim")
         size = x.shape[-1]
         weight = torch.full((size,), 1.0 / math.sqrt(size), dtype=torch.float32, device=x.device)
         return weight, None, NormSettings("RMSNorm", self.eps / size, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._checks import flags, numbers
+from ..._checks import flags, numbers, shape_of
 from ...functional import scaled_act, scaled_act_backward
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
@@ -53,7 +53,7 @@ class ScaledActivationOperation(ActivationBase):
         x, (scale,) = plain_input(input_), basic_op_extra_inputs[0]
         if scale.shape != x.shape[:-1]:
             raise ValueError(
-                f"the scales have shape {tuple(scale.shape)}; give one per row of the input, {tuple(x.shape[:-1])}"
+                f"the scales have shape {shape_of(scale)}; give one per row of the input, {tuple(x.shape[:-1])}"
             )
         product = scaled_act(channels_to_halves(x, self.glu_interleave_size), scale, *self.formula)
         wanted = next_op_input_quantizer
