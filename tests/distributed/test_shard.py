@@ -665,6 +665,36 @@ def test_forwards_between_those_that_train(recipe: str, calls: str, reshard: boo
     assert losses[0] == losses[1]
 
 
+class Chosen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(nc.Linear(32, 32, device="cpu") for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for number in chosen:
+            x = x + self.blocks[number](x).relu()
+        return x
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_blocks_that_did_not_run_have_the_scales_of_one_process(apart: bool, one: Any) -> None:
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Chosen()
+        nc.set_recipe(model, nc.recipe.DelayedScaling(amax_history_len=3))
+        if sharded:
+            shard(model, one, **({"blocks": list(model.blocks)} if apart else {}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step, chosen in enumerate(((0, 1, 2), (0, 2), (0,), (0, 2), (0, 1, 2), (1, 2))):
+            model(torch.randn(16, 32) * (1 + step), chosen).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_a_step_renews_what_an_evaluation_has_left_gathered(one: Any) -> None:
     """The optimizer has shards, and the layers under FSDP2's root have the whole parameters then."""
