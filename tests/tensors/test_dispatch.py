@@ -230,3 +230,10 @@ def test_optimizers_change_the_value(name: str, optimizer: str, mode: str) -> No
     assert pointers == {key: b.data_ptr() for key, b in buffers(weight).items()}
     for state in ours.state[weight].values():
         assert type(state) is torch.Tensor  # moments stay in high precision
+
+
+@one_of_each
+def test_the_address_is_that_of_the_codes(name: str) -> None:
+    """What tells parameters apart by their memory, as accelerate does, reads it."""
+    tensor = tensor_of(name)
+    assert tensor.data_ptr() == next(iter(buffers(tensor).values())).data_ptr() != 0
