@@ -286,4 +286,4 @@ def presets() -> None:
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Show what this machine runs natively, what it emulates, and the versions found."""
+    """Show what works on this machine, what is wrong and what to do; then versions and GPU tests."""
