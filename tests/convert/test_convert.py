@@ -71,6 +71,18 @@ def test_revert_is_exact(recipe: Any) -> None:
     assert_equal(gradients(model), plain)
 
 
+def test_a_reverted_model_trains_as_if_it_was_never_converted() -> None:
+    """The steps of all optimizers renew what keeps state; what is reverted keeps none."""
+    model, plain, other = Model(), Model(), nn.Linear(3, 3)
+    plain.load_state_dict(model.state_dict())
+    nc.revert(nc.convert(model, "delayed"))
+    for one in (model, plain):
+        one(WORDS).square().sum().backward()
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    assert_equal(model.state_dict(), plain.state_dict())
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
 def test_everything_about_a_module_but_its_class_stays() -> None:
     model, seen = Model(), []
     layer: Any = model.layers[0].up.bfloat16().eval()

@@ -68,6 +68,11 @@ def save(case: str, folder: Path, mesh: Any, asynchronous: bool = False) -> dict
     kinds = {type(getattr(value, "_local_tensor", value)).__name__ for value in model.state_dict().values()}
     group = dist.new_group(backend="gloo") if asynchronous else None
     extra = {"step": BEFORE, "note": case, "tensor": torch.arange(3)}
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Partial
+
+        pending = [Partial()] * mesh.ndim  # a sum still to be made, as the norm of gradients was
+        extra["sum"] = DTensor.from_local(torch.tensor(1 / mesh.size()), mesh, pending)
     path = folder / (f"{case}-async" if asynchronous else case)
     saving = save_checkpoint(path, model, optimizer, extra=extra, group=group, asynchronous=asynchronous)
     losses = train(model, AFTER, width=width, optimizer=optimizer, start=BEFORE)  # while it is written
@@ -83,6 +88,7 @@ def load(case: str, folder: Path, mesh: Any, name: str = "") -> list[float]:
             parameter.zero_()
     extra = load_checkpoint(folder / (name or case), model, optimizer)
     assert extra["step"] == BEFORE and extra["note"] == case and extra["tensor"].tolist() == [0, 1, 2]
+    assert extra.get("sum", torch.ones(())).item() == 1.0
     return train(model, AFTER, width=width, optimizer=optimizer, start=BEFORE)
 
 

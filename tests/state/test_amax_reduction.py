@@ -12,6 +12,7 @@ import torch.distributed as dist
 from delayed_simulation import OF_LAYERS, Simulation, draw, make_layer
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
@@ -91,6 +92,22 @@ def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bo
     return [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
 
 
+def histories_of_two_models(rank: int, zero: bool) -> list[list[float]]:
+    """Histories of the inputs of two models after two steps, if each rank's optimizer has the weight of one of them."""
+    models = [nc.Linear(16, 16, bias=False, device="cpu") for _ in range(2)]
+    for model in models:
+        nc.set_recipe(model, REDUCED, amax_group=dist.group.WORLD)
+    weights = [model.weight for model in models]
+    step = torch.optim.SGD([weights[rank]], lr=0.1).step
+    if zero:
+        step = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=0.1).step
+    for _ in range(2):
+        for size, model in enumerate(models, 1):
+            model(torch.full((4, 16), size * (1.0 + rank))).sum().backward()
+        step()
+    return [model.amax_history_fwd[:, 0].tolist() for model in models]
+
+
 def work(rank: int) -> Any:
     everyone, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(WORLD)][rank]
     cases = {"default": (REDUCED, None), "group": (REDUCED, everyone), "alone": (REDUCED, alone)}
@@ -113,6 +130,7 @@ def work(rank: int) -> Any:
         delayed_scaling.reduce_amax(slots, agreement=agreement)
         counts.append(agreement.count)
     results["slots"] = counts, mine, other
+    results["two models"] = [histories_of_two_models(rank, zero) for zero in (False, True)]
     results["often"] = differences_said(rank, REDUCED, True)
     results["seldom"] = differences_said(rank, REDUCED, False)
     results["seldom, local"] = differences_said(rank, LOCAL, False)
@@ -180,6 +198,11 @@ def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any
         )
 
 
+def test_two_models_are_renewed_together_if_each_ranks_optimizer_has_one(ranks: list[dict[str, Any]]) -> None:
+    for rank in range(WORLD):
+        assert ranks[rank]["two models"] == [[[0.0, 2.0, 2.0], [0.0, 4.0, 4.0]]] * 2
+
+
 def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, Any]]) -> None:
     """By the first reduction after renewals without one."""
     for said in ranks:
@@ -191,22 +214,16 @@ def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, An
 
 def test_nobody_waits_for_a_device_to_compare_scales() -> None:
     """What a GPU found is told by the first reduction that finds it there."""
-
-    class Event:
-        passed = False
-
-        def query(self) -> bool:
-            return self.passed
-
     delayed_scaling._SAID.discard("differ")
-    agreement, event = delayed_scaling.Agreement(), Event()
-    agreement._differ, agreement._written = torch.tensor(True), event
+    agreement, scales = delayed_scaling.Agreement(), torch.tensor([2.0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        agreement.compare(torch.tensor([2.0]), torch.tensor([-1.0]))  # waits for the one before
-    event.passed = True
+        for _ in range(2):
+            agreement.compare(scales, -scales)
+    assert agreement._differ is not None
+    agreement._differ.fill_(True)  # as a device does that got there
     with pytest.warns(UserWarning, match="differ between ranks"):
-        agreement.compare(torch.tensor([2.0]), torch.tensor([-2.0]))
+        agreement.compare(scales, -scales)
 
 
 def test_without_ranks_nothing_is_reduced() -> None:

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 
 import narrowcast as nc
 from narrowcast_tools import cli
@@ -132,6 +134,14 @@ def test_bad_settings(
     line = fails_on_one_line(capsys, text_file.parent, command)
     assert all(part in line for part in parts), line
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("text", ["int", "integer", "integer range"])
+def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
+    error = typer.BadParameter(f"'2.5' is not a valid {text}.")
+    error.param = SimpleNamespace(opts=["--steps"], get_error_hint=lambda *_: "'--steps'")  # type: ignore[assignment]
+    line = cli._what_is_wrong(error, ["train", "--steps", "2.5"])
+    assert line == "--steps is '2.5'; use a whole number"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import LinearLayer, RecipeOwner
 from ..layers.delayed import DelayedLayer
-from ..layers.extra_state import EXTRA_STATE, to_extra_state
+from ..layers.extra_state import EXTRA_STATE
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
 from ..reference.delayed import scale_from_amax
@@ -34,28 +35,47 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         prefix, extra = f"{name}." if name else "", torch.empty(0, dtype=torch.uint8)
         if isinstance(layer, DelayedLayer):
-            buffers: dict[str, Tensor | None] = {own: own_buffers(layer)[own] for own in layer._state_names()}
-            for own in buffers:
+            for own in layer._state_names():
                 state.pop(prefix + own, None)
-            buffers.update(_with_weights(layer, buffers))
-            extra = to_extra_state(buffers, sorted(layer._stage_names), ("fwd", "bwd"))
+            extra = _extra_state(layer)
         state[prefix + EXTRA_STATE] = extra
     return state
 
 
-def _with_weights(layer: DelayedLayer, buffers: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return the state of forwards with that of weights, between inputs and outputs, as Transformer Engine has it."""
-    found, groups = {}, layer._groups
-    for stage in layer._stage_names:
-        names = [f"{stage}{kind}_fwd" for kind in ("scale", "amax_history", "amax")]
-        known = [state for name in names if (state := buffers[name]) is not None]
-        if len(known) < len(names):
+def _extra_state(layer: DelayedLayer) -> Tensor:
+    """Return Transformer Engine's state of a layer's delayed scaling, uint8 (n,); empty for a layer without.
+
+    It has one GEMM after the other, the weights of each between its inputs and outputs.
+    """
+    found: dict[str, list[Tensor]] = {"fwd": [], "bwd": []}
+    for prefix, names, slots in sorted(layer._states(), key=lambda one: one.prefix):
+        buffers = [own_buffers(layer)[name] for name in names]
+        if any(buffer is None for buffer in buffers):
             continue
-        scale, amax = (torch.zeros_like(known[0][:groups]) for _ in range(2))
-        rule, _ = layer._delayed.get(stage, (None, None))
-        if rule is not None and isinstance(layer, LinearLayer):
-            amax = layer.weight_amax(stage).to(amax.device)
-            scale = scale_from_amax(amax, torch.ones_like(amax), fp8_max(rule, "forward"), rule.margin)
-        for name, state, own in zip(names, known, (scale, torch.zeros_like(known[1][:, :groups]), amax)):
-            found[name] = torch.cat([state[..., :groups], own, state[..., groups:]], -1)
-    return found
+        scale, history, amax = (buffer.detach().cpu() for buffer in buffers)  # type: ignore[union-attr]
+        # a row of scales, and the history, in whose first row the running step collects
+        rows, groups, direction = (
+            torch.cat([scale[None], amax[None], history[1:]]),
+            layer._groups,
+            names[0][-3:],
+        )
+        if direction == "fwd":
+            own = rows.new_zeros(len(rows), groups)
+            if slots is not None and isinstance(layer, LinearLayer):
+                own[1], rule = layer.weight_amax(prefix), slots.recipe
+                own[0] = scale_from_amax(own[1], own[0], fp8_max(rule, "forward"), rule.margin)
+            rows = torch.cat([rows[:, :groups], own, rows[:, groups:]], -1)
+        rows[0].masked_fill_(rows[0] == 0.0, 1.0)  # Transformer Engine's before a first step
+        found[direction].append(rows)
+    state: dict[str, Any] = {}
+    for direction, parts in found.items():
+        if parts and len(parts) == len(layer._stage_names):
+            rows = torch.cat(parts, -1)
+            state[f"scale_{direction}"], state[f"amax_history_{direction}"] = (
+                rows[0].clone(),
+                rows[1:].clone(),
+            )
+    if not state:
+        return torch.empty(0, dtype=torch.uint8)
+    state["extra_fp8_variables"] = {}
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..functional.collectives import all_gather_single, check_scatters, reduce_scatter_single
+from ..functional.collectives import all_gather_single, check_scatters, group_size, reduce_scatter_single
 
 Result = tuple[Tensor, Any]
 """(result, what to ``wait()`` for, None if it is there)."""
@@ -20,7 +20,7 @@ def is_nccl_ep_available() -> bool:
 
 def get_distributed_world_size(group: Any = None) -> int:
     """Return how many processes a group has; 1 where torch.distributed is not initialized."""
-    return dist.get_world_size(group=group) if dist.is_available() and dist.is_initialized() else 1
+    return group_size(group)
 
 
 def get_distributed_rank(group: Any = None) -> int:
@@ -57,7 +57,7 @@ def gather_along_first_dim(
             "gather_along_first_dim(quantizer=...): layers gather quantized rows themselves, with "
             "sequence_parallel=True; here gather plain tensors"
         )
-    size = get_distributed_world_size(process_group)
+    size = group_size(process_group)
     if size == 1:
         return (inp if output_tensor is None else output_tensor.copy_(inp)), None
     out = inp.new_empty((size * inp.shape[0], *inp.shape[1:])) if output_tensor is None else output_tensor
@@ -78,7 +78,7 @@ def reduce_scatter_along_first_dim(
     Raises:
         ValueError: rows that do not divide among the processes.
     """
-    size = get_distributed_world_size(tp_group)
+    size = group_size(tp_group)
     if size == 1:
         return (inp if output is None else output.copy_(inp)), None
     check_scatters(tuple(inp.shape), size)
@@ -88,7 +88,7 @@ def reduce_scatter_along_first_dim(
 
 def allreduce(inp: Tensor, tp_group: Any = None, async_op: bool = False) -> Result:
     """Return the sum of every process's tensor, written to it, without gradient; arguments as above."""
-    if get_distributed_world_size(tp_group) == 1:
+    if group_size(tp_group) == 1:
         return inp, None
     return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
 

@@ -15,6 +15,7 @@ from torch import nn
 from .._checks import a_kind, shown
 from ..layers import LinearLayer
 from ..recipe import Recipe
+from ..state import OWNERS
 from ..upstream.modules import own_buffers
 
 _KEPT = "_before_conversion"
@@ -111,6 +112,7 @@ def turn_back(module: nn.Module) -> None:
     for key in (*before.added, *written):
         module.__dict__.pop(key, None)
     module.__dict__.update(before.replaced)
+    OWNERS.discard(module)  # no step finds state to renew
     module.__class__ = before.original
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from .. import _checks
 from .._checks import a_kind, shown, typed
 from ..layers import DelayedLayer, GroupedLinearLayer
-from ..layers.described import ParameterRecord, describe_parameters, how_stored, places
+from ..layers.described import ParameterRecord, describe_parameters, describe_tensor, places
 from ..upstream.modules import is_saved, own_buffers
 from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
 from .checkpoint_reader import SafeReader, load, plain_value
@@ -270,10 +270,10 @@ def _plain(value: Any, where: str) -> Any:
         plain = {_plain(key, where): _plain(one, f"{where}[{shown(key)}]") for key, one in pairs}
         return plain if isinstance(value, dict) else type(value)(plain.values())
     if isinstance(value, torch.Tensor):
-        value = getattr(value, "full_tensor", lambda: value)().detach()
-        if how_stored(value) != "codes":
-            return value.as_subclass(torch.Tensor).to("cpu", copy=True).contiguous()
-        return value.cpu()
+        record = describe_tensor(value)
+        if record.stored == "codes" and record.mesh is None:
+            return value.detach().cpu()
+        return record.whole().as_subclass(torch.Tensor).to("cpu", copy=True).contiguous()
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return value.item()
     raise ValueError(

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..layers.described import ParameterRecord, Part, how_stored
-from ..tensors import local
+from ..layers.described import ParameterRecord, Part, describe_tensor, how_stored
 
 _WORDS = 64  # a checksum weighs rows of so many words, and each word of small tensors
 _SMALL = 2**16  # bytes
@@ -76,7 +75,7 @@ class SavePlanner(DefaultSavePlanner):
                 if held is not None:
                     self._parts[dataclasses.replace(own.index, index=None)] = held
                 if not alone and isinstance(value, Tensor):
-                    written = (local(value) if held is None else held).detach()
+                    written = (record.held if held is None else held).detach()  # type: ignore[union-attr]
                     if _is_small(written):
                         digests[len(items)] = _crc(written)
                     else:
@@ -131,7 +130,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 )
             chunks = [_chunk(part) for part in record.parts]
             for part, chunk in zip(record.parts, chunks):
-                self._targets[MetadataIndex(name, chunk.offsets)] = part.of(local(value))
+                self._targets[MetadataIndex(name, chunk.offsets)] = part.of(record.held)
             items += create_read_items_for_chunk_list(name, described, chunks)
         plan = create_default_local_load_plan(whole, self.metadata)
         read = {MetadataIndex(name) for name in self.state_dict}
@@ -157,7 +156,7 @@ class LoadPlanner(DefaultLoadPlanner):
 def record_of(
     path: tuple[Any, ...], value: Any, records: dict[str, ParameterRecord]
 ) -> ParameterRecord | None:
-    """Return the record of a value of the state, whose parts are those of its parameter; None if it has none.
+    """Return the record of a tensor of the state, whose parts are those of its parameter if it has one.
 
     Args:
         path: keys in the nested state, such as ("optimizer", "state", "weight", "exp_avg").
@@ -166,9 +165,8 @@ def record_of(
         return None
     name = path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None
     record = records.get(str(name))
-    if record is None or local(value).shape != record.held.shape:
-        return None  # such as a number of steps: whole, and equal on all ranks
-    return record.of(value) if record.declared else record
+    # others are such as a number of steps: whole, and equal on all ranks
+    return describe_tensor(value) if record is None or not record.fits(value) else record.of(value)
 
 
 def _items(
@@ -178,7 +176,7 @@ def _items(
     if record is None or not record.declared:
         yield item, None
         return
-    held = local(value).detach()
+    held = record.held.detach()
     for part in record.parts:
         chunk, own = _chunk(part), part.of(held)
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), torch.Size(record.shape))

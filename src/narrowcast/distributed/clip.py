@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .. import _checks
 from ..functional.collectives import registered_name
 from ..layers.described import ParameterRecord, describe_parameters
-from ..tensors import local
 from ..upstream.c10d import group_named
 
 
@@ -87,7 +86,7 @@ def _local_gradient(record: ParameterRecord) -> Tensor | None:
     grad = parameter.grad
     if record.mesh is not None and grad is not None and grad.placements != parameter.placements:
         parameter.grad = grad = grad.redistribute(placements=parameter.placements)
-    return None if grad is None else local(grad)
+    return None if grad is None else record.of(grad).held
 
 
 def _over(groups: list[Any], value: Tensor, most: bool) -> Tensor:

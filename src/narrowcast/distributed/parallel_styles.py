@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import style
 
 from .._checks import a_kind
 from ..layers import LinearLayer
+from ..layers.described import how_stored
 from ..layers.norm import NormParameters
 from ..layers.tensor_parallel import parallel_of
 from ..nn import LayerNormLinear, Linear
-from ..tensors import QuantizedTensor
 from ..upstream.modules import own_parameters
 
 _COLUMNS = Shard(-1)
@@ -130,7 +130,7 @@ def _place(layer: LinearLayer, mesh: DeviceMesh, mode: str, shares_rows: bool, s
         "parameters_split": bool(layer._parts),
         "fuse_wgrad_accumulation": layer.fuse_wgrad_accumulation,
         "delay_wgrad_compute": layer.delay_wgrad_compute,
-        "quantized parameters": isinstance(weight, QuantizedTensor),
+        "quantized parameters": how_stored(weight) == "codes",
         "several outputs": layer.return_bias or getattr(layer, "return_layernorm_output", False),
         "a mesh of several dims": mesh.ndim != 1,
     }

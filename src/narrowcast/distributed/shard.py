@@ -15,6 +15,7 @@ from .._device import HIGH_PRECISION
 from .._tracing import can_check
 from ..formats import MX_BLOCK, NVFP4_BLOCK
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage, renew_with
+from ..layers.described import describe_tensor, how_stored
 from ..layers.parameters import weight_quantizer
 from ..layers.replicas import check_gradients_are_reduced
 from ..layers.set_recipe import Model
@@ -27,13 +28,12 @@ from ..quantizers import (
 )
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checked_recipe, starts_a_step
-from ..tensors import QuantizedTensor, local, spread_like
+from ..tensors import QuantizedTensor
 from ..upstream.compiler import traces_own_hooks
 from ..upstream.fsdp import (
     gathers_in_backward,
     gradient_dtypes,
     has_reduction_hook,
-    is_distributed,
     keeps_after_backward,
     parameter_groups,
     reshard,
@@ -251,7 +251,7 @@ class _Chosen:
             return "a part of a weight"
         if recipe is None:
             return "its layer has no recipe"
-        if is_distributed(parameter):
+        if describe_tensor(parameter).mesh is not None:
             return "a DTensor already"
         if not layer.takes_codes():
             return "its layer transposes the weight"
@@ -501,8 +501,9 @@ class _SavePlain:
 
     def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         value = state_dict.get(prefix + self.name)
-        if isinstance(local(value), ShardedWeight):
-            state_dict[prefix + self.name] = spread_like(local(value)._shard.detach(), value)
+        if how_stored(value) == "master":
+            record = describe_tensor(value)
+            state_dict[prefix + self.name] = record.spread(record.values())
 
 
 class _Rewrap:
@@ -514,9 +515,9 @@ class _Rewrap:
     def __call__(self, layer: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         value: Any = state_dict.get(prefix + self.name)
         assigned = metadata.get("assign_to_params_buffers", False)
-        if not assigned or value is None or isinstance(local(value), ShardedWeight):
+        if not assigned or value is None or how_stored(value) == "master":
             return
-        if is_distributed(value):
-            state_dict[prefix + self.name] = spread_like(
-                ShardedWeight(local(value).detach(), self.gather), value
-            )
+        record = describe_tensor(value)
+        if record.mesh is not None:
+            own = ShardedWeight(record.held.detach(), self.gather)
+            state_dict[prefix + self.name] = record.spread(own)

@@ -77,13 +77,14 @@ def check_group(process_group: Any, label: str) -> None:
         )
 
 
-def group_size(name: str | None) -> int:
-    """Return how many processes a group has; 1 where torch.distributed is not initialized."""
+def group_size(group: Any) -> int:
+    """Return how many processes a group has, given by itself, by name, or None for the default one.
+
+    It is 1 where torch.distributed is not initialized.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 1
-    if name is None:
-        return dist.get_world_size()
-    return size_of_group_named(name)
+    return size_of_group_named(group) if isinstance(group, str) else dist.get_world_size(group)
 
 
 def gather_rows(x: Tensor, group: str | None) -> Tensor:

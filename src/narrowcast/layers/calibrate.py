@@ -12,7 +12,7 @@ from .. import _checks
 from ..state import renew
 from ..upstream.fsdp import reshard
 from ..upstream.tensors import version_of
-from .delayed import DelayedLayer
+from .renewal import layers_of
 from .snapshot import Snapshot
 
 
@@ -35,10 +35,9 @@ def calibrate_delayed_scaling(model: nn.Module, step: Callable[[], Any], passes:
         ValueError: ``passes`` is less than 1.
         RuntimeError: no layer ran under delayed scaling with gradients, or ``step`` has changed a parameter.
     """
-    _checks.module("model", model)
+    layers = layers_of(model)
     _checks.function("step", step)
     _checks.positive(passes=passes)
-    layers = [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
     reshard(model)  # an evaluation leaves FSDP2's root gathered, and gradients belong to shards
     parameters = list(model.parameters())
     grads, versions = [parameter.grad for parameter in parameters], list(map(version_of, parameters))

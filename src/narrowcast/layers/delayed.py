@@ -156,10 +156,7 @@ class DelayedLayer(RecipeOwner):
         return False
 
     def _state_device(self, prefix: str) -> torch.device:
-        return self._weight_of_state(prefix).device
-
-    def _weight_of_state(self, prefix: str) -> Tensor:
-        """Return the weight that the stage of this prefix multiplies with."""
+        """Return the device of a stage's weight."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
     def _states(self) -> list[State]:

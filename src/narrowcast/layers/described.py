@@ -109,18 +109,24 @@ class ParameterRecord:
             return held.dequantize()
         return held._shard if self.stored == "master" else held
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the shape of what this rank holds, as gradient and moments have."""
+        return local(tensor).shape == self.held.shape
+
     def of(self, tensor: Tensor) -> ParameterRecord:
         """Return the record of another tensor that ranks share as they share the parameter: a gradient or a moment.
 
         Raises:
             ValueError: it has another shape, so that nothing says which part of it a rank holds.
         """
-        if local(tensor).shape != self.held.shape:
+        if not self.fits(tensor):
             raise ValueError(
                 f"a tensor of shape {shape_of(tensor)} belongs to {self.name}, of which this rank holds "
                 f"{shape_of(self.held)} of {self.shape}; how ranks share it is not known"
             )
         tensor = tensor if is_distributed(tensor) else spread_like(tensor, self.parameter)
+        if _placed(tensor) == _placed(self.parameter):
+            return replace(self, stored=how_stored(tensor), parameter=tensor)
         others = tuple(split for split in self.splits if split.dim is None)
         spread = _spread(tensor, self.declared, others)
         return replace(self, **spread, stored=how_stored(tensor), parameter=tensor)
@@ -322,18 +328,24 @@ def _covers_rows(module: Any, attribute: str, parameter: Any) -> bool:
     return bool(shares or getattr(parameter, "sequence_parallel", False))
 
 
+def _placed(tensor: Any) -> Any:
+    """Return what tells how a tensor of some shape is spread, without what layers declare."""
+    return (tensor.device_mesh, tensor.placements, tensor.shape) if is_distributed(tensor) else None
+
+
 def _spread(tensor: Any, declared: tuple[Any, ...], others: tuple[Split, ...]) -> dict[str, Any]:
     """Return shape, parts, splits and mesh of a tensor, given the splits of its dims and others that were declared."""
     held, shape = local(tensor), list(tensor.shape)
     mesh = tensor.device_mesh if is_distributed(tensor) else None
     parts, splits = [Part((0,) * held.dim(), (0,) * held.dim(), tuple(held.shape))], others + declared
     if mesh is not None:
-        chunks = tensor.__create_chunk_list__() if mesh.get_coordinate() is not None else []
+        pending = any(placement.is_partial() for placement in tensor.placements)  # a sum is still to be made
+        chunks = [] if pending or mesh.get_coordinate() is None else tensor.__create_chunk_list__()
         parts = [Part((0,) * held.dim(), tuple(one.offsets), tuple(one.sizes)) for one in chunks]
         splits += tuple(
             Split(placement.dim, mesh.get_group(dim).group_name, mesh.size(dim), "mesh")
             for dim, placement in enumerate(tensor.placements)
-            if not placement.is_replicate() and mesh.size(dim) > 1
+            if not (placement.is_replicate() or placement.is_partial()) and mesh.size(dim) > 1
         )
     for split in declared:
         blocks = split.blocks or (shape[split.dim],)

@@ -6,7 +6,6 @@ import collections
 import io
 import pickle
 import warnings
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -86,32 +85,6 @@ class _TensorsOnly(pickle.Unpickler):
         if module.split(".")[0] in ("transformer_engine", "transformer_engine_torch", "narrowcast"):
             return _Inert
         raise pickle.UnpicklingError(f"{module}.{name} is not read")
-
-
-def to_extra_state(buffers: dict[str, Tensor | None], stages: list[str], directions: Iterable[str]) -> Tensor:
-    """Return Transformer Engine's state of a layer's delayed scaling, uint8 (n,); empty for a layer without.
-
-    Args:
-        buffers: of the layer, by name.
-        stages: prefixes in the order of its GEMMs.
-        directions: "fwd" and "bwd".
-    """
-    state: dict[str, Any] = {}
-    for direction in directions:
-        parts = [
-            [buffers[f"{stage}{kind}_{direction}"] for stage in stages]
-            for kind in ("scale", "amax_history", "amax")
-        ]
-        if not stages or any(part is None for own in parts for part in own):
-            continue
-        scale, history, amax = (torch.cat([part.detach().cpu() for part in own], -1) for own in parts)  # type: ignore[union-attr]
-        history[0] = amax  # where the running step collects
-        scale.masked_fill_(scale == 0.0, 1.0)  # Transformer Engine's before a first step
-        state[f"scale_{direction}"], state[f"amax_history_{direction}"] = scale, history
-    if not state:
-        return torch.empty(0, dtype=torch.uint8)
-    state["extra_fp8_variables"] = {}
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 
 def delayed_state(extra: dict[str, Tensor], stages: list[str], groups: int) -> dict[str, Tensor]:

@@ -158,9 +158,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """Return the parameters of a weight as they are quantized: (N, K) each, or (G, N, K)."""
         return self._parts_of(stage.weight)
 
-    def _weight_of_state(self, prefix: str) -> Tensor:
+    def _state_device(self, prefix: str) -> torch.device:
         stage = next(stage for stage in self._stages if stage.prefix == prefix)
-        return self._parts_of(stage.weight)[0]
+        return self._parts_of(stage.weight)[0].device
 
     def weight_amax(self, prefix: str) -> Tensor:
         """Return max|w| of the weight of every group of a stage, fp32."""

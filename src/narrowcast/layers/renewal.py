@@ -6,6 +6,7 @@ writes either until the step. So layers may run in any order and any number of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _checks
 from .._tracing import refuse_in_graphs
-from ..state import OWNERS, Agreement, has_ranks, reduce_amax, renew, warn_of_no_reduction
+from ..functional.collectives import group_size
+from ..state import OWNERS, Agreement, reduce_amax, renew, warn_of_no_reduction
 from ..upstream.autograd import is_in_backward
 from ..upstream.fsdp import sharded_parameters
 from ..upstream.modules import own_parameters
@@ -27,9 +29,14 @@ from .recipe_owner import forget_autocasts
 # a model that was loaded, must be compared again.
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, Agreement]] = WeakKeyDictionary()
 
-_MODELS: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
-"""Models that were given their recipes, in this order, which is that of all ranks, and the groups over which their
-amaxes are reduced before each renewal."""
+_MODELS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], int]] = WeakKeyDictionary()
+"""Models that were given their recipes, in this order, which is that of all ranks, the groups over which their amaxes
+are reduced before each renewal, and a number of those with groups, which is that of all ranks, too."""
+
+_NUMBERS = itertools.count(1)
+
+_STEPPED: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], set[int]]] = WeakKeyDictionary()
+"""By groups, the numbers of the models that an optimizer steps on any rank."""
 
 
 def renew_with(model: nn.Module, groups: Sequence[Any] = ()) -> None:
@@ -38,7 +45,8 @@ def renew_with(model: nn.Module, groups: Sequence[Any] = ()) -> None:
     Args:
         groups: none keeps those that were given before.
     """
-    _MODELS[model] = tuple(groups) or _MODELS.get(model, ())
+    before, number = _MODELS.get(model, ((), 0))
+    _MODELS[model] = tuple(groups) or before, number or (next(_NUMBERS) if groups else 0)
 
 
 def renew_delayed_scaling(model: nn.Module) -> nn.Module:
@@ -54,7 +62,7 @@ def renew_delayed_scaling(model: nn.Module) -> nn.Module:
         RuntimeError: in compiled code.
     """
     refuse_in_graphs("narrowcast.renew_delayed_scaling(model) belongs outside of compiled code")
-    _renew(_layers_of(model))
+    _renew(layers_of(model))
     return model
 
 
@@ -73,10 +81,10 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
         TypeError: ``model`` is no module.
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
-    _reduce(model, _layers_of(model), group)
+    _reduce(model, layers_of(model), group)
 
 
-def _layers_of(model: nn.Module) -> list[DelayedLayer]:
+def layers_of(model: nn.Module) -> list[DelayedLayer]:
     _checks.module("model", model)
     return [layer for layer in model.modules() if isinstance(layer, DelayedLayer)]
 
@@ -89,7 +97,7 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
 
 def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
     layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
-    if any(layer.lacks_reduction() for layer in layers) and has_ranks():
+    if any(layer.lacks_reduction() for layer in layers) and group_size(None) > 1:
         warn_of_no_reduction()
     renew(owners, unless=unless)
     for layer in layers:
@@ -106,23 +114,38 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     outside, others = not is_in_backward(), set(OWNERS)
     # inside of a backward others are still to come: what has a gradient was stepped
     stepped = {id(one) for one in parameters if outside or one.grad is not None}
+    ids = {model: stepped | _gathered(model, stepped) for model in list(_MODELS)}
+    trained = [model for model, here in ids.items() if any(id(one) in here for one in model.parameters())]
+    trained = _trained_by_ranks(optimizer, trained) if outside else trained
     renewed: dict[Any, None] = {}  # each once: a layer of several models rolls its history once a step
-    for model, groups in list(_MODELS.items()):
-        layers = _layers_of(model)
+    for model, here in ids.items():
+        layers, groups = layers_of(model), _MODELS[model][0]
         if groups or any(parameter.requires_grad for parameter in model.parameters()):
             others.difference_update(layers)  # else no step is the model's own
-        here = stepped | _gathered(model, stepped)
-        own = [layer for layer in layers if layer.follows(here, False)]
-        if own or any(id(parameter) in here for parameter in model.parameters()):
+        if model in trained:
             # with groups all: ranks may step other parameters, and are to renew the same layers
-            if outside:
-                own = layers if groups else [layer for layer in layers if layer.follows(here, True)]
+            whole = outside and groups
+            own = layers if whole else [layer for layer in layers if layer.follows(here, outside)]
             for group in groups:
                 _reduce(model, own, group)
-        renewed |= dict.fromkeys(own)
+            renewed |= dict.fromkeys(own)
     renewed |= dict.fromkeys(owner for owner in others if owner.follows(stepped, outside))
     # a fused optimizer's kernel that has found gradients that are not finite has written nothing
     _renew(renewed, getattr(optimizer, "found_inf", None))
+
+
+def _trained_by_ranks(optimizer: torch.optim.Optimizer, trained: list[nn.Module]) -> list[nn.Module]:
+    """Return the models that any rank steps: under ZeRO others than this rank. The first step asks all ranks."""
+    known, given = _STEPPED.setdefault(optimizer, {}), [_MODELS[model] for model in trained]
+    for groups in dict.fromkeys(groups for groups, _ in given if groups and groups not in known):
+        numbers = {number for others, number in given if others == groups}
+        for group in groups:
+            found = [numbers] * group_size(group)
+            if len(found) > 1:
+                torch.distributed.all_gather_object(found, numbers, group=group)
+            numbers = numbers.union(*found)
+        known[groups] = numbers
+    return [one for one, (groups, at) in _MODELS.items() if one in trained or at in known.get(groups, ())]
 
 
 def _gathered(model: nn.Module, stepped: set[int]) -> set[int]:

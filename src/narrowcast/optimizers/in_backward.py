@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import module, typed
+from ..functional.collectives import group_size
 from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
 from .fused_adam import FusedAdam
@@ -122,8 +123,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
             f"the gradient of a parameter of shape {tuple(fused.shape)} is added to its main_grad, which a step in the "
             "backward ignores; make the layers without fuse_wgrad_accumulation, " + _WITHOUT
         )
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if any(is_distributed(p) for p in left) or (distributed and torch.distributed.get_world_size() > 1):
+    if any(is_distributed(p) for p in left) or group_size(None) > 1:
         raise NotImplementedError(
             "step_in_backward does not wait for gradients of several processes; step after the backward"
         )

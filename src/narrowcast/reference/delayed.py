@@ -70,10 +70,9 @@ def update(
 
 
 def _rolled(history: Tensor) -> Tensor:
-    cleared = torch.zeros_like(history[:1])
-    if history.shape[0] == 1:
-        return cleared
-    return torch.cat([cleared, history[2:], history[:1]])
+    rolled = history.roll(-1, 0)
+    rolled[0] = 0.0
+    return rolled
 
 
 def scale_from_amax(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:

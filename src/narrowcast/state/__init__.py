@@ -25,7 +25,6 @@ from .delayed_scaling import (
     DelayedSlots,
     asks_callables,
     fp8_max,
-    has_ranks,
     reduce_amax,
     renew,
     unseen_scale,

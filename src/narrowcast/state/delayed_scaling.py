@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import reference
 from .._checks import article
 from ..functional import renew_delayed_scaling
+from ..functional.collectives import group_size
 from ..recipe import DelayedScaling, Mode
 
 
@@ -72,8 +73,7 @@ def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
     """
     if shared:
         return first_scale(recipe, mode)
-    largest = recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
-    return -largest / 2**recipe.margin
+    return -fp8_max(recipe, mode) / 2**recipe.margin
 
 
 @torch.no_grad()
@@ -140,14 +140,6 @@ def _renew_with_callables(slots: DelayedSlots) -> None:
     amax.zero_()
 
 
-def has_ranks(group: Any = None) -> bool:
-    """Return whether a group, or the default one, has several ranks."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1
-    )
-
-
 def warn_of_no_reduction() -> None:
     """Warn once that ranks renew scales from amaxes of their own."""
     if "alone" not in _SAID:
@@ -165,8 +157,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.count = -1
-        self._differ: Tensor | None = None  # in host memory, once the device has passed the event
-        self._written: Any = None
+        self._differ: Tensor | None = None  # in host memory, which the device writes when it gets there
 
     def compare(self, largest: Tensor, negated: Tensor) -> None:
         """Warn if scales differ between ranks: now on a CPU; on a GPU in a later reduction, without waiting.
@@ -174,30 +165,21 @@ class Agreement:
         Args:
             largest: of every scale, over ranks. negated: of every scale's negative; both -inf without one.
         """
-        self._warn_if_known()
-        if self._differ is not None or (largest.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
         differ = (largest + negated > 0).any()
-        if differ.is_cuda:
-            self._differ = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
-            self._written = torch.cuda.Event()
-            self._written.record()
-        else:
-            self._differ = differ
-            self._warn_if_known()
-
-    def _warn_if_known(self) -> None:
-        if self._differ is None or (self._written is not None and not self._written.query()):
-            return
-        differ, self._differ, self._written = bool(self._differ), None, None
-        if differ and "differ" not in _SAID:
+        if differ.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a replay may outlive this
+        if self._differ is None:
+            self._differ = torch.zeros((), dtype=torch.bool, pin_memory=differ.is_cuda)
+        found = bool(self._differ)
+        self._differ.copy_(differ, non_blocking=True)
+        if (found or self._differ) and "differ" not in _SAID:
             _SAID.add("differ")
             warnings.warn(
                 "scales of delayed scaling differ between ranks: a step renewed them from an amax not reduced; "
                 "call narrowcast.reduce_delayed_scaling(model, group) before every optimizer.step(), or once "
                 "narrowcast.set_recipe(model, recipe, amax_group=group). Scales are equal again once the histories "
                 "hold reduced amaxes alone",
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
@@ -216,14 +198,14 @@ def reduce_amax(
         RuntimeError: the ranks' models keep states of different sizes; on all of them.
     """
     agreement, distributed = agreement or Agreement(), torch.distributed
-    if not has_ranks(group):
+    if group_size(group) == 1:
         return
     device = next((slots.amax.device for _, slots in states if slots is not None), torch.device("cpu"))
     if "nccl" in distributed.get_backend(group):
         device = torch.device("cuda", torch.cuda.current_device())
     sizes = [size for size, _ in states]
     if sum(sizes) != agreement.count:
-        _check_count(sum(sizes), device, group)
+        _check_count(sum(sizes), group)
         agreement.count = sum(sizes)
     if not sum(sizes):
         return
@@ -251,13 +233,12 @@ def warn_of_no_renewal(name: str) -> None:
         )
 
 
-def _check_count(count: int, device: torch.device, group: Any) -> None:
+def _check_count(count: int, group: Any) -> None:
     """Raise if the ranks' models keep states of different sizes: on all of them, where the reduction would hang."""
-    extent = torch.tensor([count, -count], dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(extent, op=torch.distributed.ReduceOp.MAX, group=group)
-    most, fewest = (int(value) for value in extent.tolist())
-    if most != -fewest:
+    counts = [count] * group_size(group)
+    torch.distributed.all_gather_object(counts, count, group=group)
+    if len(set(counts)) > 1:
         raise RuntimeError(
-            f"this rank's model keeps {count} delayed scales, others keep between {-fewest} and {most}; pass the "
-            "group of the ranks that hold the same layers"
+            f"this rank's model keeps {count} delayed scales, others keep between {min(counts)} and {max(counts)}; "
+            "pass the group of the ranks that hold the same layers"
         )

@@ -107,7 +107,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             values.append(value if equals else following)
     if not values:
         return f"{_uncapitalized(found)}; {look} what it takes"
-    kinds = (("integer", "a whole number"), ("number", "a number"), ("float", "a number"))
+    kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
     use = next((text for part, text in kinds if part in found), f"one that {program} --help names")
     return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
 
