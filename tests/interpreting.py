@@ -18,14 +18,14 @@ INTERPRETING = HAS_TRITON and not torch.cuda.is_available()
 
 
 @contextmanager
-def fast_interpreter() -> Iterator[None]:
+def fast_interpreter(interprets: bool = INTERPRETING) -> Iterator[None]:
     """Keep what takes two fifths of the interpreter's time, and let loops run to a size that is an argument.
 
     At every call of a device function it searches ``triton.language`` for built-ins and replaces them, although the
     launch has replaced them. For every value it makes a table of dtypes. Triton 3.6 also makes an int of an array
     of one element, which NumPy 2.4 refuses.
     """
-    if not INTERPRETING:
+    if not interprets:
         yield
         return
     from triton import language

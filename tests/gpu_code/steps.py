@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from interpreting import fast_interpreter  # before a GPU seems to be here
+from interpreting import fast_interpreter
 from torch import Tensor, nn
 
 from .pretended_gpu import pretend
@@ -267,7 +267,7 @@ def _multiply_decoded(a: Any, b: Any, bias: Any, dtype: torch.dtype) -> Tensor:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     prepare()
-    with fast_interpreter():
+    with fast_interpreter(True):  # although a GPU seems to be here
         for name in sys.argv[1:]:
             torch._dynamo.reset()
             print(f"{name}: {', '.join(differences(name)) or 'equal'}", flush=True)
