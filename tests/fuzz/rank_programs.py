@@ -256,6 +256,11 @@ class Laid:
         each = len(x) // self.parts
         return x[self.part * each : (self.part + 1) * each], self.part * each
 
+    @property
+    def means(self) -> int:
+        """How many means the loss of the batch is the mean of: inside, gradients are as many times larger."""
+        return ROWS // TOKENS if self.layout == "pp" else self.parts
+
     def backward(self, x: Tensor) -> None:
         """Make the gradients of the mean square of all outputs."""
         self.called.train()
@@ -303,8 +308,7 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 def follow(whole: nn.Module, optimizer: Any, found: dict[str, Tensor]) -> None:
     """Let the oracle go on from what the ranks hold."""
-    # a rank's mean is over fewer rows, so its gradients are larger, and their scales others
-    whole.load_state_dict({k: v for k, v in found.items() if not k.endswith("_bwd")}, strict=False)
+    whole.load_state_dict(found, strict=False)
     for name, parameter in whole.named_parameters():
         if MOMENT + name in found:
             optimizer.state[parameter]["momentum_buffer"] = found[MOMENT + name].clone()
@@ -373,7 +377,11 @@ def kept_by(layout: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, clip: bool) -> None:
     before = {name: value.clone() for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
     one.backward(x)
-    whole(x, 0).square().mean().backward()
+    # Quantized as on ranks: a scale from before may be too large for the gradients of some rows' mean.
+    (whole(x, 0).square().mean() * one.means).backward()
+    for parameter in whole.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= one.means
     if clip:
         stages = dist.group.WORLD if one.layout == "pp" else None
         norm = nc.distributed.clip_grad_norm_(one.model, 0.05, pipeline=stages)
@@ -385,9 +393,9 @@ def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, cl
     for each in (one.optimizer, optimizer):
         each.step()
         each.zero_grad()
-    found = {name: value for name, value in one.gathered().items() if not name.endswith("_bwd")}
+    found = one.gathered()
     for name, value in held(whole, optimizer).items():
-        if value.is_floating_point() and name in found:
+        if value.is_floating_point() and name in found and not name.endswith("_bwd"):
             # A scale has the noise of what was computed, and may hardly move.
             start = before[name] if name in before and not is_scale(name) else 0
             off = error_of(found[name] - start, value - start)
