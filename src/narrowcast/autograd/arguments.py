@@ -24,7 +24,7 @@ class DelayedScales:
     """State of delayed scaling, owned by the layer; None for other recipes, and amax if nothing is collected.
 
     ``scale_fwd``: as casts read it. ``scale_bwd``: the layer's own, to be saved, of which the backward reads
-    :func:`scales_of_backward`. ``unseen_fwd``, ``unseen_bwd``: what they read instead of 0.
+    :func:`scales_of_backward`. ``unseen_bwd``: what that reads instead of 0.
     """
 
     scale_fwd: Tensor | None = None
@@ -32,7 +32,6 @@ class DelayedScales:
     scale_bwd: Tensor | None = None
     amax_bwd: Tensor | None = None
     unseen_bwd: float = 0.0
-    unseen_fwd: float = 0.0
 
 
 def scales_of_backward(scales: Sequence[Tensor | None], unseen: Sequence[float]) -> list[Tensor | None]:

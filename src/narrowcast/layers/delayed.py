@@ -222,9 +222,9 @@ class DelayedLayer(RecipeOwner):
 
     def _note_scales(
         self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], scales: Sequence[DelayedScales]
-    ) -> None:
-        """Fill in the layer's own state of stages, for one forward."""
-        training, buffers = self.training, None
+    ) -> list[tuple[DelayedScales, Tensor, float]]:
+        """Fill in the layer's own state of stages for one forward, and return what is to be read of it."""
+        training, buffers, reads = self.training, None, []
         collects = training or torch.is_grad_enabled()
         if not self._keep_states(prefixes, plans):
             buffers = own_buffers(self)
@@ -235,8 +235,8 @@ class DelayedLayer(RecipeOwner):
         for prefix, plan, own in zip(prefixes, plans, scales):
             if plan.forward_state is not None:
                 scale, amax = f"{prefix}scale_fwd", f"{prefix}amax_fwd"
-                own.scale_fwd = getattr(self, scale) if buffers is None else buffers[scale]
-                own.unseen_fwd = unseen_scale(plan.forward_state, "forward", shared)
+                known = getattr(self, scale) if buffers is None else buffers[scale]
+                reads.append((own, known, unseen_scale(plan.forward_state, "forward", shared)))
                 if collects:
                     own.amax_fwd = getattr(self, amax) if buffers is None else buffers[amax]
             if plan.backward_state is not None:
@@ -245,6 +245,7 @@ class DelayedLayer(RecipeOwner):
                 own.unseen_bwd = unseen_scale(plan.backward_state, "backward", shared)
                 if collects:
                     own.amax_bwd = getattr(self, amax) if buffers is None else buffers[amax]
+        return reads
 
     def _expect_renewal(self, prefix: str) -> None:
         """Warn once if parameters change again and again while nothing renews the scales.
@@ -362,18 +363,12 @@ class DelayedLayer(RecipeOwner):
 
 def read_together(reading: Sequence[Reading]) -> None:
     """Fill in the state of layers for one forward, and read their scales at once."""
-    known: list[Tensor] = []
-    unseen: list[float] = []
-    owners: list[DelayedScales] = []
+    reads = []
     for layer, prefixes, plans, scales in reading:
-        layer._note_scales(prefixes, plans, scales)
-        for own in scales:
-            if own.scale_fwd is not None:
-                known.append(own.scale_fwd)
-                unseen.append(own.unseen_fwd)
-                owners.append(own)
-    if known:
-        for own, copied in zip(owners, read_scales(known, unseen)):
+        reads += layer._note_scales(prefixes, plans, scales)
+    if reads:
+        owners, known, unseen = zip(*reads)
+        for own, copied in zip(owners, read_scales(list(known), list(unseen))):
             own.scale_fwd = copied
 
 
