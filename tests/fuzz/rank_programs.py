@@ -307,7 +307,7 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def follow(whole: nn.Module, optimizer: Any, found: dict[str, Tensor]) -> None:
-    """Let the oracle go on from what the ranks hold."""
+    """Let the oracle go on from what the ranks hold; experts of which that has no scales begin anew, as on ranks."""
     whole.load_state_dict(found, strict=False)
     for name, parameter in whole.named_parameters():
         if MOMENT + name in found:
@@ -402,7 +402,18 @@ def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, cl
             rounding = 1e-6 * value.norm() + 1e-7  # of the weight, which may be large beside the step
             if not off <= tolerance and (found[name] - value).norm() > rounding:
                 raise Difference(f"{one.layout}: a step moves {name} otherwise, {off:.3g}")
-    follow(whole, optimizer, found)
+    follow(whole, optimizer, found | scales_of_experts(one))
+
+
+def scales_of_experts(one: Laid) -> dict[str, Tensor]:
+    """The delayed scaling of experts on other ranks, of which no state dict tells: reduced, so that of any rank's."""
+    return {
+        f"experts.{name}": torch.cat(
+            [value.unflatten(-1, (2, -1))] * (2 * EXPERTS // value.shape[-1]), -1
+        ).flatten(-2)
+        for name, value in (one.model.experts.named_buffers() if shares_experts(one.layout) else ())
+        if is_scale(name)
+    }
 
 
 def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
