@@ -498,6 +498,15 @@ def test_experts_are_grouped_layers(recipe: Any, transposed: bool) -> None:
     assert nc.revert(experts)(x, index, weights).equal(plain)
 
 
+def test_experts_that_say_nothing_of_a_norm_have_none() -> None:
+    """Those of Transformers 5.17."""
+    experts = Experts()
+    x, chosen = torch.randn(20, 32), route(20, 4)
+    expected = nc.convert(copy.deepcopy(experts), QUANTIZED["current"])(x, *chosen)
+    del experts.has_post_expert_norm
+    assert torch.equal(nc.convert(experts, QUANTIZED["current"])(x, *chosen), expected)
+
+
 def test_experts_of_other_ranks_add_nothing_and_compile() -> None:
     experts = Experts()
     x, (index, weights) = torch.randn(20, 32), route(20, 4)

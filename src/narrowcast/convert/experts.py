@@ -181,7 +181,7 @@ class ExpertsLayer(StackedExpertsLayer):
 
     Read off the module: ``num_experts`` E; ``gate_up_proj``, or ``up_proj`` where ``has_gate`` is False, and
     ``down_proj``, (E, N, K), or (E, K, N) where ``is_transposed``; ``<name>_bias`` (E, N) where ``has_bias``;
-    ``_apply_gate`` or ``act_fn`` between the two; ``post_expert_norm`` where ``has_post_expert_norm``.
+    ``_apply_gate`` or ``act_fn`` between the two; ``post_expert_norm`` where ``has_post_expert_norm`` says so.
     """
 
     _routed = True
@@ -197,8 +197,7 @@ class ExpertsLayer(StackedExpertsLayer):
         names = ExpertsLayer.stack_of(module).weights
         biases = [f"{name}_bias" for name in names] if module.has_bias else []
         return (
-            hasattr(module, "has_post_expert_norm")
-            and hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
+            hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
             and _are_stacked(module, names)
             and all(own_parameters(module).get(name) is not None for name in biases)
         )
@@ -240,7 +239,9 @@ class ExpertsLayer(StackedExpertsLayer):
         x = self._grouped(self._stages[0], x, splits)
         x = self._apply_gate(x) if self.has_gate else self.act_fn(x)  # type: ignore[operator]
         x = self._grouped(self._stages[1], x, splits)
-        return self.post_expert_norm(x) if self.has_post_expert_norm else x  # type: ignore[operator]
+        # Transformers 5.17 has no experts with such a norm, and does not say so.
+        normed = getattr(self, "has_post_expert_norm", False)
+        return self.post_expert_norm(x) if normed else x  # type: ignore[operator]
 
     def _forward_over_ranks(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply the experts of all ranks to this rank's tokens."""
