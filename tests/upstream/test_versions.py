@@ -79,7 +79,7 @@ NEVER = re.compile(r"\b(not|never|no|without|untested|nothing)\b")
 def claims(text: str) -> list[str]:
     """Return what sentences about tests on GPUs claim beyond ``versions.GPU_TESTS``."""
     tried = {name for gpu in versions.GPU_TESTS for name in versions.GPUS[gpu].split(", ")}
-    tried |= {f"sm_{major}{minor}" for major, minor in versions.GPU_TESTS} | {"Hopper"}
+    tried |= {"sm_" + "".join(map(str, gpu)) for gpu in versions.GPU_TESTS} | {"Hopper"}
     releases = {minor(run["torch"]) for run in versions.GPU_TESTS.values()}
     found = []
     for sentence in re.split(r"(?<=[.:;])\s+|\n\s*\n|\n\|", text):
