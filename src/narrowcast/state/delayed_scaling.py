@@ -73,7 +73,7 @@ def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
     """
     if shared:
         return first_scale(recipe, mode)
-    return -fp8_max(recipe, mode) / 2**recipe.margin
+    return -(recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd) / 2**recipe.margin
 
 
 @torch.no_grad()
