@@ -317,7 +317,7 @@ def test_replicas_refuse_weight_gradients_that_go_past_them(two: list[dict[str, 
 
 def test_ranks_that_do_different_work_never_wait(two: list[dict[str, Any]]) -> None:
     first, second = of_all(two, "unequal")
-    assert first["calls"] == second["calls"] == [2, 1, 1, 1, 1, 1]  # sizes are compared once
+    assert first["calls"] == second["calls"] == [1] * 6
     for name in ("amax_fwd", "amax_bwd"):
         assert torch.equal(first["state"][name], second["state"][name])
     assert first["state"]["amax_fwd"][0] > 0
