@@ -96,7 +96,7 @@ def parallel_cross_entropy(
         shard = _Shard(group, size, dist.get_rank(dist_process_group) if size > 1 else 0)
     smoothing = Smoothing(label_smoothing, ignore_idx)
     columns = inp.shape[-1] * shard.size
-    check_target(target, inp.shape[:-1], columns, smoothing, f"inp {shape_of(inp)}")
+    check_target(target, columns, smoothing, "inp", inp)
     rows = target.reshape(-1)
     loss = _CrossEntropyFunction.apply(inp.reshape(-1, inp.shape[-1]), rows, smoothing, shard)
     return mean_loss(loss, rows, ignore_idx) if reduce_loss else loss.view(target.shape)

@@ -122,7 +122,7 @@ def linear_cross_entropy(
         tensors(bias=bias)
     hidden, weight, bias = _operands(hidden, weight, bias)
     smoothing = Smoothing(label_smoothing, ignore_index)
-    check_target(target, hidden.shape[:-1], weight.shape[0], smoothing, f"hidden {shape_of(hidden)}")
+    check_target(target, weight.shape[0], smoothing, "hidden", hidden)
     rows = target.reshape(-1)
     matrix = hidden.reshape(-1, hidden.shape[-1])
     recipe = checked_recipe(recipe, "linear_cross_entropy")

@@ -51,22 +51,21 @@ def mean_loss(loss: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return loss.sum() / (target != ignore_index).sum().clamp(min=1)
 
 
-def check_target(
-    target: Tensor, lead: tuple[int, ...], columns: int, smoothing: Smoothing, what: str
-) -> None:
-    """Check a target and its options.
+def check_target(target: Tensor, columns: int, smoothing: Smoothing, name: str, rows: Tensor) -> None:
+    """Check a target and its options; ``rows`` (*lead, columns or features) is the argument ``name``.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: the shape is not ``lead``, the dtype is neither int64 nor int32, the smoothing is not within [0, 1],
+        ValueError: the shape is not (*lead,), the dtype is neither int64 nor int32, the smoothing is not within [0, 1],
             or, in eager code on a CPU, where reading it costs nothing, a target is neither a column nor ignored.
     """
     tensor("target", target)
     numbers(label_smoothing=smoothing.label_smoothing)
     whole(ignore_index=smoothing.ignore_index)
-    if tuple(target.shape) != tuple(lead):
+    if target.shape != rows.shape[:-1]:
         raise ValueError(
-            f"target has shape {shape_of(target)}, but {what} needs {tuple(lead)}: one class per token"
+            f"target has shape {shape_of(target)}, but {name} {shape_of(rows)} needs {shape_of(rows)[:-1]}: "
+            "one class per token"
         )
     if target.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"target has dtype {target.dtype}; use torch.int64 or torch.int32")
