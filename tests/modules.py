@@ -92,6 +92,26 @@ def compare_compiled(
         assert_same(ours, step(module, x, recipe, **kwargs))
 
 
+def check_retained_graph(module: nn.Module, x: Tensor, recipe: Any) -> None:
+    """A second backward over a retained graph repeats the first, random bits included."""
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        loss = module(x).float().square().sum()
+    results = []
+    for retain in (True, False):
+        torch.manual_seed(7)
+        results.append(torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=retain))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def check_no_grad(module: nn.Module, x: Tensor, recipe: Any) -> None:
+    """Without gradients the output has the same bits."""
+    with nc.autocast(enabled=recipe is not None, recipe=recipe):
+        expected = module(x)
+        for manager in (torch.no_grad, torch.inference_mode):
+            with manager():
+                assert torch.equal(module(x), expected)
+
+
 def randomized(module: nn.Module) -> nn.Module:
     """With norm parameters and biases that are not 1 and 0."""
     generator = torch.Generator().manual_seed(3)

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import assert_same, compare_compiled, make_input, randomized, step
+from modules import (
+    assert_same,
+    check_no_grad,
+    check_retained_graph,
+    compare_compiled,
+    make_input,
+    randomized,
+    step,
+)
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,24 +182,12 @@ def test_frozen(name: str, frozen: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_retain_graph(name: str) -> None:
-    layer, x = make_layer(), make_input(K)
-    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-        loss = layer(x).float().square().sum()
-    results = []
-    for retain in (True, False):
-        torch.manual_seed(7)
-        results.append(torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=retain))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    check_retained_graph(make_layer(), make_input(K), RECIPES[name])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_grad(name: str) -> None:
-    layer, x = make_layer(), make_input(K)
-    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-        expected = layer(x)
-        for manager in (torch.no_grad, torch.inference_mode):
-            with manager():
-                assert torch.equal(layer(x), expected)
+    check_no_grad(make_layer(), make_input(K), RECIPES[name])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

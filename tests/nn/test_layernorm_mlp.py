@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import TOKENS, assert_same, compare_compiled, make_input, randomized, step
+from modules import (
+    TOKENS,
+    assert_same,
+    check_no_grad,
+    check_retained_graph,
+    compare_compiled,
+    make_input,
+    randomized,
+    step,
+)
 from recipes import DEVICE, E4M3, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 
@@ -253,24 +262,12 @@ def test_frozen(name: str, frozen: str, checkpoint: bool) -> None:
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["save", "recompute"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_retain_graph(name: str, checkpoint: bool) -> None:
-    mlp, x = make_mlp(checkpoint=checkpoint), make_input(H)
-    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-        loss = mlp(x).float().square().sum()
-    results = []
-    for retain in (True, False):
-        torch.manual_seed(7)
-        results.append(torch.autograd.grad(loss, [x, *mlp.parameters()], retain_graph=retain))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    check_retained_graph(make_mlp(checkpoint=checkpoint), make_input(H), RECIPES[name])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_grad(name: str) -> None:
-    mlp, x = make_mlp(checkpoint=True), make_input(H)
-    with nc.autocast(enabled=RECIPES[name] is not None, recipe=RECIPES[name]):
-        expected = mlp(x)
-        for manager in (torch.no_grad, torch.inference_mode):
-            with manager():
-                assert torch.equal(mlp(x), expected)
+    check_no_grad(make_mlp(checkpoint=True), make_input(H), RECIPES[name])
 
 
 @pytest.mark.parametrize("name", kinds(QUANTIZED))
