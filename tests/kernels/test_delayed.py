@@ -33,16 +33,9 @@ def test_golden(name: str, device: torch.device) -> None:
         assert_bitwise(history[rows][1:], kept[1:])
 
 
-@pytest.mark.parametrize("way", ["table", "captured"])
-def test_many_states_are_renewed_in_place(
-    way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a table of addresses; where none may be made, as in a capture, one after the other."""
-    monkeypatch.setattr(kernels.delayed, "_TABLES", {})
-    if way == "captured":
-        monkeypatch.setattr(kernels.delayed, "MOST_TABLES", 0)
+def test_many_states_are_renewed_in_place(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
-    widths = [(3, 16), (2, 2), (40, 3), (2, 1), (3, 1100), (0, 4)] * 3
+    widths = [(3, 16), (2, 2), (40, 3), (2, 1), (3, 1100), (0, 4)] * 9  # more of a kind than a launch renews
     count = len(widths)
     rules = {
         "fp8_maxes": [(448.0, 57344.0)[at % 2] for at in range(count)],
@@ -56,7 +49,7 @@ def test_many_states_are_renewed_in_place(
         history[0] = 0.0
     given = [[x.to(device, copy=True) for x in states] for states in (scales, histories)]
     collected = [torch.empty(n, device=device) for n, _ in widths]
-    for _ in range(2):  # with a new table, and with that table
+    for _ in range(2):
         amaxes = [torch.rand(n, generator=generator) for n, _ in widths]
         amaxes[0][1], amaxes[6][0], amaxes[10][:], amaxes[2][3], amaxes[2][4] = (
             0.0,
@@ -73,7 +66,6 @@ def test_many_states_are_renewed_in_place(
             assert_bitwise(given[0][at], scales[at], f"scale {at}")
             assert_bitwise(given[1][at], histories[at], f"history {at}")
             assert not collected[at].any()
-    assert len(kernels.delayed._TABLES) == (way == "table")
 
 
 def test_refuses_an_unknown_rule(device: torch.device) -> None:

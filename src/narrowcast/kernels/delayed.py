@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -64,54 +65,42 @@ def _renew_columns(
     tl.store(amax_ptr + column, tl.zeros(last.shape, tl.float32), mask=inside)
 
 
-_STATE = ("scale_ptr", "history_ptr", "amax_ptr")
+STATES = 8  # in a launch, at most
+_POINTERS = [f"{kind}_{at}_ptr" for at in range(STATES) for kind in ("scale", "history", "amax")]
 
 
-@triton.jit(do_not_specialize_on_alignment=_STATE)
+@triton.jit(do_not_specialize_on_alignment=_POINTERS)
 def _delayed_renew_kernel(
-    scale_ptr,
-    history_ptr,
-    amax_ptr,
-    scaled_max,
-    L,
-    n,
-    MAXIMUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    _renew_columns(scale_ptr, history_ptr, amax_ptr, scaled_max, L, n, MAXIMUM, ROWS, COLUMNS)
-
-
-@triton.jit
-def _delayed_renew_many_kernel(
-    addresses_ptr,
-    lengths_ptr,
-    sizes_ptr,
-    largest_ptr,
-    MAXIMUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    scale_0_ptr, history_0_ptr, amax_0_ptr, scaled_max_0,
+    scale_1_ptr, history_1_ptr, amax_1_ptr, scaled_max_1,
+    scale_2_ptr, history_2_ptr, amax_2_ptr, scaled_max_2,
+    scale_3_ptr, history_3_ptr, amax_3_ptr, scaled_max_3,
+    scale_4_ptr, history_4_ptr, amax_4_ptr, scaled_max_4,
+    scale_5_ptr, history_5_ptr, amax_5_ptr, scaled_max_5,
+    scale_6_ptr, history_6_ptr, amax_6_ptr, scaled_max_6,
+    scale_7_ptr, history_7_ptr, amax_7_ptr, scaled_max_7,
+    L, n, MAXIMUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     state = tl.program_id(1)
-    scale_ptr = tl.load(addresses_ptr + state * 3).to(tl.pointer_type(tl.float32))
-    history_ptr = tl.load(addresses_ptr + state * 3 + 1).to(tl.pointer_type(tl.float32))
-    amax_ptr = tl.load(addresses_ptr + state * 3 + 2).to(tl.pointer_type(tl.float32))
-    _renew_columns(
-        scale_ptr, history_ptr, amax_ptr, tl.load(largest_ptr + state), tl.load(lengths_ptr + state),
-        tl.load(sizes_ptr + state), MAXIMUM, ROWS, COLUMNS,
-    )  # fmt: skip
+    if state == 0:
+        _renew_columns(scale_0_ptr, history_0_ptr, amax_0_ptr, scaled_max_0, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 1:
+        _renew_columns(scale_1_ptr, history_1_ptr, amax_1_ptr, scaled_max_1, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 2:
+        _renew_columns(scale_2_ptr, history_2_ptr, amax_2_ptr, scaled_max_2, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 3:
+        _renew_columns(scale_3_ptr, history_3_ptr, amax_3_ptr, scaled_max_3, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 4:
+        _renew_columns(scale_4_ptr, history_4_ptr, amax_4_ptr, scaled_max_4, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 5:
+        _renew_columns(scale_5_ptr, history_5_ptr, amax_5_ptr, scaled_max_5, L, n, MAXIMUM, ROWS, COLUMNS)
+    elif state == 6:
+        _renew_columns(scale_6_ptr, history_6_ptr, amax_6_ptr, scaled_max_6, L, n, MAXIMUM, ROWS, COLUMNS)
+    else:
+        _renew_columns(scale_7_ptr, history_7_ptr, amax_7_ptr, scaled_max_7, L, n, MAXIMUM, ROWS, COLUMNS)
 
 
-_renew_one = Launcher(_delayed_renew_kernel, num_warps=8, undeclared=_STATE)
-_renew_many = Launcher(_delayed_renew_many_kernel, num_warps=8)
-
-_TABLES: dict[Any, list[tuple[tuple[Tensor, ...], tuple[int, int, int], tuple[Any, ...]]]] = {}
-"""Arguments of the launches that renew many states, which depend on the key alone. A captured graph may read them, so
-none is ever freed."""
-MOST_TABLES = 64
-
-_CAPTURED: list[Any] = []
-"""States that captured graphs renew, whoever owned them: none is ever freed, for replays write to them."""
+_renew = Launcher(_delayed_renew_kernel, num_warps=8)
 
 
 def renew(
@@ -123,67 +112,21 @@ def renew(
     margins: Sequence[int],
     algos: Sequence[str],
 ) -> None:
-    """Compute ``reference.delayed.renew`` in a launch for each algorithm; all tensors are contiguous.
-
-    Each state takes a launch where addresses are new while a graph is captured, and after ``MOST_TABLES`` others. So
-    that these launches are loaded then, they follow every new table; a second renewal changes nothing.
-    """
+    """Compute ``reference.delayed.renew``, eight states of one shape and algorithm in a launch; all are contiguous."""
     check_device(scales[0])
-    device = scales[0].device
-    addresses = [x.data_ptr() for states in zip(scales, histories, amaxes) for x in states]
-    shapes = [history.shape for history in histories]
     largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
-    key = (device, *addresses, *shapes, *largest, *algos)
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured:
-        _CAPTURED.append((scales, histories, amaxes))
-    known = _TABLES.get(key)
-    if known is None and not captured and len(_TABLES) < MOST_TABLES:
-        _TABLES[key] = _tables(addresses, shapes, largest, algos, device)
-    for arguments, grid, constants in _TABLES.get(key, ()):
-        _renew_many(grid, arguments, constants)
-    if known is None:
-        for *state, (L, n), most, algo in zip(scales, histories, amaxes, shapes, largest, algos):
-            if n:
-                constants = _takes_maximum(algo), _rows_at_once(L), COLUMNS
-                _renew_one((cdiv(n, COLUMNS), 1, 1), (*state, most, L, n), constants)
-
-
-def _tables(
-    addresses: list[int],
-    shapes: list[torch.Size],
-    largest: list[float],
-    algos: Sequence[str],
-    device: torch.device,
-) -> list[Any]:
-    """Return the launches of :func:`renew`: arguments, grid and constants."""
-    launches = []
-    for algo in dict.fromkeys(algos):
-        of_algo = [at for at, one in enumerate(algos) if one == algo and shapes[at][1]]
-        if not of_algo:
-            continue
-        lengths, sizes = zip(*(shapes[at] for at in of_algo))
-        columns = (
-            ([addresses[3 * at : 3 * at + 3] for at in of_algo], torch.int64),
-            (lengths, torch.int32),
-            (sizes, torch.int32),
-            ([largest[at] for at in of_algo], torch.float32),
-        )
-        # from memory that is not pinned: they are there for every stream once this returns
-        arguments = tuple(torch.tensor(values, dtype=dtype, device=device) for values, dtype in columns)
-        grid = cdiv(max(sizes), COLUMNS), len(of_algo), 1
-        launches.append((arguments, grid, (_takes_maximum(algo), _rows_at_once(max(lengths)), COLUMNS)))
-    return launches
-
-
-def _takes_maximum(algo: str) -> bool:
-    if algo not in ("max", "most_recent"):
-        raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")
-    return algo == "max"
-
-
-def _rows_at_once(length: int) -> int:
-    return min(1 << (max(length, 1) - 1).bit_length(), ROWS)
+    alike: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for *state, algo in zip(scales, histories, amaxes, largest, algos):
+        alike.setdefault((*state[1].shape, algo), []).append(state)
+    for (L, n, algo), states in alike.items():
+        if algo not in ("max", "most_recent"):
+            raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")
+        constants = algo == "max", min(1 << (max(L, 1) - 1).bit_length(), ROWS), COLUMNS
+        for at in range(0, len(states) if n else 0, STATES):
+            some = states[at : at + STATES]
+            # the first one again in the places of others, which no program renews
+            arguments = itertools.chain(*some, *some[:1] * (STATES - len(some)))
+            _renew((cdiv(n, COLUMNS), len(some), 1), (*arguments, L, n), constants)
 
 
 @triton.jit
