@@ -12,6 +12,7 @@ import csv
 import re
 from pathlib import Path
 from statistics import fmean
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from performance_chart import Bar, Panel, svg
@@ -387,7 +388,7 @@ def answer(section: Section) -> str:
     first, *others = measured(section)
     if section.key == "optimizer":
         return f"**{others[-1].name} is {others[-1].speed:.2f} times as fast as {first.name}.**"
-    ours = [row for row in others if row.name.split(",")[0] in RECIPES]
+    ours = [row for row in others if row.name.split(",")[0] in RECIPES and NOT_IN_CHARTS not in row.name]
     best = max(ours, key=lambda row: row.speed)
     recipe, _, detail = best.name.partition(", ")
     under = RECIPES[recipe] + (f" ({detail})" if detail else "")
@@ -434,10 +435,8 @@ HEAD = """# Performance
 
 Steps measured on H200s unless a table names another GPU, beside bf16 and torchao. *Times as fast as bf16* is bf16's
 time over a row's: higher is better, and above 1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one;
-[Benchmark method](benchmarks.md) describes the timing.
-
-`docs/performance.py` writes this page from `benchmarks/results/*.csv`. Each table comes from one run; its GPU,
-versions, day and command are below it.
+[Benchmark method](benchmarks.md) describes the timing. Each table comes from one run; its GPU, versions, day and
+command are below it.
 """
 
 LOSSES = """## Does the loss suffer?
@@ -500,6 +499,7 @@ The pictures show each kernel's bandwidth as a share of a device copy's, beside 
 ![SwiGLU that quantizes its result, and its peers](../benchmarks/results/activation.png)
 
 `benchmarks/results/LOG.md` in the repository is the log of all measurements, with raw output and commits.
+`docs/performance.py` writes this page from `benchmarks/results/*.csv`.
 """
 
 
@@ -609,7 +609,19 @@ def how_much() -> str:
         if section.key in HERO:
             rows = {row.name: f"{row.speed:.2f}×, {row.peak:.1f} GiB" for row in measured(section)}
             lines.append(f"| {SHORT[section.key]} | {' | '.join(rows.get(name, '') for name in columns)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *wrap(measured_with(), 80), ""])
+
+
+def measured_with() -> str:
+    """Return with which versions the rows of README's table were measured."""
+    rows = [row for section in SECTIONS if section.key in HERO for row in chosen(section).values()]
+    devices, torches, ours = (
+        sorted({row[name] for row in rows}) for name in ("device", "torch", "narrowcast")
+    )
+    return (
+        f"Measured on an {' and '.join(devices)} with PyTorch {' and '.join(torches)} and narrowcast "
+        f"{' and '.join(ours)}; these rows were not measured with later releases."
+    )
 
 
 def with_table(path: Path, name: str, table: str) -> str:

@@ -53,15 +53,27 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def readme() -> str:
+    """Return the text of README."""
+    return (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def tagline() -> str:
+    """Return README's first paragraph."""
+    return readme().split("\n\n")[1]
+
+
 def why() -> str:
     """Return README's lines on what the library is for, and when not."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    return readme.partition("<!-- why -->\n")[2].partition("<!-- end of why -->")[0].replace("](docs/", "](")
+    return (
+        readme().partition("<!-- why -->\n")[2].partition("<!-- end of why -->")[0].replace("](docs/", "](")
+    )
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Show README on the first page, and keep links that leave ``docs/`` in the repository inside the site."""
     if page.file.src_uri == "index.md":
+        markdown = re.sub("<!-- tagline: .* -->", lambda _: tagline(), markdown)
         return re.sub("<!-- why: .* -->", lambda _: why(), markdown)
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../docs/", "](../")

@@ -76,12 +76,7 @@ def test_disagreements_are_found(version: str, top: str, tags: str, url: str, fo
     assert len(told) == bool(found) and found in "".join(told)
 
 
-def test_pages_name_the_wheel_of_the_last_release() -> None:
-    releases = [version for version, day in SECTION.findall(CHANGELOG) if day]
+def test_pages_name_no_wheel() -> None:
+    """No index has a wheel, and the one that a clone builds has another version than the last release."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-    named = [
-        (page.name, name)
-        for page in pages
-        for name in re.findall(r"narrowcast-[\w.-]+\.whl", page.read_text())
-    ]
-    assert named == [("get-started.md", f"narrowcast-{releases[0]}-py3-none-any.whl")]
+    assert not [page.name for page in pages if re.search(r"narrowcast-[\w.-]+\.whl", page.read_text())]

@@ -104,6 +104,14 @@ def test_examples_stay_short(example: Path) -> None:
     assert len(example.read_text().splitlines()) < MAX_EXAMPLE_LINES
 
 
+def test_readme_begins_with_what_to_type() -> None:
+    """The first screen of ``less README.md`` on a terminal of 80 columns."""
+    screen = (ROOT / "README.md").read_text().splitlines()[:24]
+    assert {"make demo DEMO_ARGS=--quick", "pip install ."} <= {line.partition("  ")[0] for line in screen}
+    assert any("nc.convert(" in line for line in screen)
+    assert not [line for line in screen if len(line) > 80 or line.startswith(("|", "<picture"))]
+
+
 def test_there_is_something_to_run() -> None:
     assert len(EXAMPLES) >= 5
     assert any(BLOCK.search(page.read_text()) for page in PAGES)
