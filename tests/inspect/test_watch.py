@@ -44,7 +44,10 @@ def step(run: Any, model: Any, seed: int) -> list[Tensor]:
     return result
 
 
-@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in RECIPES), ("delayed", True)])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in RECIPES), ("delayed", True), ("rowwise_with_gw_hp", True)],
+)
 def test_numbers_do_not_change(name: str, compiled: bool) -> None:
     plain, model = stack(RECIPES[name]), stack(RECIPES[name])
     watch = nc.watch(model, every=2)
@@ -295,19 +298,22 @@ def test_a_first_step_under_delayed_scaling_is_seen_as_one_under_current_scaling
     assert rows[1] == rows[3]
 
 
-def test_a_feed_forward_is_compiled_under_an_autocast_while_it_is_watched() -> None:
-    """Its first graph makes the state of both stages, of which watching reads one before the forward does."""
+@pytest.mark.parametrize("kind", ["feed-forward", "operations"])
+def test_the_first_graph_makes_state_that_watching_reads(kind: str) -> None:
+    """That of both stages of a feed-forward, of which watching reads one before the forward does."""
     torch._dynamo.reset()
     results = []
     for watched in (False, True):
         torch.manual_seed(0)
-        model = nc.LayerNormMLP(64, 128, device=DEVICE)
+        model: Any = nc.LayerNormMLP(64, 128, device=DEVICE)
+        if kind == "operations":
+            model = nc.ops.Sequential(nc.ops.Linear(64, 64, device=DEVICE))
         watch = nc.watch(model) if watched else None
         run = torch.compile(functools.partial(nc.checkpoint, model), backend="aot_eager", fullgraph=True)
         with nc.autocast(recipe=QUANTIZED["delayed"]):
             out = run(torch.randn(32, 64).to(DEVICE))
         out.square().mean().backward()
-        assert watch is None or len(watch.step()) == 4
+        assert watch is None or len(watch.step()) == (4 if kind == "feed-forward" else 3)
         results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
 

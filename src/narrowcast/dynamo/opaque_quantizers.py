@@ -11,7 +11,7 @@ from ..quantizers.value import value_fields
 from ..upstream import opaque
 
 # what operands and TensorProto use of a quantizer in traced code
-_MAKERS = ("_value_text", "_without_reduction", "copy", "replace", "with_usage")
+_MAKERS = ("_half", "_value_text", "_without_reduction", "copy", "replace", "with_usage")
 _TRACED = (
     "_assemble",
     "_buffers_of",

@@ -29,7 +29,7 @@ from ..moe import HEALTH, router_health
 from ..nn import MoERouter
 from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
-from ..quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from ..quantizers import IdentityQuantizer, Quantizer
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import unseen_scale
 from ..tensors import GroupedTensor, QuantizedTensor
@@ -217,9 +217,7 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
     plan = _plan(layer, recipe, stage)
     if not plan.quantized:
         return None
-    quantizer: Any = getattr(plan, operand).quantizer
-    if isinstance(quantizer, HybridQuantizer):
-        quantizer = quantizer.rowwise_quantizer
+    quantizer: Any = getattr(plan, operand).quantizer._half(columnwise=False)
     if isinstance(quantizer, IdentityQuantizer):
         return None
     return quantizer.with_usage(rowwise=True, columnwise=False)

@@ -177,13 +177,14 @@ class OperationFuser:
         eager_only = False
         observers: dict[int, Any] = {}
         for index in self._quantizing:
-            if ops[index]._watcher is not None and ops[index]._watcher.sampling:
-                observers[index] = ops[index]._watcher.observer(ops[index])
             wants_input = index > first or (index == first and input_requires_grad)
             # codes that have become old are made anew with the arguments, and need their scale then
             late = not (compiling or ops[index]._values is None or ops[index].codes_are_written)
             reads = {"reads_scales": False} if late else {}
             own = ops[index].forward_arguments(index >= first, wants_input, **reads)
+            # after the state was made: a trace that has read buffers once does not see later ones
+            if ops[index]._watcher is not None and ops[index]._watcher.sampling:
+                observers[index] = ops[index]._watcher.observer(ops[index])
             if own:
                 arguments[index] = {**arguments[index], **own}
                 scales[index] = own.get("scales")

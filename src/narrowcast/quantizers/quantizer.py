@@ -505,6 +505,10 @@ class Quantizer(Sealable, QuantizerValue):
     def _seed(self, tensor: Tensor) -> Tensor | None:
         return draw_seed(tensor) if self._is_stochastic() else None
 
+    def _half(self, columnwise: bool) -> Quantizer:
+        """Return what quantizes in one direction: the quantizer itself, but for a hybrid one."""
+        return self
+
     def _is_stochastic(self) -> bool:
         """Return whether quantizing needs a fresh random seed."""
         return False
