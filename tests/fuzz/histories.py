@@ -200,11 +200,11 @@ def draw_around_step(rng: random.Random) -> Program:
 
 def draw_inside(rng: random.Random, program: Program) -> None:
     """Let the optimizer step in the backwards of some steps, but in the plain run."""
-    reentrant = any(
-        "reentrant" in str(wrap.get("checkpoint")) + str(wrap.get("inner")) for wrap in _wraps(program)
-    )
+    # a checkpoint without an early stop around others runs layers again that were stepped, and they collect anew
+    wraps = str([[wrap.get("checkpoint"), wrap.get("inner")] for wrap in _wraps(program)])
     layers = [layer for block in program["blocks"] for layer in block["layers"]]
-    if program.get("written") or reentrant or any(layer["kind"] == "again" for layer in layers):
+    again = any(layer["kind"] == "again" for layer in layers)
+    if program.get("written") or again or "reentrant" in wraps or "torch whole" in wraps:
         return
     program |= {"scaler": None, "stored": False}
     for item in program["history"]:
@@ -876,7 +876,7 @@ def _started(program: Program, ours: bool) -> Iterator[None]:
     with (
         warnings.catch_warnings(),
         settings(bool(program["replay"]) and ours, bool(program["large"]) and ours),
-        few_rows_as_many() if _is_reentrant(program) else contextlib.nullcontext(),
+        few_rows_as_many() if is_reentrant(program) else contextlib.nullcontext(),
     ):
         warnings.simplefilter("ignore")
         try:
@@ -1057,7 +1057,7 @@ def _ends_in_a_norm(program: Program) -> bool:
 
 def _multiplies_other_strides(program: Program) -> bool:
     """Whether a product in high precision may have a weight of other strides, and so sum in another order."""
-    return _transposes(program) and "none" in _families(program)
+    return _transposes(program) and _multiplies_in_high_precision(program)
 
 
 def _transposes(program: Program) -> bool:
@@ -1080,14 +1080,18 @@ def reads_expanded_gradients(program: Program) -> bool:
 
     PyTorch's products of the two add in different orders.
     """
-    high = any(
+    high = _multiplies_in_high_precision(program)
+    return program["loss"] == "sum" and high and is_reentrant(program)
+
+
+def _multiplies_in_high_precision(program: Program) -> bool:
+    return any(
         one["family"] == "none" or (one["options"] or {}).get("backward_override") == "high_precision"
         for one in _recipes(program)
     )
-    return program["loss"] == "sum" and high and _is_reentrant(program)
 
 
-def _is_reentrant(program: Program) -> bool:
+def is_reentrant(program: Program) -> bool:
     """Whether a reentrant checkpoint runs layers without gradients first."""
     return any(
         "reentrant" in str(wrap.get(name)) for wrap in _wraps(program) for name in ("checkpoint", "inner")

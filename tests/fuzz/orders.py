@@ -18,6 +18,7 @@ from .histories import (
     draw_inside,
     draw_outer,
     draw_written,
+    is_reentrant,
     sums_in_another_order,
 )
 from .models import draw_layer, draw_recipe, draw_wrap
@@ -72,6 +73,11 @@ def draw(rng: random.Random) -> Program:
         for block, wrap in zip(program["blocks"], wraps):
             block["wrap"] = wrap
     program["history"] = [_item(rng) for _ in range(rng.choice((2, 3, 4, 5)))]
+    for item in program["history"]:
+        if item.get("raises") and is_reentrant(program):
+            item["still"] = (
+                None  # a block in evaluation collects nothing before its recomputation, which never comes
+            )
     once = not program["whole"] and not any(item.get("retain") for item in program["history"])
     for block in program["blocks"]:
         if block["wrap"] and once and rng.random() < 0.15:  # PyTorch refuses a second run of it
