@@ -86,6 +86,17 @@ def written_afterwards(mesh: Any, recipe: str, x: Tensor) -> tuple[Results, list
     return step(model, x), [value.shape[-1] for name, value in model.named_buffers() if "scale" in name]
 
 
+def reduced(mesh: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What a rank's experts have collected, before and after a reduction over all ranks."""
+    model = model_of("delayed")
+    nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
+    step(model, x)
+    amaxes = [one for name, one in model.named_buffers() if ".experts." in name and "amax_fwd" in name]
+    before = [one.clone() for one in amaxes]
+    nc.reduce_delayed_scaling(model)
+    return before, amaxes
+
+
 def resumed(
     mesh: Any, recipe: str, x: Tensor, folder: str, whole: bool
 ) -> tuple[Results, list[str], list[str]]:
@@ -129,6 +140,7 @@ def work(rank: int) -> Any:
             }
             results["local"] = sum(one.to_local().numel() for one in experts), len(experts)
     results["written"] = [written_afterwards(mesh, recipe, batch(own)) for recipe in ("delayed", "current")]
+    results["reduced"] = reduced(mesh, batch(own))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     results["resumed"] = [
@@ -144,6 +156,13 @@ def work(rank: int) -> Any:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(work, tmp_path_factory.mktemp("ranks"), WORLD, SECONDS)
+
+
+def test_scales_of_experts_are_those_of_their_rank(ranks: list[Any]) -> None:
+    """A maximum over ranks would be that of different experts."""
+    for before, after in (rank["reduced"] for rank in ranks):
+        assert before and all(map(torch.equal, before, after))
+    assert not any(map(torch.equal, ranks[0]["reduced"][0], ranks[1]["reduced"][0]))
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])

@@ -92,11 +92,11 @@ def differences_said(rank: int, recipe: DelayedScaling, often: bool, spoiled: bo
     return [str(one.message) for one in caught if "differ between ranks" in str(one.message)]
 
 
-def histories_of_two_models(rank: int, zero: bool) -> list[list[float]]:
+def histories_of_two_models(rank: int, zero: bool, groups: list[Any]) -> list[list[float]]:
     """Histories of the inputs of two models after two steps, if each rank's optimizer has the weight of one of them."""
     models = [nc.Linear(16, 16, bias=False, device="cpu") for _ in range(2)]
-    for model in models:
-        nc.set_recipe(model, REDUCED, amax_group=dist.group.WORLD)
+    for model, group in zip(models, groups):
+        nc.set_recipe(model, REDUCED, amax_group=group)
     weights = [model.weight for model in models]
     step = torch.optim.SGD([weights[rank]], lr=0.1).step
     if zero:
@@ -130,7 +130,10 @@ def work(rank: int) -> Any:
         delayed_scaling.reduce_amax(slots, agreement=agreement)
         counts.append(agreement.count)
     results["slots"] = counts, mine, other
-    results["two models"] = [histories_of_two_models(rank, zero) for zero in (False, True)]
+    everywhere = dist.group.WORLD
+    results["two models"] = [histories_of_two_models(rank, zero, [everywhere] * 2) for zero in (False, True)]
+    results["two groups"] = histories_of_two_models(rank, True, [everywhere, everyone])
+    results["one group"] = histories_of_two_models(rank, True, [everywhere, None])
     results["often"] = differences_said(rank, REDUCED, True)
     results["seldom"] = differences_said(rank, REDUCED, False)
     results["seldom, local"] = differences_said(rank, LOCAL, False)
@@ -201,6 +204,14 @@ def test_ranks_with_different_models_find_out_together(ranks: list[dict[str, Any
 def test_two_models_are_renewed_together_if_each_ranks_optimizer_has_one(ranks: list[dict[str, Any]]) -> None:
     for rank in range(WORLD):
         assert ranks[rank]["two models"] == [[[0.0, 2.0, 2.0], [0.0, 4.0, 4.0]]] * 2
+
+
+def test_models_of_different_groups_are_renewed_under_zero(ranks: list[dict[str, Any]]) -> None:
+    """ZeRO gives the optimizer of each rank weights of a model that no rank of the other's group may ask about."""
+    reduced, larger = [0.0, 2.0, 2.0], [0.0, 4.0, 4.0]
+    for rank in range(WORLD):
+        assert ranks[rank]["two groups"] == [reduced, larger]
+        assert ranks[rank]["one group"] == [reduced, larger if rank else reduced]
 
 
 def test_scales_that_differ_between_ranks_are_told_once(ranks: list[dict[str, Any]]) -> None:

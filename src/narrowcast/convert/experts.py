@@ -12,6 +12,7 @@ from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
 from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import check_format, grouped_buffers_of, plan_for_rows
+from ..state import DelayedSlots
 from ..tensors import GroupedTensor, grouped_layout
 from ..upstream.modules import own_parameters
 
@@ -113,6 +114,10 @@ class StackedExpertsLayer(LinearLayer):
             self.register_buffer(name, None, persistent=False)
         for prefix, delayed in states.items():
             self._keep_state(prefix, *delayed)
+
+    def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
+        # every rank has other experts: a maximum over ranks would be that of none
+        return [] if self._exchange is not None else super().amax_to_reduce()
 
     def _parts_of(self, name: str) -> list[Tensor]:
         parts: list[Any] = super()._parts_of(name)

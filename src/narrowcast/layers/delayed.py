@@ -196,11 +196,10 @@ class DelayedLayer(RecipeOwner):
 
     def lacks_reduction(self) -> bool:
         """Return whether ranks should agree on its amax, and never have."""
-        return not self._reduced and any(slots.recipe.reduce_amax for slots in self.delayed_slots())
+        return not self._reduced and any(slots is not None for _, slots in self.amax_to_reduce())
 
     def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
         """Return how many scales each state has that the layer may have, and the state; None if it reduces none."""
-        self.__dict__["_reduced"] = True
         states = [state.slots for state in self._states()]
         kept = [None if slots is None or not slots.recipe.reduce_amax else slots for slots in states]
         return [(2 * self._groups, slots) for slots in kept]

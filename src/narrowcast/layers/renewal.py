@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import _checks
 from .._tracing import refuse_in_graphs
@@ -37,6 +37,9 @@ _NUMBERS = itertools.count(1)
 
 _STEPPED: WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[Any, ...], set[int]]] = WeakKeyDictionary()
 """By groups, the numbers of the models that an optimizer steps on any rank."""
+
+_PARTS: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers of a rank's share of parameters, which another optimizer steps that has all of them."""
 
 
 def renew_with(model: nn.Module, groups: Sequence[Any] = ()) -> None:
@@ -91,6 +94,8 @@ def layers_of(model: nn.Module) -> list[DelayedLayer]:
 
 def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
     states = [state for layer in layers for state in layer.amax_to_reduce()]
+    for layer in layers:
+        layer._reduced = True
     agreements = _AGREED.setdefault(model, {})
     reduce_amax(states, group, agreements.setdefault(getattr(group, "group_name", ""), Agreement()))
 
@@ -106,9 +111,16 @@ def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
         forget_autocasts()
 
 
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note the optimizer inside of ZeRO's, the pre-hook of all optimizers: each rank's may be of another model."""
+    part = getattr(optimizer, "optim", None)
+    if isinstance(part, torch.optim.Optimizer) and not torch.compiler.is_compiling():
+        _PARTS.add(part)
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Renew what follows an optimizer's step, the post-hook of all optimizers."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or optimizer in _PARTS:
         return  # before PyTorch 2.13 the hook is part of a compiled step, which cannot read what layers keep
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     outside, others = not is_in_backward(), set(OWNERS)
@@ -135,7 +147,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _trained_by_ranks(optimizer: torch.optim.Optimizer, trained: list[nn.Module]) -> list[nn.Module]:
-    """Return the models that any rank steps: under ZeRO others than this rank. The first step asks all ranks."""
+    """Return the models that any rank steps, perhaps others than this one. The first step asks all ranks."""
     known, given = _STEPPED.setdefault(optimizer, {}), [_MODELS[model] for model in trained]
     for groups in dict.fromkeys(groups for groups, _ in given if groups and groups not in known):
         numbers = {number for others, number in given if others == groups}
@@ -154,4 +166,5 @@ def _gathered(model: nn.Module, stepped: set[int]) -> set[int]:
     return {id(own_parameters(part).get(name)) for (part, name), one in known if id(one) in stepped}
 
 
+register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
