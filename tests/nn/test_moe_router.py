@@ -52,6 +52,13 @@ def test_counts_are_of_training_forwards_until_an_update() -> None:
     assert set(layer.state_dict()) == {"weight", "expert_bias"}
 
 
+def test_memory_that_is_not_initialized_gets_the_biases_of_before() -> None:
+    layer = router(score_function="sigmoid", bias_update_rate=0.001, device="cpu")
+    layer.expert_bias.fill_(0.5)
+    assert (layer.to_empty(device="cpu").expert_bias == 0.5).all()
+    assert (layer.to("meta").to_empty(device="cpu").expert_bias == 0.0).all()
+
+
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_cast_model_counts_and_balances_in_fp32(cast: torch.dtype) -> None:
     layer = router(score_function="sigmoid", bias_update_rate=0.001, device="cpu")

@@ -30,7 +30,7 @@ from .._checks import (
 from .._device import default_device
 from .._keywords import refuse_keywords
 from .._tracing import host_reads, once_differentiable
-from ..upstream.modules import own_buffers, undo_casts
+from ..upstream.modules import keep_values, own_buffers
 from .formats import FORMATS
 from .masks import packed
 
@@ -85,7 +85,7 @@ class RotaryPositionEmbedding(nn.Module):
         """Keep the frequencies in fp32, whatever dtype the model around is cast to."""
         exact = dict(own_buffers(self))
         super()._apply(fn, recurse)
-        undo_casts(self, exact)
+        keep_values(self, exact)
         return self
 
     def forward(self, max_seq_len: int, offset: int = 0, **unknown: NoReturn) -> Tensor:

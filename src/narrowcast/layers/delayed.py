@@ -28,7 +28,7 @@ from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
 from ..state import OWNERS, DelayedSlots, asks_callables, unseen_scale, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
-from ..upstream.modules import own_buffers, own_parameters
+from ..upstream.modules import keep_values, own_buffers, own_parameters
 from ..upstream.tensors import version_of
 from .extra_state import delayed_state, forget_first_scales, take_extra_state, without_weights, wrong_value
 from .recipe_owner import RecipeOwner
@@ -268,18 +268,7 @@ class DelayedLayer(RecipeOwner):
         """Move the state with the layer, with its values: half-precision scales would lose amax, ``to_empty`` all."""
         before = {name: own_buffers(self)[name] for name in self._state_names()}
         super()._apply(fn, recurse)
-        for name, tensor in before.items():
-            moved = own_buffers(self)[name]
-            if tensor is None or moved is None or moved is tensor:
-                continue
-            if moved.dtype != torch.float32 or moved.is_inference():
-                with torch.inference_mode(False):  # the layer may be trained later
-                    moved = torch.zeros(tensor.shape, dtype=torch.float32, device=moved.device)
-                own_buffers(self)[name] = moved
-            if tensor.is_meta:
-                moved.zero_()  # what leaves the meta device is uninitialized memory
-            else:
-                moved.copy_(tensor)
+        keep_values(self, before)
         return self
 
     def _load_from_state_dict(

@@ -24,7 +24,7 @@ from ..moe import (
 )
 from ..moe.balance import POLICIES
 from ..moe.router import SCORE_FUNCTIONS
-from ..upstream.modules import own_buffers, undo_casts
+from ..upstream.modules import keep_values, own_buffers
 
 
 class Routing(NamedTuple):
@@ -143,7 +143,7 @@ class MoERouter(nn.Module):
         """Keep biases and counts in fp32, whatever dtype the model around is cast to: a step of 0.001 is lost there."""
         exact = dict(own_buffers(self))
         super()._apply(fn, recurse)
-        undo_casts(self, exact)
+        keep_values(self, exact)
         return self
 
     def extra_repr(self) -> str:

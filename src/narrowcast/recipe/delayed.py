@@ -72,30 +72,21 @@ class DelayedScaling(Recipe):
         super().__post_init__()
 
     def _check(self) -> None:
-        if not is_one_of(self.initial_scale, ("range", "one")):
-            raise ValueError(f"initial_scale is {shown(self.initial_scale)}; use 'range' or 'one'")
         if self.backward_override is not None:
             raise ValueError("DelayedScaling takes no backward_override; use another recipe or None")
         super()._check()
         refuse_pure_e5m2(self, self.fp8_format)
-        if not isinstance(self.margin, int):
-            raise ValueError(
-                f"margin is {shown(self.margin)}; use a whole number, the scale is divided by 2**margin"
-            )
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            raise ValueError(
-                f"amax_history_len is {shown(self.amax_history_len)}; use a whole number, at least 1"
-            )
-        if not callable(self.amax_compute_algo) and not is_one_of(
-            self.amax_compute_algo, ("max", "most_recent")
+        amax, scale, length = self.amax_compute_algo, self.scaling_factor_compute_algo, self.amax_history_len
+        known_amax = callable(amax) or is_one_of(amax, ("max", "most_recent"))
+        for name, fits, accepted in (
+            ("initial_scale", is_one_of(self.initial_scale, ("range", "one")), "'range' or 'one'"),
+            ("margin", isinstance(self.margin, int), "a whole number, the scale is divided by 2**margin"),
+            ("amax_history_len", isinstance(length, int) and length >= 1, "a whole number, at least 1"),
+            ("amax_compute_algo", known_amax, "'max', 'most_recent' or a callable"),
+            ("scaling_factor_compute_algo", scale is None or callable(scale), "None or a callable"),
         ):
-            raise ValueError(
-                f"amax_compute_algo is {shown(self.amax_compute_algo)}; use 'max', 'most_recent' or a callable"
-            )
-        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
-            raise ValueError(
-                f"scaling_factor_compute_algo is {shown(self.scaling_factor_compute_algo)}; use None or a callable"
-            )
+            if not fits:
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; use {accepted}")
 
     def delayed_scaling(self) -> DelayedScaling:
         return self

@@ -45,14 +45,21 @@ def is_saved(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def undo_casts(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
-    """Give buffers whose dtype a cast has changed the values from before it, on the device where they are now."""
+@torch.no_grad()
+def keep_values(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Give buffers that a cast or a move has replaced their dtype and values from before it, on their new device."""
     for name, exact in before.items():
         moved = module._buffers[name]
-        if exact is None or moved is None or moved.dtype == exact.dtype:
+        if exact is None or moved is None or moved is exact:
             continue
-        kept = torch.empty_like(moved, dtype=exact.dtype) if exact.is_meta else exact.to(moved.device)
-        module._buffers[name] = kept
+        if moved.dtype != exact.dtype or moved.is_inference():
+            with torch.inference_mode(False):  # the module may be trained later
+                moved = torch.empty(exact.shape, dtype=exact.dtype, device=moved.device)
+            module._buffers[name] = moved
+        if exact.is_meta:
+            moved.zero_()  # what leaves the meta device is uninitialized memory
+        else:
+            moved.copy_(exact)
 
 
 def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
