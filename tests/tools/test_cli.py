@@ -22,11 +22,12 @@ from narrowcast_tools import cli
 from narrowcast_tools.cli import main, options
 from narrowcast_tools.train import commands, doctor, ranks
 from narrowcast_tools.train import demo as demos
-from narrowcast_tools.train.config import ModelConfig, TrainConfig
+from narrowcast_tools.train.config import ModelConfig, TrainConfig, resolve_device
+from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.generate import Choice
 from narrowcast_tools.train.loop import Run
 from narrowcast_tools.train.presets import PRESETS
-from narrowcast_tools.train.recipes import CHOICES
+from narrowcast_tools.train.recipes import ALIASES, CHOICES
 
 # fmt: off
 TINY = [
@@ -85,10 +86,16 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
     ("words", "parts"),
     [
         (["--recipe", "fp7"], ["'fp7'", "--recipe is", "use one of bf16, delayed"]),
+        (["--recipe", "mxfp8,"], ["--recipe is 'mxfp8,'", "comma; give names"]),
+        (["--parallel", "ddp"], ["--parallel is 'ddp'; use one of fsdp, tp, fsdp+tp"]),
+        (
+            ["--recipe-table", "nope.json"],
+            ["--recipe-table is nope.json", "No such file", "give an existing"],
+        ),
         (["--data", "absent.txt"], ["--data is absent.txt", "give an existing"]),
         (["--data", "empty.txt"], ["empty.txt holds 0 bytes", "--data"]),
         (["--data", "empty"], ["empty holds 0 bytes", "--data"]),
-        (["--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["--device", "cuda"], ["--device is cuda", "use --device cpu"]),
         (["--device", "abacus"], ["'abacus'", "auto, cpu, cuda"]),
         (["--steps", "0"], ["--steps is 0", "at least 1"]),
         (["--batch-size", "-4"], ["--batch-size is -4"]),
@@ -104,7 +111,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
         (["--preset", "7b"], ["'7b'", "use one of tiny, 125m, 1b, 8b-slice"]),
         (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
-        (["--keep-bf16", "lm_head"], ["--keep-bf16", "'lm_head' matches no"]),
+        (["--keep-bf16", "lm_head"], ["narrowcast: --keep-bf16: 'lm_head' matches", "'lm_head' matches no"]),
         (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
         (["--graphs"], ["--graphs", "--device is cpu", "leave --graphs out"]),
         (["--by-block"], ["--by-block", "add --compile"]),
@@ -148,7 +155,7 @@ def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
     ("words", "parts"),
     [
         (["bake"], ["bake", "--help"]),
-        (["demo", "--device", "cuda"], ["--device cuda", "use --device cpu"]),
+        (["demo", "--device", "cuda"], ["--device is cuda", "use --device cpu"]),
         (["demo", "--data", "absent"], ["absent", "--data"]),
         (["demo", "--steps", "-1"], ["--steps is -1"]),
         (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
@@ -203,6 +210,9 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     assert train(text_file, "--recipe", "current,mxfp8", "--seeds", "2", "--out", "c", "--resume") == 0
     assert "note: c/current-0 is finished" in capsys.readouterr().err
     assert tree(Path("c/bf16-0")) == before
+    words = ["train", "--data", str(text_file), *TINY, "--out", "c", "--resume"]
+    line = fails_on_one_line(capsys, text_file.parent, words)
+    assert "c holds 6 runs; give the folder of one, such as c/mxfp8-1, or repeat the --recipe" in line
     summary = Path("c/summary.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
     assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
@@ -480,7 +490,8 @@ def test_doctor_answers_first_what_works_what_is_wrong_and_what_to_do(capsys: py
     assert {name for name in tried.split(", ") if name} == set(CHOICES)
     assert {"python", "torch", "narrowcast", "device"} <= details.keys()
     if not torch.cuda.is_available():
-        assert answers["wrong"].startswith("no GPU with FP8") and "an NVIDIA GPU with FP8" in answers["to"]
+        assert answers["wrong"] == "nothing"
+        assert answers["limits"].startswith("no GPU with FP8") and "an NVIDIA GPU with FP8" in answers["to"]
 
 
 def split(lines: list[str]) -> tuple[list[str], list[str]]:
@@ -492,13 +503,35 @@ def split(lines: list[str]) -> tuple[list[str], list[str]]:
 def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["healthy"] is True
+    assert report["healthy"] is True and report["answers"]["wrong"] == ["nothing"]
     assert [f["subject"] for f in report["findings"]][:3] == ["python", "torch", "narrowcast"]
     monkeypatch.setattr(doctor, "OLDEST_TORCH", "99.0.0")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["healthy"] is False
+    assert report["healthy"] is False and report["answers"]["wrong"][0].startswith("torch: ")
     assert [f["subject"] for f in report["findings"] if f["broken"]] == ["torch"]
+
+
+@pytest.mark.parametrize("words", [["doctor", "--json"], ["presets"], ["--help"]], ids=" ".join)
+def test_a_reader_that_has_enough_gets_no_traceback(words: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "narrowcast", *words]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        told = process.stderr.read().decode()  # type: ignore[union-attr]
+    assert process.returncode in (0, 1, 141) and "BrokenPipe" not in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("build", "fix"), [(None, "install a CUDA build of torch"), ("13.0", "check the driver")]
+)
+def test_no_cuda_device_has_two_reasons(build: str | None, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    with pytest.raises(SettingsError, match=rf"--device is cuda, but .*; use --device cpu, or {fix}"):
+        resolve_device("cuda")
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:
@@ -553,7 +586,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["compare"], 2, "runs is missing; narrowcast compare --help lists what"),
         (["presets", "all"], 2, "got unexpected extra argument"),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),
-        (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; the nearest: 'h200'; use one of h100"),
+        (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; use one of h100, h200, h800"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -577,6 +610,7 @@ def test_what_the_help_states_is_what_the_trainer_has() -> None:
     )
     assert ", ".join(shapes) == options.SHAPES
     assert ", ".join(CHOICES) == options.RECIPES
+    assert ", ".join(f"{alias} is {name}" for alias, name in ALIASES.items()) == options.ALIASES
     assert (", ".join(ranks.MODES), ranks.TP_SIZE) == (options.MODES, options.TP_SIZE)
     assert (demos.CONFIG.steps, demos.QUICK.steps) == (options.DEMO_STEPS, options.QUICK_STEPS)
     assert {TrainConfig.seed, demos.CONFIG.seed} == {options.SEED} and TrainConfig.accumulate == 1

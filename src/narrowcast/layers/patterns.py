@@ -87,7 +87,7 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     alike = difflib.get_close_matches(pattern.replace("**.", ""), sorted(whole), n=len(whole), cutoff=0.5)
     if alike:
         return f"the nearest: {_shown(alike, 3)}"
-    return f"it has: {_shown(names, 8)}"
+    return f"it has: {_shown(filter(None, names), 8)}"
 
 
 def _prefixes(name: str) -> list[str]:

@@ -19,6 +19,7 @@ from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 DOCTOR = (["doctor"], ["doctor", "--json"])
 MISSING: str | None = None
 
@@ -51,6 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 or 143 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
+        return PIPE_CLOSED
+
+
+def _run(words: list[str]) -> int:
     if words in DOCTOR:  # it reports what is missing
         from ..train.doctor import doctor
 

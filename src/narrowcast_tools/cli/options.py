@@ -11,9 +11,10 @@ SHAPES = (
     "8b-slice: 4 layers of 4096/14336, 8b: 32 layers of 4096/14336"
 )
 RECIPES = "bf16, delayed, current, rowwise, mxfp8, block, nvfp4, mxfp6, mxfp4"
+ALIASES = "none is bf16, tensorwise is current"
 OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-int8, fused-stochastic"
 MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
-DEMO_STEPS, QUICK_STEPS, SEED = 240, 60, 0
+DEMO_STEPS, QUICK_STEPS, SEED = 240, 40, 0
 TEMPERATURE, TOP_K = 0.8, 50
 
 OF_PRESET = "preset's"
@@ -61,8 +62,8 @@ Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. Details: 
 Recipe = Annotated[
     str,
     _option(
-        f"auto (FP8 current for layers that it makes faster on this GPU, bf16 for the rest), none (the same as bf16), "
-        f"{RECIPES}; or several of these, separated by commas, to compare."
+        f"auto (FP8 current for layers that it makes faster on this GPU, bf16 for the rest), {RECIPES}; {ALIASES}; "
+        f"or several of these, separated by commas, to compare."
     ),
 ]
 RecipeTable = Annotated[

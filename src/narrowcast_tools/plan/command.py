@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from .estimate import gib
-from .hardware import find_gpu
+from .hardware import ERROR, find_gpu
 from .layout import plan as search
-from .show import tables, title
+from .show import remark, tables, title
 
 
 def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
@@ -29,12 +29,15 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
         return 0
     console = Console()
     console.print(title(result, gpu), highlight=False)
+    if text := remark(gpus):
+        console.print(text, highlight=False)
     for table in tables(result):
         console.print()
         console.print(table)
     console.print(
         f"\n{result.tokens_per_second:,.0f} tokens/s/GPU, MFU {result.mfu:.0%} of the bf16 peak, "
-        f"{gib(result.total_memory)} of {gib(find_gpu(gpu).memory)}. An estimate: docs/scaling.md says how far off.",
+        f"{gib(result.total_memory)} of {gib(find_gpu(gpu).memory)}. An estimate: "
+        f"{ERROR}.",
         highlight=False,
     )
     return 0

@@ -7,8 +7,19 @@ from collections.abc import Callable
 from rich.table import Table
 
 from .estimate import Estimate, gib
+from .hardware import HOST
 
 GIGA = 1e9
+
+
+def remark(gpus: int) -> str:
+    """Return which part of a host's GPUs a plan leaves out; "" for whole hosts and for less than one."""
+    if gpus < HOST or gpus % HOST == 0:
+        return ""
+    return (
+        f"note: a host has {HOST} GPUs, so {gpus} leave one in part empty; the estimate takes all links as those of "
+        f"whole hosts. Use --gpus {gpus - gpus % HOST} or {gpus + HOST - gpus % HOST}."
+    )
 
 
 def title(result: Estimate, gpu: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from narrowcast._checks import counted
+from narrowcast._checks import counted, shown
 
 from . import automatic
 from .atomic import writing_into
@@ -78,6 +78,10 @@ def train(
     model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
     automatically, choice = recipe.strip() == automatic.AUTO, ""
     words = [word.strip() for word in recipe.split(",")]
+    if "" in words:
+        raise SettingsError(
+            f"--recipe is {shown(recipe)}, with nothing beside a comma; give names between commas"
+        )
     recipes = ["bf16"] if automatically else [recipe_name(word, "--recipe", automatic.AUTO) for word in words]
     for at, name in enumerate(recipes):
         if name in recipes[:at]:

@@ -240,9 +240,11 @@ def resolve_device(word: str) -> str:
     if word == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if word == "cuda" and not torch.cuda.is_available():
-        build = f"torch {torch.__version__} finds no CUDA device"
+        fix = "install a CUDA build of torch"
+        if torch.version.cuda:
+            fix = "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
         raise SettingsError(
-            f"--device cuda was asked for, but {build}; use --device cpu or install a CUDA build of torch"
+            f"--device is cuda, but torch {torch.__version__} finds no CUDA device; use --device cpu, or {fix}"
         )
     return word
 

@@ -48,7 +48,11 @@ def doctor(json: bool) -> int:
     findings = list(examine())
     healthy = not any(finding.broken for finding in findings)
     if json:
-        print(dumps({"healthy": healthy, "findings": [asdict(f) for f in findings]}, indent=1))
+        answers: dict[str, list[str]] = {}
+        for subject, text in _answers(findings):
+            answers.setdefault(subject, []).append(text)
+        content = {"healthy": healthy, "answers": answers, "findings": [asdict(f) for f in findings]}
+        print(dumps(content, indent=1))
     else:
         for subject, text in (*_answers(findings), ("", ""), *_details(findings)):
             _show(subject, text)
@@ -66,18 +70,18 @@ def _show(subject: str, text: str) -> None:
 
 
 def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:
-    """Yield what works here, what is wrong, and what to do."""
+    """Yield what works here, what is wrong, what is missing, and what to do. A healthy machine has nothing wrong."""
     recipes = [finding for finding in findings if finding.subject in CHOICES]
     slow = all(one.text.startswith(EMULATED) for one in recipes if one.subject != "bf16")
     wrong = [f"{one.subject}: {one.text}" for one in findings if one.broken]
-    wrong += [f"{one.subject}: {one.text}" for one in findings if one.text == ABSENT]
-    wrong += [f"{one.subject} {one.text}" for one in findings if ": not tested;" in one.text]
+    limits = [f"{one.subject}: {one.text}" for one in findings if one.text == ABSENT]
+    limits += [f"{one.subject} {one.text}" for one in findings if ": not tested;" in one.text]
     verdict = "this machine can train"
     if any(one.broken for one in findings):
         verdict = "something here is broken"
     elif slow:
         verdict += ", by emulation only: it shows losses, and no recipe is faster than bf16"
-        wrong.append(f"no GPU with FP8 is visible to torch {torch.__version__}")
+        limits.append(f"no GPU with FP8 is visible to torch {torch.__version__}")
     yield "verdict", verdict
     for kind, begins in (("native", NATIVE), ("untested", UNTESTED), ("emulated", EMULATED)):
         names = [one.subject for one in recipes if one.text.split(":")[0] == begins]
@@ -85,6 +89,8 @@ def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:
             yield kind, ", ".join(names)
     for text in wrong or ["nothing"]:
         yield "wrong", text
+    for text in limits:
+        yield "limits", text
     try_it = "try: narrowcast demo --quick"
     yield "to do", f"{try_it}; for speed, use an NVIDIA GPU with FP8, such as an H100" if slow else try_it
 

@@ -17,7 +17,7 @@ from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .model import Decoder, Generation, rope_tables
 from .recipes import HEAD, build_recipe, recipe_table, set_recipes
-from .session import CHECKPOINTS, COMPARED
+from .session import CHECKPOINTS, COMPARED, runs_below
 from .snapshot import MODEL, restore_model
 from .tokens import TOKENIZER, Tokens, load_tokens
 
@@ -116,7 +116,9 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         device="cpu" if recipe else device,
         emulate=emulate or config.emulate,
     )
-    set_recipes(model, table)  # first: delayed scaling's state is loaded with the weights
+    set_recipes(
+        model, table, keep_bf16=config.keep_bf16
+    )  # first: delayed scaling's state is loaded with the weights
     restore_model(found.tensors[MODEL], model)
     if recipe is not None:
         set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
@@ -126,9 +128,8 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
 
 def _without_checkpoint(path: Path) -> str:
     """Return why a folder has nothing to load, and what to give instead."""
-    runs = sorted(found.parent for found in path.glob(f"*/{CHECKPOINTS}"))
-    if runs:
-        return f"holds {len(runs)} runs; give the folder of one, such as {runs[-1]}"
+    if several := runs_below(path):
+        return several
     if (path / COMPARED).exists():
         return "holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
     return "holds no checkpoint that can be read; give the folder of a run"

@@ -122,26 +122,29 @@ class Lines(Progress):
         self._timed: tuple[int, float] | None = None  # the first step, and when it was done
         self._last_line = 0.0
         self._loss = "-"
+        self._held_out = ""
         self._speed = ""
 
     def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         self._title, self._total, self._further = title, total, further
-        self._loss, self._speed, self._timed = "-", "", None
+        self._loss, self._held_out, self._speed, self._timed = "-", "", "", None
         self._last_line = time.monotonic()
 
     def step(self, done: int, loss: float, pace: Pace) -> None:
         self._loss, self._speed, now = f"{loss:.3f}", _short_pace(pace), time.monotonic()
         self._timed = self._timed or (done, now)
         if now - self._last_line >= QUIET_SECONDS:
-            self._line(done, "")
+            self._line(done)
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._line(done, f"  held-out {loss:.3f}")
+        self._held_out = f"  held-out {loss:.3f}"
+        self._line(done)
+        self._held_out += f" at step {done}"
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}")
 
-    def _line(self, done: int, held_out: str) -> None:
+    def _line(self, done: int) -> None:
         self._last_line = time.monotonic()
         left = ""
         first, at = self._timed or (done, 0.0)
@@ -151,7 +154,9 @@ class Lines(Progress):
             if self._further:
                 left += f", all runs {format_duration(per_step * (steps + self._further))}"
         speed = f"  {self._speed}" if self._speed else ""
-        self._print(f"{self._title:<8} step {done}/{self._total}  loss {self._loss}{held_out}{speed}{left}")
+        self._print(
+            f"{self._title:<8} step {done}/{self._total}  loss {self._loss}{self._held_out}{speed}{left}"
+        )
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -123,7 +123,7 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
             )
         return
     if mode not in MODES:
-        raise SettingsError(f"unknown mode {shown(mode)}; --parallel takes {', '.join(MODES)}")
+        raise SettingsError(f"--parallel is {shown(mode)}; use one of {', '.join(MODES)}")
     if not dist.is_available():
         raise SettingsError("--parallel needs a PyTorch with torch.distributed; leave --parallel out")
     if dist.is_initialized():

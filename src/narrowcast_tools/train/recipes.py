@@ -143,7 +143,7 @@ def recipe_table(
                 _require_kernels(
                     recipe, choice, f"the recipe of {shown(pattern)}", device, 'give it "emulate": true'
                 )
-    for pattern in filter(None, (word.strip() for word in keep_bf16.split(","))):
+    for pattern in words_of(keep_bf16):
         recipes.pop(pattern, None)  # to come last, after what would override it
         recipes[pattern] = None
     return recipes
@@ -158,13 +158,29 @@ def read_recipe_table(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return nc.recipe.recipes_to_json(nc.recipe.recipes_from_json(path.read_text()))
-    except (OSError, TypeError, ValueError, KeyError) as error:
+        text = path.read_text()
+    except OSError as error:
+        raise SettingsError(
+            f"--recipe-table is {path}, which cannot be read ({error.strerror}); give an existing JSON file"
+        ) from error
+    try:
+        return nc.recipe.recipes_to_json(nc.recipe.recipes_from_json(text))
+    except (TypeError, ValueError, KeyError) as error:
         raise SettingsError(f"--recipe-table {path}: {error}") from error
 
 
-def set_recipes(model: nn.Module, recipes: dict[str, nc.recipe.Recipe | None]) -> None:
+def words_of(text: str) -> list[str]:
+    """Return the words that commas separate."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def set_recipes(
+    model: nn.Module, recipes: dict[str, nc.recipe.Recipe | None], *, keep_bf16: str = ""
+) -> None:
     """Give the layers of a model their recipes.
+
+    Args:
+        keep_bf16: patterns of the option of this name, for the message.
 
     Raises:
         SettingsError: a pattern matches no layer.
@@ -172,7 +188,12 @@ def set_recipes(model: nn.Module, recipes: dict[str, nc.recipe.Recipe | None]) -
     try:
         nc.set_recipe(model, recipes)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"--keep-bf16 or --recipe-table: {error}") from error
+        option = (
+            "--keep-bf16"
+            if any(shown(word) in str(error) for word in words_of(keep_bf16))
+            else "--recipe-table"
+        )
+        raise SettingsError(f"{option}: {error}") from error
 
 
 def _require_kernels(

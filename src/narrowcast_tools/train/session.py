@@ -24,6 +24,7 @@ from .machine import describe, remark
 from .memory import expected_peak, parameters_of
 from .progress import Progress
 from .ranks import ALONE, Ranks
+from .report import BASELINE
 from .tokens import TOKENIZER
 
 RESULT = "result.json"
@@ -79,6 +80,8 @@ def run_in(
         raise SettingsError(
             f"{folder / RESULT} is of an earlier run; give --out another folder, or add --resume"
         )
+    if resume and not checkpoint.steps_in(folder / CHECKPOINTS) and (several := runs_below(folder)):
+        raise SettingsError(f"{folder} {several}, or repeat the --recipe and --seeds of all")
     if tensorboard and ranks.first:
         progress = Board(progress, folder / BOARD, config)
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume, ranks=ranks)
@@ -144,13 +147,24 @@ def series(
         torch.compiler.reset()
         gc.collect()  # free the previous model before creating the next
         title = f"{config.recipe}, seed {config.seed}" if several else ""
-        further = sum(later.steps for later in configs[index + 1 :])
+        later = configs[index + 1 :]
+        # A CPU emulates formats several times slower than bf16: its run does not say how long theirs take.
+        told = (
+            config.device != "cpu" or config.recipe != BASELINE or {one.recipe for one in later} == {BASELINE}
+        )
+        further = sum(one.steps for one in later) if told else 0
         options = {"resume": saved, "told": False, "title": title, "further": further, "remarks": remarks}
         try:
             run_in(own, config, corpus, progress, **options, **kept)
         except Interrupted as error:
             raise Interrupted(str(error), resumable=True, code=error.code) from error
         remarks = False
+
+
+def runs_below(folder: Path) -> str:
+    """Return that a folder holds the runs of a comparison, as part of a message; "" if it holds none."""
+    runs = sorted(found.parent for found in folder.glob(f"*/{CHECKPOINTS}"))
+    return f"holds {counted(len(runs), 'run')}; give the folder of one, such as {runs[-1]}" if runs else ""
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:

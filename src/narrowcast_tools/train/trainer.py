@@ -58,7 +58,7 @@ class Trainer:
         require_memory(config, ranks.count, ranks.parts)
         torch.manual_seed(config.seed)
         self.model = _make_model(config).to(config.device)
-        set_recipes(self.model, recipes)
+        set_recipes(self.model, recipes, keep_bf16=config.keep_bf16)
         self.model.loss_recipe = recipes.get(HEAD)
         self.orders = ranks.shard(self.model)
         self._delayed = any(isinstance(recipe, nc.recipe.DelayedScaling) for recipe in recipes.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             "--recipe mxfp8",
             "--recipe is 'mxfp8', for which these GPUs have no measured rates; use one of bf16",
         ),
-        ("--gpu b200", "--gpu is 'b200'; the nearest: 'h200'; use one of h100"),
+        ("--gpu b200", "--gpu is 'b200'; use one of h100, h200, h800"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
         ("--gpus 8 --tp 3", "narrowcast: tp 3 does not divide 8 GPUs; use sizes"),
         ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
@@ -169,6 +170,25 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture) -> No
     assert cli.main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["layout"]["gpus"] == 256 and told["step"] > 0 and told["gpu"] == "h200"
+
+
+def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--gpus", "8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    table = re.findall(
+        r"^\| (.*?) \|.*\| ([+-]\d+)% \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE
+    )
+    errors = [abs(int(error)) for _, error in table]
+    many = next(at for at, (name, _) in enumerate(table) if name.startswith("Llama"))
+    assert f"within {max(errors[:many])}% of steps measured" in told
+    assert f"within {max(errors[many:])}% of reports" in told and "docs/" not in told
+
+
+@pytest.mark.parametrize(("gpus", "told"), [(12, True), (16, False), (4, False)])
+def test_a_host_in_part_empty_is_told(gpus: int, told: bool, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--gpus", str(gpus)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("Use --gpus 8 or 16." in shown) == told
 
 
 def test_the_page_shows_what_the_model_says() -> None:

@@ -81,6 +81,13 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for done in range(11, 21):
         lines.step(done, 2.5, Pace(100.0))
     assert 1 < len(console.file.getvalue().splitlines()) < 6
+    lines.evaluated(20, 2.25)
+    lines.step(21, 2.5, Pace(100.0))
+    now = console.file.getvalue()
+    assert "step 20/40  loss 2.500  held-out 2.250  100 tok/s" in now
+    lines.step(22, 2.5, Pace(100.0))
+    lines.step(23, 2.5, Pace(100.0))
+    assert "  loss 2.500  held-out 2.250 at step 20  100 tok/s" in console.file.getvalue().splitlines()[-1]
 
 
 def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
