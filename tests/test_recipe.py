@@ -748,7 +748,7 @@ def test_a_recipe_is_taken_by_name_in_compiled_code() -> None:
         ("MXFP8", "no recipe is named 'MXFP8'; the nearest: 'mxfp8'"),
         ("Float8CurrentScaling", "the nearest: 'current'"),
         ("curent", "the nearest: 'current'"),
-        ("bf16", "named 'bf16'; use one of 'delayed', "),
+        ("fp4", "named 'fp4'; use one of 'delayed', "),
     ],
 )
 def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
@@ -759,15 +759,31 @@ def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
         "set_recipe": lambda: nc.set_recipe(nc.Linear(32, 32, device="cpu"), {"": name}),
         "'layers'": lambda: nc.recipe.recipes_from_json(f'{{"layers": "{name}"}}'),
     }.items():
-        none = {"convert": "None in a table leaves layers as they are", "'layers'": "'rowwise_with_gw_hp'"}
-        with pytest.raises(
-            ValueError, match=f"{owner}: .*{told}.*{none.get(owner, 'None is high precision')}$"
-        ):
+        none = {
+            "autocast": "enabled=False is high precision",
+            "convert": "None in a table leaves layers as they are",
+        }
+        expected = f"{owner}: .*{told}.*{none.get(owner, 'None is high precision')}$"
+        with pytest.raises(ValueError, match=expected) as raised:
             call()
+        assert raised.value.__cause__ is None and raised.value.__suppress_context__, "told twice"
     with pytest.raises(
         TypeError, match=r"autocast got 'current' as a positional argument; write autocast\(recipe='"
     ):
         nc.autocast("current")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["bf16", "none", "FP32"])
+def test_high_precision_is_told_first(name: str) -> None:
+    """The command line has a name for it."""
+    for none, call in {
+        "enabled=False": lambda: nc.autocast(recipe=name),
+        "None": lambda: nc.Linear(32, 32, device="cpu", recipe=name),
+    }.items():
+        with pytest.raises(
+            ValueError, match=f"named '{name}'; {none} is high precision; use one of 'delayed'"
+        ):
+            call()
 
 
 def test_a_plan_is_chosen_by_what_a_broken_graph_knows_as_symbols() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 _SHOWN = 60  # characters of a value in a message
 _AN = re.compile("[AEIOaeio]|nd|[FHLMNRSX][A-Z0-9]")  # as it is spoken: an ndarray, an MXFP8Tensor, a Module
+_FORMAT = re.compile(r"(?<![a-z0-9])(?:mx|nv)?(?:fp|float|int|bf|bfloat|nf)(?:4|6|8|16|32|64)(?![0-9])")
 _NAME = 80  # of a text, which may be the name of a module
 
 
@@ -72,9 +73,23 @@ def not_among(value: Any, choices: Iterable[Any]) -> str:
     """Return for a message a value that is not among the choices, the text that it looks like, and the choices."""
     names = [str(choice) for choice in choices]
     known = {name.lower(): name for name in names}
-    alike = difflib.get_close_matches(value.lower(), known, 1) if isinstance(value, str) else []
-    near = f"; the nearest: {shown(known[alike[0]])}" if alike else ""
+    alike: list[str] = []
+    if isinstance(value, str):
+        fitting = of_number_format(value.lower(), known)
+        alike = (
+            fitting if _FORMAT.search(value.lower()) else difflib.get_close_matches(value.lower(), fitting, 1)
+        )
+    near = f"; the nearest: {', '.join(shown(known[one]) for one in alike)}" if alike else ""
     return f"{shown(value)}{near}; use one of {', '.join(names)}"
+
+
+def of_number_format(value: str, names: Iterable[str]) -> list[str]:
+    """Return the names that may be meant by ``value``: if it has a number format, those with the same format.
+
+    Names of two formats are often one letter apart, and another format is no remedy. All are in lower case.
+    """
+    formats = set(_FORMAT.findall(value))
+    return [name for name in names if not formats or formats & set(_FORMAT.findall(name))]
 
 
 def some(names: Sequence[str]) -> str:
@@ -98,8 +113,8 @@ def positive(**sizes: Any) -> None:
     for label, size in sizes.items():
         try:
             fits = not isinstance(size, bool) and operator.index(size) >= 1
-        except TypeError as error:
-            raise TypeError(f"{label} is {typed(size)}; use a positive whole number") from error
+        except TypeError:
+            raise TypeError(f"{label} is {typed(size)}; use a positive whole number") from None
         if not fits:
             raise ValueError(f"{label} is {shown(size)}; use a positive whole number")
 

@@ -28,16 +28,16 @@ def checked_device(device: torch.device | str | int) -> torch.device:
     """
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError):
         kind = ValueError if isinstance(device, (str, int)) else TypeError
-        raise kind(f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'") from error
+        raise kind(f"device is {shown(device)}; use a torch.device, 'cpu', 'cuda' or 'cuda:0'") from None
     try:
         # PyTorch itself answers, so that a fake or a lazy device counts as it does there
         torch.empty(0, dtype=torch.float32, device=place)
-    except (RuntimeError, AssertionError, ImportError) as error:
+    except (RuntimeError, AssertionError, ImportError):
         raise ValueError(
             f"device is {shown(device)}, which this machine or this PyTorch lacks; use {_present()}"
-        ) from error
+        ) from None
     return place
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.layers.patterns import matching_names, selected_names
 
 NAMES = [
@@ -73,3 +74,19 @@ def test_names_may_come_from_a_generator() -> None:
             matching_names("lm_hed", names, nn.Module(), "layer")
         told.append(str(error.value))
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    "selector, raised",
+    [
+        (lambda module, name: "head" in name, "not iterable|not a container"),
+        (lambda module: True, "positional argument"),
+    ],
+)
+def test_a_function_of_other_arguments_tells_its_signature(selector: Any, raised: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    for option in ("only", "skip"):
+        with pytest.raises(
+            TypeError, match=rf"<lambda>\('0', Linear\) raised .*({raised}).*\(name, module\), in this order"
+        ):
+            nc.convert(model, "current", **{option: selector})

@@ -552,8 +552,14 @@ def test_wrong_inputs_are_told() -> None:
         make_layer(layer_type="decoder")(x)
     with pytest.raises(ValueError, match="encoder_output is given with attention_type='self'"):
         make_attention()(x, encoder_output=x)
-    with pytest.raises(ValueError, match=f"hidden_size={H}|in_features={H}"):
+    with pytest.raises(
+        ValueError, match=f"^hidden_states has shape .*; its last dim must be hidden_size={H}$"
+    ):
         layer(x[..., :5])
+    with pytest.raises(
+        ValueError, match=f"^encoder_output has shape .*; its last dim must be hidden_size={H}$"
+    ):
+        make_layer(layer_type="decoder")(x, encoder_output=x[..., :5])
 
 
 @pytest.mark.parametrize("name", ["self_attn_mask_type", "enc_dec_attn_mask_type"])

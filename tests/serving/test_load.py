@@ -98,8 +98,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         nc.load_quantized(other, path)
     with pytest.raises(ValueError, match="those of Float8CurrentScaling"):
         nc.load_quantized(model, path, QUANTIZED["block"])
-    with pytest.raises(ValueError, match=r"\(224, 160\) in the checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"\(224, 160\) in the checkpoint, .*; make the model with the sizes in"
+    ):
         nc.load_quantized(stack(160, 200, 96), path)
+    with pytest.raises(
+        ValueError, match="the model has no module '0'; it has 'a'. Give the model that the checkpoint"
+    ):
+        nc.load_quantized(nn.ModuleDict({"a": nn.Linear(160, 224)}), path)
+    with pytest.raises(ValueError, match="'0' of the model is LayerNorm, not nn.Linear"):
+        nc.load_quantized(nn.Sequential(nn.LayerNorm(160)), path)
     config = path / "config.json"
     content = json.loads(config.read_text())
     content["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
@@ -298,3 +306,18 @@ def test_a_damaged_file_of_tensors_is_refused(tmp_path: Path) -> None:
     for damaged in (content[:-10], content[:4], b"\xff" * 8 + content[8:], b"\x80\x04N."):
         file.write_bytes(damaged)
         unchanged(stack(160, 224, 96), path, "is damaged or no safetensors file")
+
+
+def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file({"0.weight": torch.zeros(32, 32)}, tmp_path / "plain" / "model.safetensors")
+    for name, told in {
+        "absent": "absent is no folder; give the folder that nc.export",
+        "empty": "empty is empty; give the folder that nc.export",
+        "plain": r"plain has 'model.safetensors' and no config.json, .*; put it beside them, or .*load_state_dict",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=told) as raised:
+            nc.load_quantized(model, tmp_path / name)
+        assert raised.value.__suppress_context__

@@ -66,11 +66,11 @@ def check_group(process_group: Any, label: str) -> None:
     if isinstance(process_group, str):
         try:
             size_of_group_named(process_group)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, KeyError):
             raise ValueError(
                 f"{label} is {shown(process_group)}, which names no process group here; call "
                 "torch.distributed.init_process_group first and pass a group, or None"
-            ) from error
+            ) from None
     elif not hasattr(process_group, "group_name"):
         raise TypeError(
             f"{label} is {a_kind(process_group)}; pass a torch.distributed process group, or None"

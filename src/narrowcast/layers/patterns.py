@@ -40,10 +40,23 @@ def selected_names(
         if isinstance(one, str):
             found += matching_names(one, modules, model, kind)
         elif callable(one):
-            found += [name for name, module in modules.items() if one(name, module)]
+            found += [name for name, module in modules.items() if _chooses(one, name, module)]
         else:
             raise TypeError(f"{shown(one)} chooses no modules; {_ACCEPTED}")
     return found
+
+
+def _chooses(selector: Callable[[str, nn.Module], Any], name: str, module: nn.Module) -> bool:
+    try:
+        return bool(selector(name, module))
+    except (TypeError, AttributeError) as error:  # of arguments in the other order, or another number of them
+        called = (
+            f"{getattr(selector, '__name__', type(selector).__name__)}({name!r:.60}, {type(module).__name__})"
+        )
+        raise TypeError(
+            f"the selector {called} raised {type(error).__name__}: {str(error)[:80]}; write a function of "
+            "(name, module), in this order"
+        ) from error
 
 
 _ACCEPTED = "use a pattern of names such as '**.lm_head', a function of (name, module), or a list of these"

@@ -367,6 +367,11 @@ class MultiheadAttention(OfParts):
                 f"hidden_states has shape {shape_of(hidden_states)}{other}; with "
                 f"qkv_format={shown(self.qkv_format)} each must have {rank} dims"
             )
+        for name, x in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
+            if x is not None and x.shape[-1] != self.hidden_size:
+                raise ValueError(
+                    f"{name} has shape {shape_of(x)}; its last dim must be hidden_size={self.hidden_size}"
+                )
         cross = self.attention_type == "cross"
         if cross != (encoder_output is not None):
             raise ValueError(

@@ -113,7 +113,7 @@ def _recipe(value: Any, pattern: str) -> Any:
         try:
             return recipe_from_name(value)
         except ValueError as error:
-            raise ValueError(f"{shown(pattern)}: {error}") from error
+            raise ValueError(f"{shown(pattern)}: {error}") from None
     known = {**NAMES, **{alias: NAMES[name] for alias, (name, preset) in ALIASES.items() if not preset}}
     known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
     cls, given = _class_and_fields(value, known, f"{shown(pattern)} has recipe type")

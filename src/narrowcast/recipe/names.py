@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._checks import shown
+from .._checks import of_number_format, shown
 from .base import Recipe
 from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
@@ -48,8 +48,15 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
     name, preset = ALIASES.get(name, (name, {}))
     cls = NAMES.get(name)
     if cls is None:
-        raise ValueError(f"no recipe is named {shown(name)}{nearest_recipe(name)}; {_KNOWN}")
+        raise ValueError(unknown_recipe(name))
     return cls(**{**preset, **fields})
+
+
+def unknown_recipe(name: str, none: str = "None is high precision") -> str:
+    """Return the message for a name that no recipe has; ``none`` says what is high precision, or what None means."""
+    if name.lower() in _HIGH_PRECISION:
+        return f"no recipe is named {shown(name)}; {none}; {_KNOWN}"
+    return f"no recipe is named {shown(name)}{nearest_recipe(name)}; {_KNOWN}; {none}"
 
 
 def recipe_name(recipe: Recipe | None) -> str:
@@ -70,9 +77,11 @@ def nearest_recipe(name: str) -> str:
     if name.lower() in NAMES:
         return f"; the nearest: {shown(name.lower())}"
     classes = {cls.__name__.lower(): known for known, cls in NAMES.items()}
-    alike = difflib.get_close_matches(name.lower(), [*NAMES, *ALIASES, *classes], n=2, cutoff=0.6)
+    known = of_number_format(name.lower(), [*NAMES, *ALIASES, *classes])
+    alike = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
     nearest = dict.fromkeys(classes.get(one, one) for one in alike)
     return f"; the nearest: {', '.join(map(repr, nearest))}" if nearest else ""
 
 
+_HIGH_PRECISION = ("none", "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "high_precision")
 _KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES]))

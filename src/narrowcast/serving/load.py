@@ -136,7 +136,7 @@ def _read_codes(
         found = fmt.take(key, tensors)
         per_element = 2 if fmt.weights in FOUR_BITS else 1
         rows, columns = [*found[fmt.codes].shape, 0, 0][:2]
-        module = _linear_of(linears, key, (rows, columns * per_element), fmt.name)
+        module = _linear_of(model, linears, key, (rows, columns * per_element), fmt.name)
         shape = (module.weight.shape[0], module.weight.shape[1])
         made[key] = fmt.assemble(key, found, shape, module.weight.dtype, recipe)
     _check_tensors(model, tensors, [*made])
@@ -189,8 +189,8 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
     """
     try:
         found = file.stat()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{file.parent} has no {file.name}") from error
+    except FileNotFoundError:
+        raise FileNotFoundError(_why_missing(file)) from None
     if not stat.S_ISREG(found.st_mode) or found.st_size > at_most:
         raise ValueError(
             f"{file} is no file of at most {at_most} bytes; {file.name} of a checkpoint is small JSON"
@@ -202,6 +202,20 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is a JSON {type(content).__name__}; it must be an object")
     return content
+
+
+def _why_missing(file: Path) -> str:
+    """Return why a checkpoint has no file, and what to do."""
+    folder = file.parent
+    if not folder.is_dir():
+        return f"{folder} is no folder; give the folder that nc.export, or save_pretrained of Transformers, wrote"
+    names = sorted(one.name for one in folder.iterdir())
+    if not names:
+        return f"{folder} is empty; give the folder that nc.export, or save_pretrained of Transformers, wrote"
+    return (
+        f"{folder} has {some(names)} and no {file.name}, which says how weights are quantized; put it beside them, or "
+        "load weights without one by model.load_state_dict(safetensors.torch.load_file(file))"
+    )
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -216,12 +230,17 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     named = _index(path)
     files = sorted(path.glob("*.safetensors") if named is None else {path / file for file in named.values()})
     if not files:
-        raise FileNotFoundError(f"{path} has no safetensors files")
+        raise FileNotFoundError(
+            f"{path} has no safetensors files; give the folder that nc.export, or save_pretrained of Transformers, "
+            "wrote"
+        )
     tensors: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{path} has no {file.name}, which {INDEX} names")
+            raise FileNotFoundError(
+                f"{path} has no {file.name}, which {INDEX} names; copy the checkpoint again"
+            )
         try:
             with safe_open(file, framework="pt") as opened:
                 names = set(opened.keys())
@@ -275,8 +294,11 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return found
 
 
+_SIZES = "make the model with the sizes in the checkpoint's config.json"
+
+
 def _linear_of(
-    linears: dict[str, tuple[nn.Module, str]], key: str, shape: tuple[int, int], format: str
+    model: nn.Module, linears: dict[str, tuple[nn.Module, str]], key: str, shape: tuple[int, int], format: str
 ) -> nn.Linear:
     """Return the layer that a quantized weight of this shape belongs to.
 
@@ -284,10 +306,17 @@ def _linear_of(
         ValueError: it is no ``nn.Linear`` that can be converted, or has a weight of another shape.
     """
     name = key.removesuffix(".weight")
-    module, reason = linears.get(name, (None, ""))
+    modules = dict(model.named_modules())
+    if name not in modules:
+        raise ValueError(
+            f"{shown(key)} is in {format}, and the model has no module {shown(name)}; it has {some([*linears])}. Give "
+            "the model that the checkpoint is of"
+        )
+    module, reason = linears.get(name, (modules[name], ""))
     if type(module) is not nn.Linear or not key.endswith("weight"):
         raise ValueError(
-            f"{shown(key)} is in {format}, and {shown(name)} of the model is {type(module).__name__}, not nn.Linear"
+            f"{shown(key)} is in {format}, and {shown(name)} of the model is {type(module).__name__}, not nn.Linear; "
+            "give the model before it is converted"
         )
     if reason:
         raise ValueError(
@@ -295,7 +324,7 @@ def _linear_of(
         )
     if module.weight.shape != shape:
         raise ValueError(
-            f"{shown(key)} is {shape} in the checkpoint, {tuple(module.weight.shape)} in the model"
+            f"{shown(key)} is {shape} in the checkpoint, {tuple(module.weight.shape)} in the model; {_SIZES}"
         )
     return module
 
@@ -318,12 +347,14 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[s
     unexpected = [key for key in tensors if key not in state]
     if missing or unexpected:
         raise RuntimeError(
-            f"the checkpoint lacks {some(missing)} of the model, and the model {some(unexpected)} of it"
+            f"the checkpoint lacks {some(missing)} of the model, and the model {some(unexpected)} of it; give the "
+            "model that the checkpoint is of"
         )
     for key, value in tensors.items():
         if value.shape != state[key].shape:
             raise ValueError(
-                f"{shown(key)} is {tuple(value.shape)} in the checkpoint, {tuple(state[key].shape)} in the model"
+                f"{shown(key)} is {tuple(value.shape)} in the checkpoint, {tuple(state[key].shape)} in the model; "
+                f"{_SIZES}"
             )
         wanted = state[key].dtype
         if wanted in _HIGH_PRECISION:

@@ -28,6 +28,7 @@ from ..recipe import (
     recipe_from_name,
     share_plans,
 )
+from ..recipe.names import unknown_recipe
 from ..upstream.autograd import graph_task_id, is_in_backward
 
 
@@ -128,7 +129,7 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
     Args:
         recipe: a recipe, the name of one, or None.
         owner: whose argument it is, for the message.
-        none: what None means there, for the message.
+        none: what is high precision there, for the message.
     Raises:
         TypeError: something else.
         ValueError: a name that no recipe has.
@@ -159,8 +160,8 @@ def _is_recipe_name(name: str) -> bool:
 def _recipe_named(name: str, owner: str, none: str) -> Recipe:
     try:
         return recipe_from_name(name)
-    except ValueError as error:
-        raise ValueError(f"{owner}: {error}; {none}") from error
+    except ValueError:
+        raise ValueError(f"{owner}: {unknown_recipe(name, none)}") from None
 
 
 class autocast:
@@ -199,7 +200,7 @@ class autocast:
         flags(enabled=enabled, calibrating=calibrating)
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
-        chosen = checked_recipe(recipe, "autocast")
+        chosen = checked_recipe(recipe, "autocast", "enabled=False is high precision")
         if amax_reduction_group is not None and can_check():
             check_group(amax_reduction_group, "amax_reduction_group")
             if getattr(chosen, "reduce_amax", False):

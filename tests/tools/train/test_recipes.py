@@ -90,7 +90,7 @@ def test_a_file_that_is_no_table_is_told(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"--recipe-table .*table\.json: "):
         read_recipe_table(path)
-    with pytest.raises(SettingsError, match=r"--recipe-table absent\.json: .*No such file"):
+    with pytest.raises(SettingsError, match=r"--recipe-table is absent\.json, which .*No such file.*"):
         read_recipe_table(Path("absent.json"))
     assert read_recipe_table(None) == ""
 
