@@ -97,6 +97,13 @@ def test_strides_of_a_later_part_count_from_its_own_start_or_are_refused() -> No
     assert torch.equal(tensor.as_strided((32, 32), (32, 1), 64 * 32).clone(), tensor.dequantize()[64:96])
 
 
+def test_rows_behind_the_end_are_those_of_plain_tensors() -> None:
+    tensor = nc.Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(32, 64))
+    assert tensor.as_strided((0, 64), (64, 1), 33 * 64).shape == (0, 64)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        tensor.as_strided((4, 64), (64, 1), 30 * 64)
+
+
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_copies_of_a_part_know_where_it_begins(weights_only: bool) -> None:
     """PyTorch's deep copies and files keep the whole memory, in which an offset counts."""

@@ -439,7 +439,7 @@ def _reshaped(func: Any, tensor: GroupedTensor, size: Sequence[int], **kwargs: A
 def _as_strided(
     func: Any, tensor: GroupedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> GroupedTensor:
-    """Return FSDP2 makes a parameter of what it has gathered by a view of all of it."""
+    """View the whole tensor: FSDP2 makes a parameter of what it has gathered so."""
     if is_all_of(tensor, size, stride, storage_offset):
         return GroupedTensor(tensor)
     raise _changes_shape(func, tensor)

@@ -459,7 +459,7 @@ def _view(func: Any, tensor: QuantizedTensor, size: Any, **kwargs: Any) -> Tenso
 def _as_strided(
     func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Tensor:
-    """Return FSDP2 makes a parameter of what it has gathered by a view of all of it.
+    """View the tensor whole, or some of its rows: FSDP2 makes a parameter of what it has gathered so.
 
     Raises:
         RuntimeError: an offset is given, which counts from the start of the tensor that this is a later part of.
@@ -469,7 +469,8 @@ def _as_strided(
         return _alias(func, tensor)
     offset, columns = storage_offset or 0, tensor.shape[-1]
     of_rows = tensor.dim() == len(size) == 2 and size[1] == columns and list(stride) == [columns, 1]
-    part = tensor._part(0, offset // columns, size[0]) if of_rows and not offset % columns else None
+    of_rows = of_rows and not offset % columns and offset // columns + size[0] <= tensor.shape[0]
+    part = tensor._part(0, offset // columns, size[0]) if of_rows else None
     if part is not None:
         return part
     return read_only(func(tensor._plain(), size, stride, storage_offset), tensor._begins)
