@@ -97,8 +97,9 @@ def refusal(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or frames[-1].lineno not in _raising(str(Path(frames[-1].filename).resolve())):
         return False
-    quoted = "" if error.__cause__ is None else str(error.__cause__)
-    return bool(_REMEDY.search(str(error).replace(quoted, "")))
+    if error.__cause__ is None:
+        return bool(_REMEDY.search(str(error)))
+    return refusal(error.__cause__) or bool(_REMEDY.search(str(error).replace(str(error.__cause__), "")))
 
 
 @functools.cache
