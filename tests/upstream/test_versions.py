@@ -246,8 +246,15 @@ def test_the_newest_tested_release_that_pip_can_have_is_installed(
 ) -> None:
     done, venv = install_torch(fresh_environment, tmp_path, wheels=wheels, constraint=constraint)
     assert done.returncode == 0, done.stderr
-    (which,) = done.stderr.splitlines()
-    assert not done.stdout
+    lines = done.stderr.splitlines()
+    (which,) = [line for line in lines if " has torch " in line]
+    assert not done.stdout and len(lines) <= 5
+    assert f"narrowcast: installing torch {installed}: " in done.stderr, "pip is silent for minutes"
+    assert lines[-1].startswith("narrowcast: installing the packages of narrowcast[test]")
+    told = re.search(
+        r"CPU index is out of reach or lacks torch \S+: pip takes the default build", done.stderr
+    )
+    assert bool(told) is ("+cpu" not in installed)
     assert f"has torch {installed}{because and ', because '}{because}" in which
     assert ("a pip constraint excludes" in which) is bool(constraint)
     assert list(venv.glob(f"lib/python3*/site-packages/torch-{installed}.dist-info"))

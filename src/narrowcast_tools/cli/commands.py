@@ -168,7 +168,7 @@ def demo(
     data: o.Data = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: about a minute on two CPU cores with AVX-512."),
+        typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: {o.QUICK_TIME}."),
     ] = False,
     out: Annotated[
         Path | None,

@@ -219,4 +219,19 @@ def test_the_page_names_machine_command_and_misses(
     assert markdown_table(rows, timed=False) in page
     assert max(map(len, page.splitlines())) <= 110
     assert "\n- **Machine:** " in page
-    assert "Every recipe met its allowed gap in this run." in compose(rows[:2], **arguments)
+    assert "Every recipe met its allowed gap in this run, and no gap is larger" in compose(
+        rows[:2], **arguments
+    )
+
+
+def test_the_page_has_the_command_for_readers(rows: list[Row], config: TrainConfig, corpus: Corpus) -> None:
+    for option in ("--write-docs docs/page.md", "--write-docs=docs/page.md"):
+        arguments = {
+            "config": config,
+            "corpus": corpus,
+            "parameters": 1000,
+            "machine": FACTS,
+            "picture": "a.png",
+        }
+        page = compose(rows, command=f"narrowcast demo {option} --seed 3", **arguments)
+        assert "```sh\nnarrowcast demo --seed 3\n```" in page
