@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,7 +156,9 @@ def mesh_of(ranks: int) -> Any:
 
 def saves(place: Path, mesh: Any, layout: str) -> dict[str, Tensor]:
     model, optimizer = filled(layout, mesh)
-    save_checkpoint(place / f"{mesh.size()} {layout}", model, optimizer)
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as told:
+        save_checkpoint(place / f"{mesh.size()} {layout}", model, optimizer)
+    assert told.call_count == 3, "what ranks must agree on, where to write, and the end"
     return contents(model, optimizer)
 
 

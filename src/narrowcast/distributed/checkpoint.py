@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from .. import _checks
 from .._checks import a_kind, shown, typed
@@ -86,23 +87,28 @@ def save_checkpoint(
             "would meet those of the training"
         )
     target = Path(path)
-    with together.step():
+    with together.step() as groups:
         plain = _plain(extra or {}, "extra")
         state, records = _state(model, optimizer, plain)
-    if optimizer is not None:
-        state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], together)
+        groups[together.own] = [
+            _comparable(one) for one in state.get("optimizer", {}).get("param_groups", [])
+        ]
+    if len(together.ranks) > 1 and optimizer is not None:
+        state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], groups)
     planner = SavePlanner(records, len(together.ranks), _broadcast(model, records), {"extra": digest(plain)})
-    with together.step():
+    with together.step() as folders:
         made = _Writing(target) if together.first else None
-    writing = next(one for one in together.told(made and made.folder).values() if one is not None)
+        if made is not None:
+            folders[together.own] = made.folder
+    writing = folders[together.ranks[0]]
     options: dict[str, Any] = {"checkpoint_id": writing, "process_group": group, "planner": planner}
     done: Future[None] = Future()
 
     def finish(save: Callable[[], Any]) -> None:
         try:
-            with together.step(), _refusals():
-                save()
             with together.step():
+                with _refusals():
+                    save()
                 if made is not None:
                     _replace(target, writing)
                     made.end()
@@ -116,7 +122,8 @@ def save_checkpoint(
     if asynchronous and torch.distributed.is_initialized():
         dcp.async_save(state, **options).add_done_callback(lambda saved: finish(saved.result))  # type: ignore[union-attr]
     else:
-        finish(lambda: dcp.save(state, **options, no_dist=not torch.distributed.is_initialized()))
+        with _without_crc():
+            finish(lambda: dcp.save(state, **options, no_dist=not torch.distributed.is_initialized()))
         done.result()
     return done
 
@@ -163,7 +170,7 @@ def load_checkpoint(
     packed = "extra" in there
     state["extra"] = b"" if packed else entries
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.state.")
-    with together.step(), _refusals():
+    with _refusals():
         load(state, reader, group, LoadPlanner(records, parts))
     extra = _unpacked(state["extra"]) if packed else entries
     _rename(state, {one.name: one.local_name for one in records.values()})
@@ -197,17 +204,14 @@ def _rename(state: dict[str, Any], names: dict[str, str]) -> None:
             one["params"] = [names[name] for name in one["params"] if name in names]
 
 
-def _joined(groups: list[dict[str, Any]], together: Together) -> list[dict[str, Any]]:
+def _joined(groups: list[dict[str, Any]], of_ranks: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return an optimizer's groups with the parameters of all ranks, which may hold different ones.
 
     Raises:
         ValueError: ranks have different options of a group.
     """
-    if len(together.ranks) == 1:
-        return groups
-    own = [{name: value for name, value in one.items() if _is_plain(value)} for one in groups]
     joined: list[dict[str, Any]] = []
-    for rank, others in together.told(own).items():
+    for rank, others in of_ranks.items():
         for number, one in enumerate(others):
             if number == len(joined):
                 joined.append({**one, "params": []})
@@ -226,8 +230,13 @@ def _joined(groups: list[dict[str, Any]], together: Together) -> list[dict[str, 
     return groups + joined[len(groups) :]
 
 
+def _comparable(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what ranks tell each other of a group, and compare; tensors are compared as values of the state."""
+    return {name: value for name, value in group.items() if _is_plain(value)}
+
+
 def _is_plain(value: Any) -> bool:
-    """Return whether ranks can send each other a value and compare it; tensors are compared as values of the state."""
+    """Return whether ranks can send each other a value and compare it."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -357,6 +366,17 @@ def _replace(target: Path, written: Path) -> None:
         target.rename(old)
     written.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _without_crc() -> Iterator[None]:
+    """Write tensors without a CRC of their bytes, which no reader compares and which takes a third of the writing."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 @contextlib.contextmanager

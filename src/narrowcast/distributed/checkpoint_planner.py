@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ..layers.described import ParameterRecord, Part, describe_tensor, how_stored
 
-_WORDS = 64  # a checksum weighs rows of so many words, and each word of small tensors
+_COLUMNS = 1023  # words; odd, so that a change of the signs of all words of a row changes its sum
+_ROWS = 64  # of so many words fit into a core's cache
 _SMALL = 2**16  # bytes
 _NAMES_TOLD = 3
 
@@ -61,32 +61,27 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items: list[WriteItem] = []
-        checksums: list[tuple[int, Tensor]] = []  # of tensors, by the number of the item
-        digests: dict[int, Any] = {}  # of other values
+        digests: dict[int, Any] = {}  # of what ranks must agree on, by the number of the item
         for item in plan.items:
             value, path = self.state_dict[item.index.fqn], self.mappings[item.index.fqn]
-            record = record_of(path, value, self._records)
             writes = self._broadcast.get(str(path[1])) if path[0] == "model" else None
             if writes is False:
                 continue
             alone = self._ranks == 1 or bool(writes)
-            alone = alone or (record is not None and self._ranks // record.spread_over <= 1)
-            for own, held in _items(item, value, record):
-                if held is not None:
-                    self._parts[dataclasses.replace(own.index, index=None)] = held
-                if not alone and isinstance(value, Tensor):
-                    written = (record.held if held is None else held).detach()  # type: ignore[union-attr]
-                    if _is_small(written):
-                        digests[len(items)] = _crc(written)
-                    else:
-                        checksums.append((len(items), checksum(written)))
-                elif not alone:
+            if not isinstance(value, Tensor):
+                if not alone:
                     digests[len(items)] = self._digests.get(item.index.fqn) or digest(value)
+                items.append(item)
+                continue
+            record = record_of(path, value, self._records)
+            alone = alone or self._ranks // record.spread_over <= 1
+            for own, part in _items(item, record):
+                if own is not item:
+                    self._parts[dataclasses.replace(own.index, index=None)] = part
+                if not alone:
+                    digests[len(items)] = _checksum(part)
                 items.append(own)
-        told = dict(zip(dict(checksums), _read([one for _, one in checksums])))
-        self.plan = dataclasses.replace(
-            plan, items=items, planner_data=(plan.planner_data, {**told, **digests})
-        )
+        self.plan = dataclasses.replace(plan, items=items, planner_data=(plan.planner_data, digests))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
@@ -120,8 +115,12 @@ class LoadPlanner(DefaultLoadPlanner):
         there, whole, items = self.metadata.state_dict_metadata, {}, []
         for name, value in self.state_dict.items():
             path = self.mappings[name]
-            record, described = record_of(path, value, self._records), there.get(name)
-            if record is None or not record.declared or not isinstance(described, TensorStorageMetadata):
+            described = there.get(name)
+            if not isinstance(value, Tensor) or not isinstance(described, TensorStorageMetadata):
+                whole[name] = value
+                continue
+            record = record_of(path, value, self._records)
+            if not record.declared:
                 whole[name] = value
                 continue
             if tuple(described.size) != record.shape:
@@ -153,37 +152,29 @@ class LoadPlanner(DefaultLoadPlanner):
         return super().lookup_tensor(index) if target is None else target
 
 
-def record_of(
-    path: tuple[Any, ...], value: Any, records: dict[str, ParameterRecord]
-) -> ParameterRecord | None:
+def record_of(path: tuple[Any, ...], value: Tensor, records: dict[str, ParameterRecord]) -> ParameterRecord:
     """Return the record of a tensor of the state, whose parts are those of its parameter if it has one.
 
     Args:
         path: keys in the nested state, such as ("optimizer", "state", "weight", "exp_avg").
     """
-    if not isinstance(value, Tensor):
-        return None
     name = path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None
     record = records.get(str(name))
     # others are such as a number of steps: whole, and equal on all ranks
     return describe_tensor(value) if record is None or not record.fits(value) else record.of(value)
 
 
-def _items(
-    item: WriteItem, value: Any, record: ParameterRecord | None
-) -> Iterator[tuple[WriteItem, Tensor | None]]:
-    """Yield an item of a plan for each part of a value, with what is written; None for the value as it is."""
-    if record is None or not record.declared:
-        yield item, None
-        return
+def _items(item: WriteItem, record: ParameterRecord) -> Iterator[tuple[WriteItem, Tensor]]:
+    """Yield an item of a plan for each part of a value, with what is written; the item itself for all of the value."""
     held = record.held.detach()
+    if not record.declared:
+        yield item, held
+        return
     for part in record.parts:
         chunk, own = _chunk(part), part.of(held)
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(own), torch.Size(record.shape))
-        yield (
-            WriteItem(MetadataIndex(item.index.fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data),
-            own,
-        )
+        index = MetadataIndex(item.index.fqn, chunk.offsets)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data), own
 
 
 def _chunk(part: Part) -> ChunkStorageMetadata:
@@ -235,37 +226,28 @@ def _is_small(tensor: Tensor) -> bool:
     return plain and tensor.nbytes <= _SMALL
 
 
-def _crc(tensor: Tensor) -> int:
-    memory = tensor.contiguous()
-    return zlib.crc32(ctypes.string_at(memory.data_ptr(), memory.nbytes))
-
-
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a sum over a tensor's words as int64, on its device, in which the place of a word counts."""
+def _sums(tensor: Tensor) -> Tensor:
+    """Return sums that tell a tensor's bytes and their places, as int64 on its device.
+
+    Words are summed over the rows and the columns of a table: any change of three words or fewer changes a sum.
+    """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:  # words must be aligned
         flat = flat.clone()
-    row = _WORDS if flat.numel() > 8 * _WORDS**2 else 1
-    end = flat.numel() // (8 * row) * 8 * row
-    rows, rest = flat[:end].view(torch.int64).view(-1, row).sum(1), flat[end:].to(torch.int64)
-    return (rows * _weights(rows)).sum() + (rest * _weights(rest)).sum() * _WORDS + flat.numel()
+    end = flat.numel() // (8 * _COLUMNS) * 8 * _COLUMNS
+    table = flat[:end].view(torch.int64).view(-1, _COLUMNS)
+    columns, rows = table.new_zeros(_COLUMNS), []
+    for few in table.split(_ROWS if table.device.type == "cpu" else max(len(table), 1)):
+        rows.append(few.sum(1))
+        columns += few.sum(0)  # which are in the cache by now
+    return torch.cat([columns, *rows, flat[end:].to(torch.int64)])
 
 
-def _weights(words: Tensor) -> Tensor:
-    """Return an odd number for each word, all different."""
-    return torch.arange(len(words), device=words.device, dtype=torch.int64) * 2654435762 + 1
-
-
-def _read(checksums: list[Tensor]) -> list[int]:
-    """Return values of tensors, read from each device at once."""
-    by_device: dict[torch.device, list[int]] = {}
-    for number, one in enumerate(checksums):
-        by_device.setdefault(one.device, []).append(number)
-    found: dict[int, int] = {}
-    for numbers in by_device.values():
-        found.update(zip(numbers, torch.stack([checksums[number] for number in numbers]).tolist()))
-    return [found[number] for number in range(len(checksums))]
+def _checksum(tensor: Tensor) -> bytes:
+    """Return a digest of a tensor's bytes."""
+    words = (tensor if _is_small(tensor) else _sums(tensor).cpu()).contiguous()
+    return hashlib.sha256(ctypes.string_at(words.data_ptr(), words.nbytes)).digest()
 
 
 def digest(value: Any) -> str:
@@ -288,6 +270,6 @@ def _told_apart(value: Any) -> Iterator[Any]:
             yield from _told_apart(one)
     elif isinstance(value, Tensor):
         values = value.dequantize() if how_stored(value) == "codes" else value
-        yield value.dtype, tuple(value.shape), int(checksum(values))
+        yield value.dtype, tuple(value.shape), _checksum(values)
     else:
         yield type(value).__name__, value

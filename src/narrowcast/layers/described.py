@@ -24,6 +24,7 @@ from ..upstream.modules import own_buffers, own_parameters
 from .grouped_layer import GroupedLinearLayer
 from .tensor_parallel import NO_GROUP, Split
 
+_NO_LAYER = nn.Module()
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
@@ -190,7 +191,7 @@ def describe_parameters(model: nn.Module, buffers: bool = False) -> dict[str, Pa
 def describe_tensor(tensor: Any) -> ParameterRecord:
     """Return the record of a tensor of which no layer says more: of a DTensor its shard, of another all of it."""
     return ParameterRecord(
-        "", "", nn.Module(), "", **_spread(tensor, (), ()), stored=how_stored(tensor), partial_gradient=False,
+        "", "", _NO_LAYER, "", **_spread(tensor, (), ()), stored=how_stored(tensor), partial_gradient=False,
         gathered=False, parameter=tensor,
     )  # fmt: skip
 
