@@ -8,22 +8,39 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import reference_cli
+from docstrings import as_markdown
 
 
 class Topic(NamedTuple):
-    """A page: its title, the rooms whose top-level names it holds, and the modules that it holds whole."""
+    """A page: its title, the rooms whose top-level names it holds, the modules that it holds whole, what is first."""
 
     title: str
     rooms: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
+
+LAYERS = (
+    "nc.Linear",
+    "nc.LayerNormLinear",
+    "nc.LayerNormMLP",
+    "nc.TransformerLayer",
+    "nc.MultiheadAttention",
+    "nc.DotProductAttention",
+    "nc.RMSNorm",
+    "nc.LayerNorm",
+    "nc.GroupedLinear",
+    "nc.MoERouter",
+)
+"""Layers by use."""
 
 TOPICS = {
-    "layers": Topic("Layers", ("nn",), ("nn",)),
+    "layers": Topic("Layers", ("nn",), ("nn",), LAYERS),
     "conversion": Topic("Conversion and recipes per layer", ("convert", "layers"), ("convert",)),
     "recipes": Topic("Recipes", ("recipe", "custom_recipes", "roles"), ("recipe", "custom_recipes")),
     "contexts": Topic("Contexts, checkpoints and random states", ("state", "_determinism")),
@@ -97,12 +114,39 @@ def entries(topic: Topic) -> list[Entry]:
         ):
             path = f"{value.__module__}.{value.__qualname__}"
             found.setdefault(path, Entry(shown, path))
-    return list(found.values())
+    order = {name: at for at, name in enumerate(topic.first)}
+    return sorted(found.values(), key=lambda entry: order.get(entry.shown, len(order)))
+
+
+def summary(entry: Entry) -> str:
+    """Return the first sentence of a name's docstring, as a cell of a table."""
+    module, _, name = entry.path.rpartition(".")
+    text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z])|:$", " ".join(as_markdown(text).partition("\n\n")[0].split()))[
+        0
+    ]
+    return sentence.rstrip(".:").replace("|", "\\|")
+
+
+def names(topic: Topic) -> list[str]:
+    """Return the lines of a topic's table of names."""
+    lines = ["| name | |", "| --- | --- |"]
+    return lines + [f"| [`{entry.shown}`][{entry.path}] | {summary(entry)} |" for entry in entries(topic)]
+
+
+def index() -> str:
+    """Return the Markdown of the page that lists the topics."""
+    lines = ["# Reference", "", "`nc` is `import narrowcast as nc`.", "", "| page | names |", "| --- | --- |"]
+    for name, topic in TOPICS.items():
+        links = (f"[`{entry.shown.rsplit('.', 1)[-1]}`][{entry.path}]" for entry in entries(topic))
+        lines.append(f"| [{topic.title}]({name}.md) | {', '.join(links)} |")
+    lines.append("| [Command line](command-line.md) | every command and option of `narrowcast` |")
+    return "\n".join([*lines, ""])
 
 
 def page(topic: Topic) -> str:
-    """Return a page's Markdown, with a directive of mkdocstrings per name."""
-    lines = [f"# {topic.title}", ""]
+    """Return a page's Markdown: a table of names, and a directive of mkdocstrings for each."""
+    lines = [f"# {topic.title}", "", *names(topic), ""]
     for entry in entries(topic):
         label = entry.shown.rsplit(".", 1)[-1]
         lines += [
@@ -118,4 +162,5 @@ def page(topic: Topic) -> str:
 def pages() -> dict[str, str]:
     """Return the Markdown of every page, by its path in the site."""
     topics = {f"reference/{name}.md": page(topic) for name, topic in TOPICS.items()}
-    return {**topics, "reference/command-line.md": reference_cli.page()}
+    others = {"reference/index.md": index(), "reference/command-line.md": reference_cli.page()}
+    return {**topics, **others}

@@ -51,6 +51,20 @@ def test_every_public_name_is_in_the_reference_once(reference: ModuleType) -> No
     assert len(shown) == len(set(shown))
 
 
+def test_pages_begin_with_their_names_by_use(reference: ModuleType) -> None:
+    pages = reference.pages()
+    before = pages["reference/layers.md"].partition(":::")[0]
+    assert (
+        before.index("`nc.Linear`") < before.index("`nc.TransformerLayer`") < before.index("`nc.Fp8Padding`")
+    )
+    shown = {entry.shown for entry in reference.entries(reference.TOPICS["layers"])}
+    assert set(reference.LAYERS) <= shown, "a name that is gone"
+    for name, topic in reference.TOPICS.items():
+        for entry in reference.entries(topic):
+            assert f"][{entry.path}] | " in pages[f"reference/{name}.md"].partition(":::")[0]
+            assert f"][{entry.path}]" in pages["reference/index.md"]
+
+
 def test_every_entry_has_a_docstring_of_its_own(reference: ModuleType) -> None:
     entries = [entry for topic in reference.TOPICS.values() for entry in reference.entries(topic)]
     assert [entry.shown for entry in entries if not value_at(entry.path).__doc__] == []
