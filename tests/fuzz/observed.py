@@ -298,8 +298,8 @@ class World:
             self.record("random numbers", torch.get_rng_state())
         for name, tensor in self.model.state_dict().items():
             self.record(f"state {name.rpartition('.')[2]}", tensor)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
+        for parameter in self.model.parameters():  # not in the order of their first gradients
+            for name, value in self.optimizer.state.get(parameter, {}).items():
                 self.record(f"optimizer {name}", value)
         self.watches.close()
 
