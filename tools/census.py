@@ -22,7 +22,7 @@ DTYPES = {"float32", "bfloat16", "float16"}
 # What is only, or mainly, for delayed scaling: whole files, or classes, functions and methods of a file.
 DELAYED: dict[str, tuple[str, ...]] = {
     "autograd/arguments.py": ("DelayedScales", "scales_of_backward"),
-    "compat/checkpoint.py": ("transformer_engine_state_dict", "_extra_state"),
+    "compat/checkpoint.py": ("_extra_state",),
     "compat/global_state.py": ("FP8GlobalStateManager.reduce_and_update_fp8_tensors",),
     "functional/delayed_scaling.py": (),
     "kernels/delayed.py": (),
