@@ -50,13 +50,25 @@ TOKENS, HEADS = 8, 4  # of a sequence; the rows are four of them
 LAYOUTS = {
     1: ("none", "ddp", "fsdp", "shard", "tp"),
     2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep", "pp", "cp"),
-    4: ("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "hsdp+ep", "pp", "cp"),
+    4: (
+        *("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "hsdp+ep", "tp+ep", "pp", "cp"),
+        *("pp+ddp", "pp+fsdp", "pp+tp"),
+    ),
 }
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    # with an epsilon beside which gradients are small: signs of noise would be steps
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=0.1),
+    "fused": lambda parameters: nc.optimizers.FusedAdam(parameters, lr=1e-2, eps=0.1, weight_decay=0.01),
+}
+STORED = ("none", "ddp", "fsdp", "shard", "hsdp", "ep", "hsdp+ep", "pp", "pp+ddp", "pp+fsdp", "cp")
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 WHOLE = ("none", "ddp", "cp")  # each rank has all parameters
+SPLIT = ("tp", "tp_group")  # weights are scaled in the parts that ranks have, and nothing else differs
 ROW_WISE = ("none", "ddp", "fsdp", "hsdp")  # each rank computes as one process with its rows
 # Gradients in E5M2, behind five layers, were up to 0.32 off those in high precision; ranks and one process are both.
 TOLERANCES = {"none": 1e-4, "nvfp4": 0.5, "mxfp4": 0.5, "delayed": 0.5, "current": 0.5}
+SAME = 5e-3  # operands are the same, but where another order of sums crosses the rounding of a few of them
 FORMATS = {"none": "bf16", "block": "hf-fp8-block128"}
 FULL_AT = 12  # a disk takes fewer files than this, of which a save and an export write some
 STEPS = (
@@ -76,11 +88,13 @@ def draw(rng: random.Random) -> Program:
     drawn = [[rng.choice(LAYOUTS[world]) for _ in range(3)] for world in worlds]
     every = {layout for layouts in drawn for layout in layouts}
     experts = any(map(shares_experts, every))
+    stages = any(map(has_stages, every))
     parts = [
         {
             "world": world,
             # experts count rows, which microbatches and parts of sequences have not in order
-            "layouts": [one for one in layouts if not experts or one not in ("pp", "cp")] or ["ddp"],
+            "layouts": [one for one in layouts if not experts or not (has_stages(one) or one == "cp")]
+            or ["ddp"],
             "steps": [
                 step
                 for _ in range(rng.randint(3, 7))
@@ -97,7 +111,7 @@ def draw(rng: random.Random) -> Program:
         "then": parts[1:],
         "seed": rng.randrange(10**6),
         "recipe": {"family": family, "options": options},
-        "blocks": max(worlds) - 1 if "pp" in every else rng.choice((1, 2)),
+        "blocks": max(worlds) - 1 if stages else rng.choice((1, 2)),
         "bias": rng.random() < 0.7,
         "inner": rng.choice((128, 128, 96, 256)),
         "experts": experts,
@@ -105,11 +119,20 @@ def draw(rng: random.Random) -> Program:
         "schedule": rng.choice(SCHEDULES),
         "full": [rng.randrange(worlds[0]), rng.randrange(FULL_AT)],
         "kill": [rng.randrange(worlds[-1]), rng.randrange(FULL_AT // 3)],
+        "optimizer": rng.choice(("sgd", *OPTIMIZERS)),
+        "asynchronous": rng.random() < 0.3,
+        "stored": rng.choice((None, "stored", "nvfp4"))
+        if family != "none" and every <= set(STORED)
+        else None,
     }
 
 
 def shares_experts(layout: str) -> bool:
     return "ep" in layout.split("+")
+
+
+def has_stages(layout: str) -> bool:
+    return "pp" in layout.split("+")
 
 
 # -- the model and its layouts -----------------------------------------------------------------------------------------
@@ -181,9 +204,10 @@ class Model(nn.Module):
 def build(program: Program, seed: int, group: Any = None) -> Any:
     torch.manual_seed(seed)
     model = Model(program, group)
-    recipe = recipe_of(program["recipe"])
+    recipe, stored = recipe_of(program["recipe"]), program.get("stored") or "plain"
     if recipe is not None:
-        nc.convert(model, recipe, heads=True, small=True, blocks=True, routers=True)
+        model.blocks[0].up.requires_grad_(stored == "plain")
+        nc.convert(model, recipe, heads=True, small=True, blocks=True, routers=True, weights=stored)
     elif program["experts"]:
         nc.convert(model, nc.recipe.Float8CurrentScaling(), only="experts")
         nc.set_recipe(model, {"experts": None})
@@ -199,7 +223,10 @@ class Laid:
         from torch.distributed.tensor.parallel import parallelize_module
 
         world, rank = dist.get_world_size(), dist.get_rank()
-        self.layout, self.parts, self.part = layout, world, rank
+        self.layout, self.parts, self.part, self.stage = layout, world, rank, rank
+        self.writes = layout not in WHOLE or rank == 0  # whether this rank takes part in an export
+        self.pipeline = dist.group.WORLD if layout == "pp" else None
+        self.reduces = None if layout == "pp" else dist.group.WORLD  # whose ranks have other layers
         if layout == "tp_group":
             self.model = build(program, 0, dist.group.WORLD)
             split = parts_of_ranks(whole, world, rank)
@@ -210,25 +237,42 @@ class Laid:
             self.model = build(program, 0)
             self.model.load_state_dict(whole.state_dict())
         self.called, model = self.model, self.model
-        styles = {
-            f"blocks.{i}.{name}": style
-            for i in range(len(model.blocks))
-            for name, style in (("up", "ColwiseParallel"), ("down", "RowwiseParallel"))
-        }
-        if "tp" in layout.split("+"):
+        if has_stages(layout) and layout != "pp":
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "inner"))
+            self.stage, self.pipeline, self.reduces = (
+                mesh.get_local_rank("pp"),
+                mesh["pp"].get_group(),
+                mesh["inner"].get_group(),
+            )
+            self.parts, self.part = (1, 0) if layout == "pp+tp" else (2, mesh.get_local_rank("inner"))
+            self.writes = layout != "pp+ddp" or self.part == 0
+            model.become_stage(self.stage, 2)
+            if layout == "pp+tp":
+                parallelize_module(model, mesh["inner"], styles_of(model))
+            elif layout == "pp+fsdp":
+                fully_shard(model, mesh=mesh["inner"])
+            else:
+                self.called = nn.parallel.DistributedDataParallel(model, process_group=self.reduces)
+            self.schedule = schedule_of(program, self.called, self.stage, 2, self.pipeline, self.parts)
+        elif "tp" in layout.split("+"):
             shape, names = ((world,), ("tp",)) if layout == "tp" else ((2, world // 2), ("dp", "tp"))
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            made = {name: getattr(nc.distributed, style)() for name, style in styles.items()}
-            parallelize_module(model, mesh["tp"], made)
+            parallelize_module(model, mesh["tp"], styles_of(model))
             self.parts, self.part = (1, 0) if layout == "tp" else (2, mesh.get_local_rank("dp"))
             if layout != "tp":
-                fully_shard(model, mesh=mesh["dp"])
+                apart = set()
+                if shares_experts(layout):
+                    # its replicas have the same tokens
+                    apart = nc.distributed.expert_parallel(
+                        model, mesh["dp"], quantizer=None, has_replicas=False
+                    )
+                fully_shard(model, mesh=mesh["dp"], ignored_params=apart)
         elif layout in ("none", "tp_group"):
             self.parts, self.part = 1, 0
         elif layout == "pp":
             self.parts, self.part = 1, 0
             model.become_stage(rank, world)
-            self.schedule = schedule_of(program, model)
+            self.schedule = schedule_of(program, model, rank, world, dist.group.WORLD, 1)
         elif layout in ("ddp", "cp"):
             if layout == "cp":
                 model.attention.tokens = TOKENS // world
@@ -245,7 +289,7 @@ class Laid:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh, ignored_params=apart)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = optimizer_of(program, model)
 
     def rows(self, x: Tensor) -> tuple[Tensor, int]:
         if (
@@ -259,13 +303,14 @@ class Laid:
     @property
     def means(self) -> int:
         """How many means the loss of the batch is the mean of: inside, gradients are as many times larger."""
-        return ROWS // TOKENS if self.layout == "pp" else self.parts
+        return ROWS // TOKENS if has_stages(self.layout) else self.parts
 
     def backward(self, x: Tensor) -> None:
         """Make the gradients of the mean square of all outputs."""
         self.called.train()
-        if self.layout == "pp":
-            first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
+        if has_stages(self.layout):
+            x, _ = self.rows(x)
+            first, last = self.stage == 0, self.stage == dist.get_world_size(self.pipeline) - 1
             self.schedule.step(*((x,) if first else ()), **({"target": x} if last else {}))
         else:
             self.called(*self.rows(x)).square().mean().backward()
@@ -274,11 +319,12 @@ class Laid:
         """Return what an evaluation gives for this rank's rows; of a pipeline's last stage on all."""
         self.called.eval()
         with torch.no_grad():
-            if self.layout != "pp":
+            if not has_stages(self.layout):
                 return self.called(*self.rows(x))
-            for stage in range(dist.get_world_size()):
-                x = self.called(x) if stage == dist.get_rank() else torch.empty_like(x)
-                dist.broadcast(x, stage)
+            x, _ = self.rows(x)
+            for stage in range(dist.get_world_size(self.pipeline)):
+                x = self.called(x) if stage == self.stage else torch.empty_like(x)
+                dist.broadcast(x, group=self.pipeline, group_src=stage)
             return x
 
     def gathered(self) -> dict[str, Tensor]:
@@ -286,12 +332,12 @@ class Laid:
         for name, value in held(self.model, self.optimizer).items():
             value = getattr(value, "full_tensor", lambda value=value: value)()
             dim = split_dim(name) if self.layout == "tp_group" else None
-            if dim is not None:
+            if dim is not None and value.dim():
                 every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
                 dist.all_gather(every, value.detach().contiguous())
                 value = torch.cat(every, dim)
             found[name] = value.detach().clone()
-        if self.layout != "pp":
+        if not has_stages(self.layout):
             return found
         return {name: value for stage in of_all_ranks(found) for name, value in stage.items()}
 
@@ -300,18 +346,25 @@ def held(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The tensors of a model's state, and the moments of its parameters."""
     found = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     for name, parameter in model.named_parameters():
-        moment = optimizer.state.get(parameter, {}).get("momentum_buffer")
-        if moment is not None:
-            found[MOMENT + name] = moment
+        for key, moment in optimizer.state.get(parameter, {}).items():
+            if isinstance(moment, Tensor):
+                found[f"{MOMENT}{key} {name}"] = moment
     return found
+
+
+def optimizer_of(program: Program, model: nn.Module) -> Any:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return OPTIMIZERS[program.get("optimizer") or "sgd"](trained)
 
 
 def follow(whole: nn.Module, optimizer: Any, found: dict[str, Tensor]) -> None:
     """Let the oracle go on from what the ranks hold; experts of which that has no scales begin anew, as on ranks."""
     whole.load_state_dict(found, strict=False)
-    for name, parameter in whole.named_parameters():
-        if MOMENT + name in found:
-            optimizer.state[parameter]["momentum_buffer"] = found[MOMENT + name].clone()
+    parameters = dict(whole.named_parameters())
+    for name, value in found.items():
+        if name.startswith(MOMENT):
+            key, _, own = name.removeprefix(MOMENT).partition(" ")
+            optimizer.state[parameters[own]].setdefault(key, value.clone()).copy_(value)
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -320,18 +373,24 @@ def of_all_ranks(value: Any) -> list[Any]:
     return found
 
 
-def schedule_of(program: Program, stage: nn.Module) -> Any:
-    """A schedule of four microbatches, each a sequence."""
+def styles_of(model: Any) -> dict[str, Any]:
+    """How tensor parallelism splits the blocks that a model has."""
+    blocks = model.blocks if isinstance(model.blocks, nn.ModuleDict) else range(len(model.blocks))
+    ways = {"up": nc.distributed.ColwiseParallel, "down": nc.distributed.RowwiseParallel}
+    return {f"blocks.{i}.{name}": way() for i in blocks for name, way in ways.items()}
+
+
+def schedule_of(program: Program, called: nn.Module, stage: int, stages: int, group: Any, parts: int) -> Any:
+    """A schedule of microbatches, each a sequence."""
     from torch.distributed import pipelining
 
-    rank = dist.get_rank()
-    inputs, outputs = (torch.empty(TOKENS, HIDDEN, requires_grad=grad) for grad in (rank > 0, True))
+    inputs, outputs = (torch.empty(TOKENS, HIDDEN, requires_grad=grad) for grad in (stage > 0, True))
     place = torch.device("cpu")
     made = pipelining.PipelineStage(
-        stage, rank, dist.get_world_size(), place, input_args=inputs, output_args=outputs
+        called, stage, stages, place, input_args=inputs, output_args=outputs, group=group
     )
     schedule = getattr(pipelining, program["schedule"] or SCHEDULES[0])
-    return schedule(made, ROWS // TOKENS, loss_fn=lambda y, target: y.square().mean())
+    return schedule(made, ROWS // TOKENS // parts, loss_fn=lambda y, target: y.square().mean())
 
 
 def split_dim(name: str) -> int | None:
@@ -349,6 +408,64 @@ def parts_of_ranks(whole: nn.Module, world: int, rank: int) -> dict[str, Tensor]
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------
+
+
+class Shards(nn.Module):
+    """A linear layer in one process as the parts of it that ranks have, each with scales of its own weight."""
+
+    def __init__(self, layer: Any, parts: int, dim: int) -> None:
+        super().__init__()
+        self.layer, self.dim, made = [layer], dim, []
+        biases = [None] * parts if layer.bias is None else layer.bias.detach().chunk(parts)
+        for weight, bias in zip(layer.weight.detach().chunk(parts, dim), biases):
+            part = copy.deepcopy(layer)
+            part.out_features, part.in_features = weight.shape
+            part.weight = nn.Parameter(weight.clone())
+            part.bias = None if bias is None or dim else nn.Parameter(bias.clone())
+            made.append(part)
+        self.made = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim == 0:
+            return torch.cat([part(x) for part in self.made], -1)
+        y = sum(part(own) for part, own in zip(self.made, x.chunk(len(self.made), -1)))
+        return y if self.layer[0].bias is None else y + self.layer[0].bias
+
+    def give_back(self) -> None:
+        """Add gradients to those of the whole layer, and the largest amaxes."""
+        (layer,) = self.layer
+        layer.weight.grad = torch.cat([part.weight.grad for part in self.made], self.dim)
+        if layer.bias is not None and self.dim == 0:
+            layer.bias.grad = torch.cat([part.bias.grad for part in self.made])
+        for name, buffer in layer.named_buffers():
+            if name.startswith("amax_") and "history" not in name:
+                buffer.copy_(torch.stack([part.get_buffer(name) for part in self.made]).amax(0))
+
+
+def is_alike(one: Laid, whole: nn.Module) -> bool:
+    """Whether the oracle quantizes every operand as ranks do; their first scales are not those of one process."""
+    first = any("scale_" in name and not value.any() for name, value in whole.named_buffers())
+    return one.layout in SPLIT and not first
+
+
+@contextlib.contextmanager
+def in_shards(whole: Any, one: Laid) -> Iterator[None]:
+    """Let the oracle quantize weights in the parts that ranks of tensor parallelism have."""
+    if one.layout not in SPLIT:
+        yield
+        return
+    made = []
+    for block in whole.blocks:
+        for name, dim in (("up", 0), ("down", 1)):
+            made.append((block, name, Shards(getattr(block, name), dist.get_world_size(), dim)))
+            setattr(block, name, made[-1][2])
+    try:
+        yield
+    finally:
+        for block, name, shards in made:
+            setattr(block, name, shards.layer[0])
+            if shards.made[0].weight.grad is not None:
+                shards.give_back()
 
 
 def error_of(found: Tensor, wanted: Tensor) -> float:
@@ -375,21 +492,22 @@ def kept_by(layout: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def train(one: Laid, whole: Any, optimizer: Any, x: Tensor, tolerance: float, clip: bool) -> None:
+    tolerance = min(tolerance, SAME) if is_alike(one, whole) else tolerance
     before = {name: value.clone() for name, value in whole.state_dict().items() if isinstance(value, Tensor)}
     one.backward(x)
     # Quantized as on ranks: a scale from before may be too large for the gradients of some rows' mean.
-    (whole(x, 0).square().mean() * one.means).backward()
+    with in_shards(whole, one):
+        (whole(x, 0).square().mean() * one.means).backward()
     for parameter in whole.parameters():
         if parameter.grad is not None:
             parameter.grad /= one.means
     if clip:
-        stages = dist.group.WORLD if one.layout == "pp" else None
-        norm = nc.distributed.clip_grad_norm_(one.model, 0.05, pipeline=stages)
+        norm = nc.distributed.clip_grad_norm_(one.model, 0.05, pipeline=one.pipeline)
         wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
         if not error_of(norm, wanted) <= tolerance:
             raise Difference(f"{one.layout}: the norm of gradients is {norm}, not {wanted}")
-    if one.layout != "pp":  # whose ranks have other layers
-        nc.reduce_delayed_scaling(one.model, dist.group.WORLD)
+    if one.reduces is not None:
+        nc.reduce_delayed_scaling(one.model, one.reduces)
     for each in (one.optimizer, optimizer):
         each.step()
         each.zero_grad()
@@ -417,9 +535,11 @@ def scales_of_experts(one: Laid) -> dict[str, Tensor]:
 
 
 def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
+    tolerance = min(tolerance, SAME) if is_alike(one, whole) else tolerance
     whole.eval()
     with torch.no_grad():
-        wanted = whole(x, 0)
+        with in_shards(whole, one):
+            wanted = whole(x, 0)
         alone = whole(*one.rows(x)) if one.layout in ROW_WISE else None
     found, wanted = one.output(x), one.rows(wanted)[0]
     if alone is not None and not torch.equal(found, alone):
@@ -431,8 +551,20 @@ def evaluate(one: Laid, whole: Any, x: Tensor, tolerance: float) -> None:
 
 def save_and_load(one: Laid, program: Program, layout: str, folder: Path) -> Laid:
     wanted = one.gathered()
-    nc.distributed.save_checkpoint(folder, one.model, one.optimizer)
+    if program.get("asynchronous"):
+        saving = nc.distributed.save_checkpoint(
+            folder, one.model, one.optimizer, group=group_of_saves(), asynchronous=True
+        )
+        saving.result()
+        dist.barrier()
+    else:
+        nc.distributed.save_checkpoint(folder, one.model, one.optimizer)
     return load(program, layout, folder, wanted, f"saved by {one.layout}")
+
+
+@functools.cache
+def group_of_saves() -> Any:
+    return dist.new_group(backend="gloo")
 
 
 _limits: list[Any] = []  # how many files this rank still writes, and what it does then
@@ -508,7 +640,7 @@ def killed(one: Laid, program: Program, folder: Path, saves: bool) -> None:
     """Save or export in peace, and again while one rank is killed in place of writing a file."""
     rank, files = program["kill"] or (0, 0)
     own, form = dist.get_rank(), FORMATS.get(program["recipe"]["family"], "compressed-tensors")
-    suffix = f"-{own}" if one.layout == "pp" else ""
+    suffix = f"-{one.stage}" if has_stages(one.layout) else ""
     for turn in range(2):
         if saves:
             state = one.gathered()
@@ -518,7 +650,7 @@ def killed(one: Laid, program: Program, folder: Path, saves: bool) -> None:
         with limited([rank if saves else 0, files], die) if turn else contextlib.nullcontext():
             if saves:
                 nc.distributed.save_checkpoint(folder / "at", one.model, one.optimizer, extra={"turn": turn})
-            elif own == 0 or one.layout not in WHOLE:
+            elif one.writes:
                 nc.export(one.model.eval(), folder / f"at{turn}{suffix}", format=form)
         with torch.no_grad():
             for parameter in one.model.parameters() if saves else ():
@@ -585,13 +717,14 @@ def export(one: Laid, whole: Any, program: Program, folder: Path, interrupted: b
     whole.eval()
     one.model.eval()
     first = dist.get_rank() == 0
-    place = folder / (f"stage{dist.get_rank()}" if one.layout == "pp" else "shared")
+    staged = has_stages(one.layout)
+    place = folder / (f"stage{one.stage}" if staged else "shared")
 
     def write() -> None:
-        if first or one.layout not in WHOLE:
+        if one.writes:
             nc.export(one.model, place, format=form)
 
-    if interrupted and one.layout not in (*WHOLE, "pp"):
+    if interrupted and one.layout not in WHOLE and not staged:
         raised = raises(write, program)
         left = [path.name for path in folder.iterdir()]
         if left != ([] if raised else ["shared"]):
@@ -606,11 +739,11 @@ def export(one: Laid, whole: Any, program: Program, folder: Path, interrupted: b
         from safetensors.torch import load_file
 
         nc.export(whole, folder / "alone", format=form)
-        if one.layout == "pp":
+        if staged:
             stages = [load_file(path / "model.safetensors") for path in folder.glob("stage*")]
             together = {name: value for stage in stages for name, value in stage.items()}
             must_equal(together, load_file(folder / "alone" / "model.safetensors"), "pp: an export")
-        for name in ("model.safetensors", "config.json") if one.layout != "pp" else ():
+        for name in ("model.safetensors", "config.json") if not staged else ():
             if (place / name).read_bytes() != (folder / "alone" / name).read_bytes():
                 raise Difference(f"{one.layout}: an export has another {name} than that of one process")
     whole.train()
@@ -699,7 +832,7 @@ def load(program: Program, layout: str, folder: Path, wanted: dict[str, Tensor],
 def started(program: Program, seed: int) -> tuple[Any, torch.optim.SGD]:
     """The model in one process, and its optimizer."""
     whole = build(program, seed)
-    return whole, torch.optim.SGD(whole.parameters(), lr=1e-3, momentum=0.9)
+    return whole, optimizer_of(program, whole)
 
 
 def work(program: Program, folder: Path, came: Path | None, goes: Path | None) -> dict[str, float]:
