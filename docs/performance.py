@@ -473,8 +473,8 @@ the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, i
 """
 ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and the recipes](assets/account.png)
 
-Each panel compares one recipe with bf16 (gray). A bar is the time of a group and starts where the group above
-ends. The GEMMs save the most time. Casts take a part of it back, and attention saves nothing.
+A bar is the time of a group of kernels. The GEMMs save the most time. Casts take a part of it back, and attention saves
+nothing.
 
 Reproduce on one H200:
 `narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts --out account`

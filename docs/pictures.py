@@ -18,7 +18,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast_tools.bench.account import Account, Row
-from narrowcast_tools.bench.account_show import waterfall
+from narrowcast_tools.bench.account_show import draw_account
 from narrowcast_tools.train.comparison import TITLE
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
@@ -64,7 +64,7 @@ def account() -> bytes:
     ]
     where = next(iter(groups.values()))[0]
     caption = "narrowcast bench account --model 1b: {device}, torch {torch}, narrowcast {narrowcast}, {date}"
-    return waterfall(accounts, caption.format(**where))
+    return draw_account(accounts, caption.format(**where))
 
 
 def comparison(file: str, trained: str, title: str, *, strict: bool) -> bytes:
@@ -84,23 +84,26 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention = nc.LayerNormLinear(width, width)
-        self.mlp = nc.LayerNormMLP(width, 176)
+        self.proj = nc.LayerNormLinear(width, width)
+        self.up, self.down = nc.LayerNormLinear(width, 176), nc.Linear(176, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x)
-        return x + self.mlp(x)
+        x = x + self.proj(x)
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
-    """Return the watch of a small model that learns a function, sampled every ten steps."""
+    """Return the watch of a small model that learns a function, sampled every ten steps; half-way one bias breaks."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(4)), nc.Linear(width, width))
     nc.set_recipe(model, nc.recipe.Float8CurrentScaling())
     watch = nc.watch(model, every=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     teacher = torch.randn(width, width) / width**0.5
-    for _ in range(steps):
+    for step in range(steps):
+        if step == steps // 2:
+            with torch.no_grad():
+                model[2].up.bias[7] = 3e5  # an activation that outgrows all others, as large models have
         x = torch.randn(128, width)
         nn.functional.mse_loss(model(x), torch.tanh(x @ teacher)).backward()
         optimizer.step()

@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from narrowcast_tools.colors import PEERS, PLAIN, RECIPES, color_of
+from narrowcast_tools.colors import PEERS, RECIPES, color_of
 
 from .contenders import COPY, RATIOS, SWEEP
 
+OURS = RECIPES["current"][0]  # the kernel's name says which recipe it belongs to
 RESULTS = Path(__file__).parents[1] / "results"
 # The target share of a kernel, by the first part of its name that matches.
 TARGETS: dict[str, tuple[tuple[str, float], ...]] = {
@@ -161,7 +162,7 @@ def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], t
     for peer, share in shares.items():
         bar = 0.92 if not peer else 0.48
         if share is not None:
-            color = color_of(peer or kernel)
+            color = color_of(peer) if peer else OURS
             axes.barh(y, share, height=bar, color=color, linewidth=0)
             # At the left end, where no target's mark can cover it.
             inside = not peer and share > 0.16
@@ -186,11 +187,7 @@ def _ink(color: str) -> str:
 
 
 def _legend(stem: str, kernels: Sequence[str], peers: Sequence[str]) -> list[Patch | Line2D]:
-    drawn = {color_of(kernel) for kernel in kernels}
-    named = {"narrowcast": PLAIN, **{f"narrowcast, {name}": colors for name, colors in RECIPES.items()}}
-    handles: list[Patch | Line2D] = [
-        Patch(color=light, label=label) for label, (light, _) in named.items() if light in drawn
-    ]
+    handles: list[Patch | Line2D] = [Patch(color=OURS, label="narrowcast")]
     handles += [Patch(color=color_of(peer), label=peer) for peer in peers]
     if any(target(stem, kernel) for kernel in kernels):
         mark = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": ""}

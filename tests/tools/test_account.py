@@ -25,7 +25,7 @@ from narrowcast_tools.bench.account import (
     read_kernels,
     take_account,
 )
-from narrowcast_tools.bench.account_show import account_table, waterfall, write_account
+from narrowcast_tools.bench.account_show import account_table, draw_account, write_account
 from narrowcast_tools.bench.measure import Contender
 from narrowcast_tools.bench.works import MODELS, OPTIMIZERS, TINY, Work, build, phases_of
 
@@ -187,7 +187,7 @@ def test_what_is_shown_and_written(tmp_path: Path) -> None:
     casts = rows[3]
     assert (casts["ms"], casts["share_of_floor"], casts["device"]) == ("2.000", "0.500", "one GPU")
     assert casts["copy_per_second"] == "1e+12"
-    assert waterfall(ACCOUNTS, "narrowcast bench account: one GPU").startswith(b"\x89PNG")
+    assert draw_account(ACCOUNTS, "narrowcast bench account: one GPU").startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The account of a step as a table, as CSV, and as a waterfall beside bf16's."""
+"""The account of a step as a table, as CSV, and as bars beside bf16's."""
 
 from __future__ import annotations
 
@@ -70,40 +70,35 @@ def write_account(
                 )
 
 
-def waterfall(accounts: Sequence[Account], caption: str) -> bytes:
-    """Return a PNG image: per recipe a panel where each group begins where the one above it ends, bf16's above it.
+def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
+    """Return a PNG image: the time of each group, a bar per contender.
 
     Args:
         accounts: bf16's first.
         caption: command and machine.
     """
-    first, *others = accounts
-    figure = Figure(figsize=(8, 0.9 + 3.3 * max(len(others), 1)), dpi=130, layout="constrained")
+    groups = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
+    height = 0.8 / len(accounts)
+    rows = 0.16 * len(groups) * (len(accounts) + 1)
+    figure = Figure(figsize=(8, 1.6 + rows), dpi=130, layout="constrained")
     figure.suptitle("Where the time of a training step goes", x=0.01, ha="left", weight="bold", size=14)
-    panels = figure.subplots(max(len(others), 1), 1, sharey=True, sharex=True, squeeze=False)[:, 0]
-    for axes, other in zip(panels, others or [first]):
-        pair = (first, other) if others else (first,)
-        groups = [name for name in GROUPS if any(row.group == name for one in pair for row in one.rows)]
-        for one, offset in zip(pair, (-0.2, 0.2)):
-            start, label = 0.0, f"{one.contender}: {one.step_ms:.1f} ms"
-            times = {row.group: row.ms for row in one.rows}
-            color = color_of(one.contender)
-            for place, name in enumerate(groups):
-                ms = times.get(name, 0.0)
-                axes.barh(
-                    place + offset, ms, 0.36, left=start, color=color, label=label if place == 0 else None
-                )
-                start += ms
-                if ms:
-                    axes.text(start, place + offset, f" {ms:.1f}", va="center", size=7.5)
-        axes.legend(loc="upper right", frameon=False, fontsize=9)
-        axes.set_yticks(range(len(groups)), groups, size=9)
-        axes.tick_params(axis="x", labelsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.08)
-    panels[-1].set_xlabel("ms of the step, groups one after the other", size=9)
+    axes = figure.subplots()
+    for index, one in enumerate(accounts):
+        times = {row.group: row.ms for row in one.rows}
+        places = [place + (index - (len(accounts) - 1) / 2) * height for place in range(len(groups))]
+        lengths = [times.get(name, 0.0) for name in groups]
+        label = f"{one.contender}: {one.step_ms:.1f} ms"
+        axes.barh(places, lengths, 0.9 * height, color=color_of(one.contender), label=label)
+        for place, length in zip(places, lengths):
+            axes.text(length, place, f" {length:.1f}" if length else " none", va="center", size=7.5)
+    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.set_yticks(range(len(groups)), groups, size=9)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.08, y=0.01)
+    axes.set_xlabel("ms of the step; none: fused into the casts, or no casts in bf16", size=9)
+    axes.invert_yaxis()
     figure.supxlabel(caption, x=0.01, ha="left", size=8.5, color="0.35")
-    panels[0].invert_yaxis()
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()

@@ -15,7 +15,7 @@ from narrowcast._checks import not_among, shown
 from narrowcast._version import __version__
 
 from .account import measure_ceilings, take_account
-from .account_show import account_table, waterfall, write_account
+from .account_show import account_table, draw_account, write_account
 from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
 from .worker import Chosen, Worker
@@ -127,7 +127,7 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             write_account(accounts, ceilings, out / "account.csv", machine)
-            (out / "account.png").write_bytes(waterfall(accounts, caption))
+            (out / "account.png").write_bytes(draw_account(accounts, caption))
     if out is not None:
         console.print(f"wrote {out / 'account.csv'} and {out / 'account.png'}", highlight=False)
     return 0

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from ..colors import color_of
 from .report import BASELINE, Row, judged
 
-LIMIT = 4 / 3  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
+LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 
@@ -48,7 +48,7 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (last_step, _) = baseline.held_out[0], baseline.held_out[-1]
     fell = f", bf16 fell from {first:.2f}" if len(baseline.held_out) > 1 else ""
-    _style(axes, f"Held-out loss after {last_step} steps, nats per {unit}" + fell, "x")
+    _style(axes, f"Held-out loss after {last_step} steps, nats per {unit}{fell}", "x")
     axes.axvline(baseline.held_out_loss, color=color_of(BASELINE), linewidth=1, linestyle="--")
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
@@ -60,6 +60,8 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     axes.margins(x=0.1)
     if _several(rows):
         axes.set_xlabel("dot: mean of the seeds; line: lowest to highest seed", size=9)
+    elif len(rows) > 1:
+        axes.set_xlabel("one seed: too short a comparison to rank recipes", size=9)
 
 
 def _several(rows: Sequence[Row]) -> bool:
@@ -78,21 +80,15 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
     later = [gap for row in rows for gap in row.gaps[len(row.gaps) // 2 :]]
     # The second half of each curve and the ranges of the last step are inside.
-    shown = [abs(gap[1]) for gap in later] + [abs(end) for row in rows for end in row.gaps[-1][2:]]
-    limit = LIMIT * (max(shown, default=0.0) or 3.0)  # equal losses have no gap
-    for percent in tolerances if judged(rows) else ():
-        if percent < limit:
+    shown = [gap[1] for gap in later] + [end for row in rows for end in row.gaps[-1][2:]]
+    low, high = min(0.0, *shown), max(0.0, *shown)
+    room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
+    low, high = low - room, high + room
+    for percent, dashes in zip(tolerances, (":", "--")) if judged(rows) else ():
+        if percent < high:
             held = [row.title for row in rows if row.tolerance_percent == percent]
             told = f"allowed{f' for {held[0]}' if len(held) == 1 else ''}: {percent:g}%"
-            axes.hlines(percent, 0, last_step, color="0.45", linewidth=1, linestyle="--")
-            axes.text(
-                0.01 * last_step,
-                percent + 0.03 * limit,
-                told,
-                color="0.25",
-                size=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
-            )
+            axes.hlines(percent, 0, last_step, color="0.45", linewidth=1, linestyle=dashes, label=told)
     axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
     ends = []
     for row, dashes in zip(rows, _dashes(rows)):
@@ -114,16 +110,17 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.vlines(
             [], 0, 0, color="0.35", linewidth=2.5, label="a recipe's lowest to highest seed, last step"
         )
-        axes.legend(frameon=False, loc="upper left", fontsize=8)
-    axes.set_ylim(-limit, limit)
+    if axes.get_legend_handles_labels()[0]:  # below the curves, which it would cover
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, fontsize=8)
+    axes.set_ylim(low, high)
     axes.set_xlim(0, last_step * (1.4 + labels - 1))
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
     axes.spines["bottom"].set_bounds(0, last_step)
-    heights = spread([min(max(end, -limit), limit) for end, _ in ends], apart=0.12 * limit)
+    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.06 * (high - low))
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             signed_percent(row.title, end),
-            xy=(last_step, min(max(end, -limit), limit)),
+            xy=(last_step, min(max(end, low), high)),
             xytext=(last_step * labels, height),
             color=color_of(row.recipe),
             size=9,

@@ -117,7 +117,7 @@ def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None
     ]
     assert remarks(compare([result("bf16", 2.0)]), timed=True) == []
     drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
-    assert not any("allowed" in text.get_text() for text in drawn.texts)
+    assert drawn.get_legend() is None
 
 
 def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
@@ -128,9 +128,20 @@ def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
     low, high = gaps.get_ylim()
     assert low < min(row.gaps[-1][2] for row in rows) and high > max(row.gaps[-1][3] for row in rows) > 14
     assert [text.get_text() for text in gaps.get_legend().get_texts()] == [
+        "allowed for NVFP4: 1.5%",
         "bf16's seeds around their mean",
         "a recipe's lowest to highest seed, last step",
     ]
+
+
+def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
+    losses, gaps = figures(lambda: draw(rows, subtitle="one"))[0].axes
+    assert losses.get_xlabel() == "one seed: too short a comparison to rank recipes"
+    low, high = gaps.get_ylim()
+    assert low < -5.0 and 5.0 < high < 10.0
+    better = compare([result("bf16", 2.0), result("nvfp4", 1.9)])
+    low, high = figures(lambda: draw(better, subtitle="better"))[0].axes[1].get_ylim()
+    assert low < -5.0 and high < 2.0, "half of the panel would be empty"
 
 
 @pytest.mark.filterwarnings("error")
