@@ -368,6 +368,7 @@ def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
     layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
     if is_in_backward():  # a recomputation: the step follows the rule of the forwards
-        at_end_of_backward(partial(layer._delayed.update, dict(layer._delayed)))
+        for prefix, rule in layer._delayed.items():
+            at_end_of_backward(partial(layer._keep_state, prefix, *rule))
     for prefix, plan in zip(prefixes, plans):
         layer._keep_state(prefix, plan.forward_state, plan.backward_state)
