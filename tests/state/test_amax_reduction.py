@@ -279,6 +279,21 @@ def test_ranks_that_reduce_nothing_are_told_once(two: Any, monkeypatch: pytest.M
     assert not said_in_steps()
 
 
+def test_a_part_in_which_nothing_trains_is_renewed_and_said_not_to_be_reduced(
+    two: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of another model may be one rank's alone, and so reduces nothing."""
+    monkeypatch.setattr(delayed_scaling, "_SAID", set())
+    gc.collect()
+    part = nc.Linear(16, 16, device="cpu").requires_grad_(False)
+    nc.set_recipe(part, REDUCED, amax_group=dist.group.WORLD)
+    model = nn.Sequential(part, nn.Linear(16, 1))
+    model(torch.ones(4, 16)).sum().backward()
+    with pytest.warns(UserWarning, match="several ranks"):
+        torch.optim.SGD(model[1].parameters(), lr=0.1).step()
+    assert part.scale_fwd[0] == 448.0
+
+
 def test_the_group_of_an_autocast_names_what_reduces(two: Any) -> None:
     with pytest.warns(UserWarning, match=r"amax_group=group\) once, or narrowcast.reduce_delayed_scaling"):
         nc.autocast(recipe=REDUCED, amax_reduction_group=two)

@@ -132,7 +132,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     renewed: dict[Any, None] = {}  # each once: a layer of several models rolls its history once a step
     for model, here in ids.items():
         layers, groups = layers_of(model), _MODELS[model][0]
-        if groups or any(parameter.requires_grad for parameter in model.parameters()):
+        if any(parameter.requires_grad for parameter in model.parameters()):
             others.difference_update(layers)  # else no step is the model's own
         if model in trained:
             # with groups all: ranks may step other parameters, and are to renew the same layers
