@@ -599,17 +599,25 @@ def break_even() -> str:
 
 
 def how_much() -> str:
-    """Return the table of README: speed beside bf16 and peak memory of what its chart shows."""
-    columns = ("delayed", "current", "torchao tensorwise", "bf16")  # a phone shows the first ones
-    lines = [
-        "| speed beside bf16, peak memory | narrowcast, delayed | narrowcast, current | torchao, tensorwise | bf16 |",
-        "| --- | ---: | ---: | ---: | ---: |",
+    """Return the table of README, which fits a terminal: speed beside bf16 and peak memory of what its chart shows."""
+    shown = {"fsdp": "four 8B layers", "mlp": "8B feed-forward", "huggingface": "1B Llama"}
+    works = [section for section in SECTIONS if section.key in HERO]
+    cells = [
+        {row.name: f"{row.speed:.2f}×, {row.peak:.1f} GiB" for row in measured(section)} for section in works
     ]
-    for section in SECTIONS:
-        if section.key in HERO:
-            rows = {row.name: f"{row.speed:.2f}×, {row.peak:.1f} GiB" for row in measured(section)}
-            lines.append(f"| {SHORT[section.key]} | {' | '.join(rows.get(name, '') for name in columns)} |")
-    return "\n".join([*lines, "", *wrap(measured_with(), 80), ""])
+    lines = [
+        f"| speed beside bf16, peak | {' | '.join(shown[section.key] for section in works)} |",
+        f"| --- |{' ---: |' * len(works)}",
+    ]
+    names = {"delayed": "narrowcast, delayed", "current": "narrowcast, current"}
+    for name in ("delayed", "current", "torchao tensorwise", "bf16"):
+        row = " | ".join(of_work.get(name, "") for of_work in cells)
+        lines.append(f"| {names.get(name, name)} | {row} |")
+    what = (
+        "The first column is a training step on two GPUs, the second the forward and backward of one block, the third "
+        "a training step of a Llama of Transformers, converted."
+    )
+    return "\n".join([*lines, "", *wrap(f"{what} {measured_with()}", 80), ""])
 
 
 def measured_with() -> str:

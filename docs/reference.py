@@ -130,8 +130,9 @@ def summary(entry: Entry) -> str:
 
 def names(topic: Topic) -> list[str]:
     """Return the lines of a topic's table of names."""
-    lines = ["| name | |", "| --- | --- |"]
-    return lines + [f"| [`{entry.shown}`][{entry.path}] | {summary(entry)} |" for entry in entries(topic)]
+    lines = ["| name | what it is |", "| --- | --- |"]
+    lines += [f"| [`{entry.shown}`][{entry.path}] | {summary(entry)} |" for entry in entries(topic)]
+    return ['<div class="names" markdown>', "", *lines, "", "</div>"]
 
 
 def index() -> str:
