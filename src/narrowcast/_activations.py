@@ -40,7 +40,7 @@ def checked(activation: str, shape: Sequence[int], params: Mapping[str, float] |
         ValueError: an unknown name or parameter, rank 0, or an odd last dim of a gated activation.
     """
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {not_among(activation, ACTIVATIONS)}")
+        raise ValueError(f"activation is {not_among(activation, ACTIVATIONS)}")
     found = ACTIVATIONS[activation]
     if params is not None and not isinstance(params, dict):
         raise ValueError(f"activation_params is {shown(params)}; use a dict from names to numbers")

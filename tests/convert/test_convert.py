@@ -159,14 +159,17 @@ def test_patterns_choose_and_one_that_matches_nothing_raises() -> None:
     }
     reasons = {one.name: one.reason for one in receipt.gemms if one.decision == "kept"}
     assert reasons == {"layers.0.gate": "skip", "layers.1.gate": "skip", "head": "not in only"}
-    for wrong in ({"only": "blocks"}, {"skip": ["head", "gate"]}):
+    for wrong, told in (
+        ({"only": "blocks"}, "^only: 'blocks' matches no linear layer of this Model; "),
+        ({"skip": ["head", "gate"]}, "^skip: 'gate' matches no linear layer of this Model; "),
+    ):
         model = Model()
-        with pytest.raises(ValueError, match="matches no module with the weight of a GEMM"):
+        with pytest.raises(ValueError, match=told):
             nc.convert(model, CURRENT, **wrong)
         assert type(model.head) is nn.Linear
     with pytest.raises(ValueError, match=r"'gate' matches no .* write '\*\*\.gate'"):
         nc.convert(Model(), CURRENT, skip="gate")
-    with pytest.raises(ValueError, match="embed"):
+    with pytest.raises(ValueError, match="^recipe: 'embed' matches no linear layer of this Model; "):
         nc.convert(Model(), {"embed": CURRENT})
 
 
@@ -176,6 +179,10 @@ def test_functions_choose_what_is_converted() -> None:
     kept = {one.name: one.reason for one in nc.receipt(model).gemms if one.decision == "kept"}
     assert kept == {"layers.0.gate": "skip", "layers.1.gate": "skip", "head": "not in only"}
     assert type(nc.convert(Model(), CURRENT, skip="**.head").head) is nn.Linear
+    nothing = lambda name, module: False  # noqa: E731
+    assert nc.get_recipes(nc.convert(Model(), CURRENT, only=["head", nothing], skip=nothing)) == {
+        "head": CURRENT
+    }
     with pytest.raises(TypeError, match=r"no 'module_filter_fn'; use only= or skip=: .*\(name, module\)"):
         nc.convert(Model(), CURRENT, module_filter_fn=lambda module, name: True)  # type: ignore[call-overload]
     with pytest.raises(
@@ -255,7 +262,7 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     ("model", "recipe", "error", "match"),
     [
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
-        (nn.Linear(4, 4), "{fp8", ValueError, "no JSON"),
+        (nn.Linear(4, 4), "{fp8", ValueError, "^convert: recipe: the recipes are no JSON"),
         (nn.Linear(4, 4), 8, TypeError, "convert: recipe is an int"),
         ([nn.Linear(4, 4)], CURRENT, TypeError, "model is a list"),
     ],

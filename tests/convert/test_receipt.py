@@ -218,7 +218,7 @@ def test_a_memory_budget_that_repeats_gemms_is_said(budget: float, counted: bool
 
 
 def test_a_model_without_gemms_is_refused() -> None:
-    with pytest.raises(ValueError, match="this ReLU has no module with the weight of a GEMM; pass the model"):
+    with pytest.raises(ValueError, match="this ReLU has no linear layer; pass the model"):
         nc.convert(nn.ReLU(), CURRENT)
 
 

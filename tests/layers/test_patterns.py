@@ -17,13 +17,15 @@ NAMES = [
 
 
 def test_any_number_of_parts_is_also_none() -> None:
-    assert matching_names("**.lm_head", NAMES, nn.Module(), "layer") == ["lm_head"]
-    assert matching_names("**.up_proj", NAMES, nn.Module(), "layer") == NAMES[:-1:3]
-    assert matching_names("model.**.layers.3.**.down_proj", NAMES, nn.Module(), "layer") == [NAMES[11]]
-    assert matching_names("**", NAMES, nn.Module(), "layer") == NAMES
+    assert matching_names("**.lm_head", NAMES, nn.Module(), "layer", "only") == ["lm_head"]
+    assert matching_names("**.up_proj", NAMES, nn.Module(), "layer", "only") == NAMES[:-1:3]
+    assert matching_names("model.**.layers.3.**.down_proj", NAMES, nn.Module(), "layer", "only") == [
+        NAMES[11]
+    ]
+    assert matching_names("**", NAMES, nn.Module(), "layer", "only") == NAMES
     for inside_a_part in ("lm**.head", "model.layers.1**.mlp.up", "**.head", "**.proj"):
         with pytest.raises(ValueError, match="matches no layer"):
-            matching_names(inside_a_part, NAMES, nn.Module(), "layer")
+            matching_names(inside_a_part, NAMES, nn.Module(), "layer", "only")
 
 
 @pytest.mark.parametrize(
@@ -40,15 +42,15 @@ def test_any_number_of_parts_is_also_none() -> None:
 )
 def test_a_pattern_without_a_match_tells_the_nearest(pattern: str, told: str) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(2, 2)})
-    with pytest.raises(ValueError, match=rf"matches no layer of this ModuleDict; {told}"):
-        matching_names(pattern, NAMES, model, "layer")
+    with pytest.raises(ValueError, match=rf"^only: .* matches no layer of this ModuleDict; {told}"):
+        matching_names(pattern, NAMES, model, "layer", "only")
 
 
 def test_few_names_are_all_listed_and_many_are_counted() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
     for size, told in ((2, "it has: '0', '1'$"), (12, "it has: '0' and others, 12 in all$")):
         with pytest.raises(ValueError, match=told):
-            matching_names("lm_head", [str(number) for number in range(size)], model[:size], "layer")
+            matching_names("lm_head", [str(number) for number in range(size)], model[:size], "layer", "only")
 
 
 def test_functions_choose_by_name_and_module() -> None:
@@ -58,20 +60,20 @@ def test_functions_choose_by_name_and_module() -> None:
     def narrow(name: str, module: Any) -> bool:
         return module.out_features == 2
 
-    assert selected_names(narrow, modules, model, "layer") == ["a"]
-    assert selected_names(["b", narrow], modules, model, "layer") == ["b", "a"]
-    assert selected_names(lambda name, module: False, modules, model, "layer") == []
+    assert selected_names(narrow, modules, model, "layer", "only") == ["a"]
+    assert selected_names(["b", narrow], modules, model, "layer", "only") == ["b", "a"]
+    assert selected_names(lambda name, module: False, modules, model, "layer", "only") == []
     for wrong in (3, ["a", 3]):
-        with pytest.raises(TypeError, match=r"3 chooses no modules; use a pattern of names such as"):
-            selected_names(wrong, modules, model, "layer")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^only: .*3 chooses no modules; use a pattern of names such as"):
+            selected_names(wrong, modules, model, "layer", "only")  # type: ignore[arg-type]
 
 
 def test_names_may_come_from_a_generator() -> None:
-    assert matching_names("**.up_proj", iter(NAMES), nn.Module(), "layer") == NAMES[:-1:3]
+    assert matching_names("**.up_proj", iter(NAMES), nn.Module(), "layer", "only") == NAMES[:-1:3]
     told = []
     for names in (NAMES, iter(NAMES)):
         with pytest.raises(ValueError, match="matches no layer") as error:
-            matching_names("lm_hed", names, nn.Module(), "layer")
+            matching_names("lm_hed", names, nn.Module(), "layer", "only")
         told.append(str(error.value))
     assert told[0] == told[1]
 

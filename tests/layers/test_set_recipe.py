@@ -192,7 +192,7 @@ def test_through_json() -> None:
     "text, message",
     [
         ("no json", "set_recipe: no recipe is named 'no json'; use one of .*'nvfp4'"),
-        ("{no json", "no JSON"),
+        ("{no json", "^set_recipe: recipe: the recipes are no JSON"),
         ("[1]", "JSON list"),
         ('{"": {"type": "FP8"}}', "recipe type 'FP8'"),
         ('{"": 3}', "recipe type None"),
@@ -213,7 +213,8 @@ def test_a_recipe_with_a_function_has_no_json() -> None:
 def test_a_pattern_that_matches_nothing() -> None:
     model = Model()
     with pytest.raises(
-        ValueError, match=r"'head' matches no low-precision layer of this Model; the nearest: 'lm_head'"
+        ValueError,
+        match=r"^recipe: 'head' matches no low-precision layer of this Model; the nearest: 'lm_head'",
     ):
         nc.set_recipe(model, {"": CURRENT, "head": MXFP8})
     assert set(nc.get_recipes(model).values()) == {None}  # nothing was changed

@@ -106,8 +106,14 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         ValueError, match="the model has no module '0'; it has 'a'. Give the model that the checkpoint"
     ):
         nc.load_quantized(nn.ModuleDict({"a": nn.Linear(160, 224)}), path)
-    with pytest.raises(ValueError, match="'0' of the model is LayerNorm, not nn.Linear"):
-        nc.load_quantized(nn.Sequential(nn.LayerNorm(160)), path)
+    for wrong in (nn.LayerNorm(160), nn.Sequential(nn.Linear(160, 224))):
+        told = f"'0' of the model is {type(wrong).__name__}, not nn.Linear; the model has another architecture than"
+        with pytest.raises(ValueError, match=told):
+            nc.load_quantized(nn.Sequential(wrong), path)
+    with pytest.raises(
+        ValueError, match="'0' of the model is Linear, not nn.Linear; give the model before it is"
+    ):
+        nc.load_quantized(nc.convert(stack(160, 224, 96), QUANTIZED["current"]), path)
     config = path / "config.json"
     content = json.loads(config.read_text())
     content["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
@@ -162,6 +168,16 @@ def test_codes_without_scales_are_refused(dtype: torch.dtype, tmp_path: Path) ->
         changed.pop(f"{key}_scale", None)
         safetensors.torch.save_file(changed, path / "model.safetensors")
         unchanged(stack(160, 224, 96), path, rf"'{key}' is {dtype} in the checkpoint, torch.bfloat16")
+
+
+@pytest.mark.parametrize("name, ending", [("block", "_scale_inv"), ("current", "_scale")])
+def test_a_weight_without_its_scale_names_the_folder(name: str, ending: str, tmp_path: Path) -> None:
+    _, path = saved(name, tmp_path)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    del tensors[f"1.weight{ending}"]
+    safetensors.torch.save_file(tensors, path / "model.safetensors")
+    told = rf"{name} has '1.weight' in FP8 without its scale '1.weight{ending}'; copy the checkpoint again"
+    unchanged(stack(160, 224, 96), path, told)
 
 
 def test_a_checkpoint_without_fp8_weights_changes_nothing(tmp_path: Path) -> None:
@@ -312,11 +328,14 @@ def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     (tmp_path / "empty").mkdir()
     (tmp_path / "plain").mkdir()
+    (tmp_path / "old").mkdir()
+    torch.save({"0.weight": torch.zeros(32, 32)}, tmp_path / "old" / "pytorch_model.bin")
     safetensors.torch.save_file({"0.weight": torch.zeros(32, 32)}, tmp_path / "plain" / "model.safetensors")
     for name, told in {
         "absent": "absent is no folder; give the folder that nc.export",
         "empty": "empty is empty; give the folder that nc.export",
         "plain": r"plain has 'model.safetensors' and no config.json, .*; put it beside them, or .*load_state_dict",
+        "old": r"old has 'pytorch_model.bin' and no safetensors file, .*torch.load\(file, weights_only=True\)",
     }.items():
         with pytest.raises(FileNotFoundError, match=told) as raised:
             nc.load_quantized(model, tmp_path / name)

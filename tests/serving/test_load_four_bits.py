@@ -165,7 +165,10 @@ def test_what_this_library_wrote_is_read_as_it_is(tmp_path: Path) -> None:
         (("0.weight_packed", lambda x: x[1:]), r"\(223, 160\) in the checkpoint, \(224, 160\) in the model"),
         (("0.weight_global_scale", lambda x: -x), "must be finite and positive"),
         (("0.weight_global_scale", lambda x: x.repeat(2)), r"of \(2,\); one floating-point scale"),
-        (("0.weight_global_scale", lambda x: None), "in NVFP4 without '0.weight_global_scale'"),
+        (
+            ("0.weight_global_scale", lambda x: None),
+            "in NVFP4 without its scale '0.weight_global_scale'; copy the",
+        ),
         (("1.weight_packed", lambda x: None), "lacks"),
     ],
 )

@@ -66,6 +66,10 @@ def test_the_picture_has_no_empty_panel(
             "--only is 'Conv', which no work of suite 'tiny' has in its name",
         ),
         (["tiny", "--recipes", "fp7"], "--recipes is 'fp7'; use one of delayed"),
+        (
+            ["tiny", "--recipes", "curent"],
+            "--recipes is 'curent'; the nearest: 'current'; use one of delayed",
+        ),
         (["tiny", "--modes", "fast"], "--modes is 'fast'; use one of eager, compiled, graphs"),
         (
             ["tiny", "--optimizer", "Adam"],

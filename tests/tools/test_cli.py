@@ -535,8 +535,9 @@ def test_no_cuda_device_has_two_reasons(build: str | None, fix: str, monkeypatch
 
 
 def test_version(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"narrowcast {nc.__version__}\n"
+    for option in ("--version", "-V"):
+        assert main([option]) == 0
+        assert capsys.readouterr().out == f"narrowcast {nc.__version__}\n"
 
 
 def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,7 +675,8 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
         assert done.stdout.splitlines()[0] == VERDICT
         return
     assert done.stderr.splitlines() == [
-        f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]'"
+        f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]', in a clone "
+        "pip install '.[train]'"
         for package in PACKAGES
     ]
     assert done.stdout == ""

@@ -24,7 +24,7 @@ from .receipt import Receipt, receipt_of
 from .stored import DECODED, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
-_KIND = "module with the weight of a GEMM"
+_KIND = "linear layer"
 _NONE = "None in a table leaves layers as they are"
 
 
@@ -128,9 +128,9 @@ def convert(
     recipes: dict[str, Recipe | None] = {}
     for pattern, value in table.items():
         names = dict(model.named_modules()) if value is None else modules
-        recipes.update(dict.fromkeys(matching_names(pattern, names, model, _KIND), value))
+        recipes.update(dict.fromkeys(matching_names(pattern, names, model, _KIND, "recipe"), value))
     chosen = _chosen_names(only, modules, model)
-    skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND))
+    skipped = set() if skip is None else set(selected_names(skip, modules, model, _KIND, "skip"))
     asked = {"routers": routers, "heads": heads, "small": small, "blocks": blocks}
     named = _names_in_full(only, table)
     decisions = [_decide(one, recipes, chosen, skipped, asked, named) for one in found]
@@ -242,7 +242,7 @@ def _chosen_names(only: Selectors, modules: dict[str, nn.Module], model: nn.Modu
     Raises:
         ValueError: none.
     """
-    chosen = set(modules if only is None else selected_names(only, modules, model, _KIND))
+    chosen = set(modules if only is None else selected_names(only, modules, model, _KIND, "only"))
     if not chosen:
         raise ValueError(
             f"only={shown(only)} chooses none of {len(modules)} modules; its functions are called with (name, "

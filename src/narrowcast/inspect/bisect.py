@@ -99,7 +99,9 @@ def bisect(
             "no layer of the model has a recipe; call narrowcast.convert or set_recipe, or pass recipe="
         )
     if only is not None:
-        tried = selected_names(only, {name: owners[name] for name in tried}, model, "layer with a recipe")
+        tried = selected_names(
+            only, {name: owners[name] for name in tried}, model, "layer with a recipe", "only"
+        )
     state = Snapshot([model])
     try:
         for layer in owners.values():

@@ -444,7 +444,9 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     _checks.positive(every=every)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
     if only is not None:
-        found = {name: found[name] for name in selected_names(only, found, model, "layer of narrowcast")}
+        found = {
+            name: found[name] for name in selected_names(only, found, model, "layer of narrowcast", "only")
+        }
     # of grouped operations the splits are among the tensors of a list
     skipped = tuple(
         name

@@ -18,7 +18,11 @@ Selectors = Selector | Sequence[Selector] | None
 
 
 def selected_names(
-    selectors: Selector | Sequence[Selector], modules: Mapping[str, nn.Module], model: nn.Module, kind: str
+    selectors: Selector | Sequence[Selector],
+    modules: Mapping[str, nn.Module],
+    model: nn.Module,
+    kind: str,
+    argument: str,
 ) -> list[str]:
     """Return the names of the modules that any of the selectors stands for.
 
@@ -28,21 +32,22 @@ def selected_names(
         modules: those to choose from, by name.
         model: that they are in.
         kind: what they are, for the message.
+        argument: that holds the selectors, for the message.
     Raises:
         ValueError: a pattern without a match.
         TypeError: a selector of another type.
     """
     listed: Any = [selectors] if isinstance(selectors, str) or callable(selectors) else selectors
     if not isinstance(listed, Iterable) or isinstance(listed, Tensor):
-        raise TypeError(f"{shown(selectors)} chooses no modules; {_ACCEPTED}")
+        raise TypeError(f"{argument}: {shown(selectors)} chooses no modules; {_ACCEPTED}")
     found: list[str] = []
     for one in listed:
         if isinstance(one, str):
-            found += matching_names(one, modules, model, kind)
+            found += matching_names(one, modules, model, kind, argument)
         elif callable(one):
             found += [name for name, module in modules.items() if _chooses(one, name, module)]
         else:
-            raise TypeError(f"{shown(one)} chooses no modules; {_ACCEPTED}")
+            raise TypeError(f"{argument}: {shown(one)} chooses no modules; {_ACCEPTED}")
     return found
 
 
@@ -62,12 +67,15 @@ def _chooses(selector: Callable[[str, nn.Module], Any], name: str, module: nn.Mo
 _ACCEPTED = "use a pattern of names such as '**.lm_head', a function of (name, module), or a list of these"
 
 
-def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: str) -> list[str]:
+def matching_names(
+    pattern: str, names: Iterable[str], model: nn.Module, kind: str, argument: str
+) -> list[str]:
     """Return the names that a pattern stands for, as :func:`narrowcast.set_recipe` reads patterns.
 
     Args:
-        names: of modules of ``model``;
-        ``kind``: what they are, for the message.
+        names: of modules of ``model``.
+        kind: what they are, for the message.
+        argument: that holds the pattern, for the message.
     Raises:
         ValueError: none.
     """
@@ -80,7 +88,8 @@ def matching_names(pattern: str, names: Iterable[str], model: nn.Module, kind: s
         )
     if not found:
         raise ValueError(
-            f"{shown(pattern)} matches no {kind} of this {type(model).__name__}; {_hint(pattern, names, model)}"
+            f"{argument}: {shown(pattern)} matches no {kind} of this {type(model).__name__}; "
+            f"{_hint(pattern, names, model)}"
         )
     return found
 

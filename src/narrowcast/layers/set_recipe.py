@@ -66,7 +66,7 @@ def set_recipe(
     for pattern, value in table.items():
         # None on a plain layer is what that is already
         names = dict(model.named_modules()) if value is None else owners
-        matching = matching_names(pattern, names, model, "low-precision layer")
+        matching = matching_names(pattern, names, model, "low-precision layer", "recipe")
         chosen.update((name, value) for name in matching if name in owners)
     if policy_named(policy, rows) is not None:
         chosen = {name: choose(owners[name], value, policy, rows) for name, value in chosen.items()}  # type: ignore[arg-type]
@@ -86,8 +86,12 @@ def recipe_table(recipe: RecipeChoice, caller: str, *none: str) -> dict[str, Rec
         TypeError: no recipe, or a pattern that is no text.
         ValueError: text that is neither the name of a recipe nor a table of recipes, or a table without any.
     """
-    is_json = isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "[")
-    table: Any = recipes_from_json(recipe) if is_json else recipe  # type: ignore[arg-type]
+    table: Any = recipe
+    if isinstance(recipe, str) and recipe.lstrip()[:1] in ("{", "["):
+        try:
+            table = recipes_from_json(recipe)
+        except ValueError as error:
+            raise ValueError(f"{caller}: recipe: {error}") from error
     table = dict(table) if isinstance(table, Mapping) else {"": table}
     if not table:
         raise ValueError(f'{caller} got an empty table of recipes; name a pattern, or "" for the whole model')

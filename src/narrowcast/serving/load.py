@@ -23,6 +23,7 @@ from ..convert.stored import (
     uses_of_parameters,
     why_not_stored,
 )
+from ..layers import RecipeOwner
 from ..layers.patterns import Selectors
 from ..layers.set_recipe import Model
 from ..nn import Linear
@@ -34,6 +35,7 @@ from .read_formats import read_format
 
 INDEX, MODELOPT = "model.safetensors.index.json", "hf_quant_config.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
+_PICKLES = {".bin", ".pt", ".pth"}
 _HIGH_PRECISION = (*HIGH_PRECISION, torch.float64)
 
 
@@ -133,7 +135,7 @@ def _read_codes(
     linears = _linears(model)
     made: dict[str, Any] = {}
     for key in keys:
-        found = fmt.take(key, tensors)
+        found = fmt.take(key, tensors, path)
         per_element = 2 if fmt.weights in FOUR_BITS else 1
         rows, columns = [*found[fmt.codes].shape, 0, 0][:2]
         module = _linear_of(model, linears, key, (rows, columns * per_element), fmt.name)
@@ -212,6 +214,12 @@ def _why_missing(file: Path) -> str:
     names = sorted(one.name for one in folder.iterdir())
     if not names:
         return f"{folder} is empty; give the folder that nc.export, or save_pretrained of Transformers, wrote"
+    endings = {Path(name).suffix for name in names}
+    if ".safetensors" not in endings and endings & _PICKLES:
+        return (
+            f"{folder} has {some(names)} and no safetensors file, which load_quantized reads; load these weights by "
+            "model.load_state_dict(torch.load(file, weights_only=True))"
+        )
     return (
         f"{folder} has {some(names)} and no {file.name}, which says how weights are quantized; put it beside them, or "
         "load weights without one by model.load_state_dict(safetensors.torch.load_file(file))"
@@ -314,9 +322,14 @@ def _linear_of(
         )
     module, reason = linears.get(name, (modules[name], ""))
     if type(module) is not nn.Linear or not key.endswith("weight"):
+        remedy = (
+            "give the model before it is converted"
+            if isinstance(module, RecipeOwner)
+            else "the model has another architecture than the checkpoint's; give the one that the checkpoint is of"
+        )
         raise ValueError(
             f"{shown(key)} is in {format}, and {shown(name)} of the model is {type(module).__name__}, not nn.Linear; "
-            "give the model before it is converted"
+            f"{remedy}"
         )
     if reason:
         raise ValueError(

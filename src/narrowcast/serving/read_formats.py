@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class ReadFormat:
             known = [key for key in known if key.endswith(ending)]
         return [key.removesuffix(self.codes) for key in known]
 
-    def take(self, key: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a weight by what their names add, which ``tensors`` loses.
+    def take(self, key: str, tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+        """Return the tensors of a weight by what their names add, which ``tensors`` loses; ``path``: of the checkpoint.
 
         Raises:
             ValueError: a scale is missing.
@@ -78,7 +79,8 @@ class ReadFormat:
         for suffix in self.scales:
             if key + suffix not in tensors:
                 raise ValueError(
-                    f"the checkpoint has {shown(key)} in {self.name} without {shown(key + suffix)}"
+                    f"{path} has {shown(key)} in {self.name} without its scale {shown(key + suffix)}; copy "
+                    "the checkpoint again, with all of its files"
                 )
         for name in self.inputs:
             tensors.pop(key.removesuffix("weight") + name, None)

@@ -170,6 +170,8 @@ class autocast:
     Use it as a context manager or a decorator, around or inside a compiled function. An instance may be used again
     after it was left. Contexts of one thread may be left in any order, also by another thread that closes a generator.
 
+    Modules of PyTorch run as they do outside: :func:`narrowcast.convert` makes them layers that take a recipe.
+
     Args:
         enabled: False runs the layers in high precision.
         calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax.

@@ -150,7 +150,7 @@ def _short(path: Path) -> str:
 
 
 def _install(package: str) -> str:
-    return f"the package {package} is missing; run: pip install 'narrowcast[train]'"
+    return f"the package {package} is missing; run: pip install 'narrowcast[train]', in a clone pip install '.[train]'"
 
 
 def _fail(message: str, code: int) -> int:

@@ -114,4 +114,4 @@ MODELS = {
 
 def find_model(name: str) -> Model:
     """Return the shape of a published model; ValueError for an unknown name."""
-    return find(name, MODELS, "--model", suggest=False)  # a near size is another model
+    return find(name, MODELS, "--model")

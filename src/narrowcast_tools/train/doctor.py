@@ -25,7 +25,7 @@ NEVER_RUN = ("mxfp8", "nvfp4")
 PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
 NATIVE, EMULATED = "native", "emulated"
 UNTESTED = "native, but never run on such a GPU before a release"
-ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]'"
+ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]', in a clone pip install '.[train]'"
 
 
 @dataclass(frozen=True)

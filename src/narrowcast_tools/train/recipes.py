@@ -193,7 +193,8 @@ def set_recipes(
             if any(shown(word) in str(error) for word in words_of(keep_bf16))
             else "--recipe-table"
         )
-        raise SettingsError(f"{option}: {error}") from error
+        message = str(error).removeprefix("recipe: ")  # the argument of set_recipe
+        raise SettingsError(f"{option}: {message}") from error
 
 
 def _require_kernels(

@@ -116,6 +116,7 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
     ("words", "message"),
     [
         ("--model 7b", "--model is '7b'; use one of 8b, 70b, 405b, 671b"),
+        ("--model 70x", "--model is '70x'; the nearest: '70b'; use one of 8b, 70b, 405b, 671b"),
         ("--model 13b", "--model is '13b'; use one of 8b, 70b, 405b, 671b"),
         (
             "--recipe mxfp8",

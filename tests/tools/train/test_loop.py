@@ -155,7 +155,7 @@ def test_layers_have_the_recipes_of_their_patterns(config: TrainConfig, corpus: 
     assert recipes["head"] is None
     assert isinstance(recipes["blocks.0.feed_forward.down"], nc.recipe.DelayedScaling)
     assert isinstance(recipes["blocks.1.feed_forward.down"], nc.recipe.MXFP8BlockScaling)
-    with pytest.raises(SettingsError, match=r"--keep-bf16: 'lm_head' matches no .*the nearest: 'head'"):
+    with pytest.raises(SettingsError, match=r"^--keep-bf16: 'lm_head' matches no .*the nearest: 'head'"):
         Trainer(replace(config, keep_bf16="lm_head"), corpus)
 
 
