@@ -87,8 +87,10 @@ def test_device_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == "cpu"
     assert resolve_device("cpu") == "cpu"
-    with pytest.raises(SettingsError, match=r"--device cuda was asked for, but .* use --device cpu"):
-        resolve_device("cuda")
+    for built, remedy in (("13.0", "check the driver"), (None, "install a CUDA build of torch")):
+        monkeypatch.setattr(torch.version, "cuda", built)
+        with pytest.raises(SettingsError, match=rf"--device is cuda, but .* use --device cpu, or {remedy}"):
+            resolve_device("cuda")
     with pytest.raises(SettingsError, match=r"--device is 'tpu'; use one of auto, cpu, cuda"):
         resolve_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
