@@ -132,13 +132,13 @@ def _read_codes(
         raise ValueError(
             f"{path} has no weight in {fmt.name}{elements}, though its quantization_config says so"
         )
-    linears = _linears(model)
+    modules, linears = dict(model.named_modules()), _linears(model)
     made: dict[str, Any] = {}
     for key in keys:
         found = fmt.take(key, tensors, path)
         per_element = 2 if fmt.weights in FOUR_BITS else 1
         rows, columns = [*found[fmt.codes].shape, 0, 0][:2]
-        module = _linear_of(model, linears, key, (rows, columns * per_element), fmt.name)
+        module = _linear_of(modules, linears, key, (rows, columns * per_element), fmt.name)
         shape = (module.weight.shape[0], module.weight.shape[1])
         made[key] = fmt.assemble(key, found, shape, module.weight.dtype, recipe)
     _check_tensors(model, tensors, [*made])
@@ -306,7 +306,11 @@ _SIZES = "make the model with the sizes in the checkpoint's config.json"
 
 
 def _linear_of(
-    model: nn.Module, linears: dict[str, tuple[nn.Module, str]], key: str, shape: tuple[int, int], format: str
+    modules: dict[str, nn.Module],
+    linears: dict[str, tuple[nn.Module, str]],
+    key: str,
+    shape: tuple[int, int],
+    format: str,
 ) -> nn.Linear:
     """Return the layer that a quantized weight of this shape belongs to.
 
@@ -314,7 +318,6 @@ def _linear_of(
         ValueError: it is no ``nn.Linear`` that can be converted, or has a weight of another shape.
     """
     name = key.removesuffix(".weight")
-    modules = dict(model.named_modules())
     if name not in modules:
         raise ValueError(
             f"{shown(key)} is in {format}, and the model has no module {shown(name)}; it has {some([*linears])}. Give "
