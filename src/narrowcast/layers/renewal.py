@@ -102,7 +102,7 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
 
 def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
     layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
-    if any(layer.lacks_reduction() for layer in layers) and group_size(None) > 1:
+    if group_size(None) > 1 and any(layer.lacks_reduction() for layer in layers):
         warn_of_no_reduction()
     renew(owners, unless=unless)
     for layer in layers:

@@ -116,9 +116,8 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         device="cpu" if recipe else device,
         emulate=emulate or config.emulate,
     )
-    set_recipes(
-        model, table, keep_bf16=config.keep_bf16
-    )  # first: delayed scaling's state is loaded with the weights
+    # first: delayed scaling's state is loaded with the weights
+    set_recipes(model, table, keep_bf16=config.keep_bf16)
     restore_model(found.tensors[MODEL], model)
     if recipe is not None:
         set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
