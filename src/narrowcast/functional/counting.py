@@ -52,8 +52,7 @@ def element_of(quantizer: Any, columnwise: bool) -> DType | None:
     """Return the element format of one direction's codes; None for a tensor in high precision."""
     if isinstance(quantizer, str):  # in a graph that was exported
         quantizer = quantizer_of_text(quantizer)
-    half = quantizer._half(columnwise) if hasattr(quantizer, "_half") else quantizer
-    dtype = getattr(half, "dtype", None)
+    dtype = None if quantizer is None else getattr(quantizer._half(columnwise), "dtype", None)
     return None if dtype is None else DType(dtype)
 
 

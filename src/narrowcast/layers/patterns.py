@@ -55,9 +55,7 @@ def _chooses(selector: Callable[[str, nn.Module], Any], name: str, module: nn.Mo
     try:
         return bool(selector(name, module))
     except (TypeError, AttributeError) as error:  # of arguments in the other order, or another number of them
-        called = (
-            f"{getattr(selector, '__name__', type(selector).__name__)}({name!r:.60}, {type(module).__name__})"
-        )
+        called = f"{getattr(selector, '__name__', type(selector).__name__)}({shown(name)}, {type(module).__name__})"
         raise TypeError(
             f"the selector {called} raised {type(error).__name__}: {str(error)[:80]}; write a function of "
             "(name, module), in this order"
