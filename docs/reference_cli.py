@@ -36,10 +36,11 @@ def page() -> str:
     from narrowcast_tools.cli.commands import app
 
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    lines = ["# Command line", "", "`narrowcast COMMAND --help` prints the same.", ""]
+    same = "`narrowcast COMMAND --help` prints the same; for all of `train`, `narrowcast train --help-all`."
+    lines = ["# Command line", "", same, ""]
     for name, command in commands.items():
         lines += [f"## narrowcast {name}", "", command.help or "", ""]
-        shown = [one for one in command.params if not getattr(one, "hidden", False) and one.name != "help"]
+        shown = [one for one in command.params if one.name != "help"]
         if shown:
             lines += ["| option | default | meaning |", "| --- | --- | --- |", *map(_row, shown), ""]
     return "\n".join(lines)

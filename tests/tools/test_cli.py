@@ -20,14 +20,16 @@ import typer
 import narrowcast as nc
 from narrowcast_tools import cli
 from narrowcast_tools.cli import main, options
-from narrowcast_tools.train import commands, doctor, ranks
-from narrowcast_tools.train import demo as demos
-from narrowcast_tools.train.config import ModelConfig, TrainConfig, resolve_device
+from narrowcast_tools.train import asked, doctor
+from narrowcast_tools.train.config import ModelConfig, TrainConfig
+from narrowcast_tools.train.demo import ALL_RECIPES
+from narrowcast_tools.train.device import resolve_device
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.generate import Choice
 from narrowcast_tools.train.loop import Run
-from narrowcast_tools.train.presets import PRESETS
-from narrowcast_tools.train.recipes import ALIASES, CHOICES
+from narrowcast_tools.train.names import ALIASES, RECIPES
+from narrowcast_tools.train.presets import DEMO, QUICK
+from narrowcast_tools.train.recipes import CHOICES
 
 # fmt: off
 TINY = [
@@ -436,7 +438,7 @@ SMALL_DEMO = {"steps": 4, "eval_every": 2, "eval_batches": 1, "save_every": 2, "
 def test_the_quick_demo_goes_on_where_it_was_interrupted(
     text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "QUICK", replace(demos.QUICK, **SMALL_DEMO))
+    monkeypatch.setattr(asked, "QUICK", replace(QUICK, **SMALL_DEMO))
     words = ["demo", "--quick", "--data", str(text_file), "--device", "cpu"]
     step, trained = Run._save, []
 
@@ -461,12 +463,12 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert told == f"make demo DEMO_ARGS='--quick --data {text_file} --device cpu --resume'"
     monkeypatch.setattr(Run, "_save", interrupted)
     assert main([*words, "--resume"]) == 0
-    done = [(name, at) for name in demos.ALL_RECIPES for at in (2, 4)]
+    done = [(name, at) for name in ALL_RECIPES for at in (2, 4)]
     assert trained == done
     printed = capsys.readouterr()
     assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block" in printed.out
     assert "note: trains 1 block of width 32 (" in printed.err
-    assert f"4 steps of 32 bytes of {text_file}, in {len(demos.ALL_RECIPES)} runs: bf16" in printed.err
+    assert f"4 steps of 32 bytes of {text_file}, in {len(ALL_RECIPES)} runs: bf16" in printed.err
     folder = Path("runs/demo-quick")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "results.json"]
     resumed = json.loads((folder / "results.json").read_text())["runs"]
@@ -547,7 +549,7 @@ def test_doctor_tells_what_is_broken(capsys: pytest.CaptureFixture, monkeypatch:
 
 
 def test_help(capsys: pytest.CaptureFixture) -> None:
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     printed = capsys.readouterr().out
     for option in ("--data", "--recipe", "--resume", "--compile", "--emulate", "--device"):
         assert option in printed
@@ -588,6 +590,20 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["presets", "all"], 2, "got unexpected extra argument"),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),
         (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; use one of h100, h200, h800"),
+        (["train", "--help-all"], 0, "--kv-heads"),
+        (["train", "--steps", "0"], 2, "--steps is 0; it must be at least 1"),
+        (["train", "--recipe", "fp8"], 2, "--recipe is 'fp8'; for FP8 use 'current'; use one of bf16, "),
+        (["train", "--head-recipe", "fp7"], 2, "--head-recipe is 'fp7'; use one of bf16, "),
+        (["train", "--preset", "125M"], 2, "--preset is '125M'; the nearest: '125m'; use one of tiny"),
+        (["train", "--optimizer", "sgd"], 2, "--optimizer is 'sgd'; use one of adamw, "),
+        (["train", "--device", "gpu"], 2, "--device is 'gpu'; use one of auto, cpu, cuda"),
+        (["train", "--parallel", "ddp"], 2, "--parallel is 'ddp'; use one of fsdp, tp, fsdp+tp"),
+        (["train", "--heads", "3"], 2, "--dim is 256; it must be a multiple of 6"),
+        (["train", "--seeds", "0"], 2, "--seeds is 0, the runs to compare per recipe"),
+        (["train", "--data", "absent.txt"], 2, "--data is absent.txt, where no file or folder is"),
+        (["demo", "--steps", "0"], 2, "--steps is 0; it must be at least 1"),
+        (["demo", "--write-docs", "page"], 2, "--write-docs is page; give it a file that ends in .md"),
+        (["generate", "run", "--recipe", "int8"], 2, "--recipe is 'int8'; use one of bf16, "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -605,16 +621,28 @@ def test_help_and_wrong_options_are_answered_without_pytorch(
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_what_the_help_states_is_what_the_trainer_has() -> None:
-    shapes = (
-        f"{name}: {c.model.layers} layers of {c.model.dim}/{c.model.hidden}" for name, c in PRESETS.items()
+def test_the_help_of_train_fits_a_screen_and_names_the_one_that_has_all() -> None:
+    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = {}
+    for option in ("--help", "--help-all"):
+        command = [sys.executable, "-c", WITHOUT_PYTORCH, "train", option]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        shown[option] = done.stdout.splitlines()[:-1]
+    assert len(shown["--help"]) <= 45
+    assert any("--help-all" in line and "all options" in line for line in shown["--help"])
+    assert not any("--kv-heads" in line for line in shown["--help"])
+    (train,) = (
+        one for one in cli.app.registered_commands if one.callback and one.callback.__name__ == "train"
     )
-    assert ", ".join(shapes) == options.SHAPES
-    assert ", ".join(CHOICES) == options.RECIPES
-    assert ", ".join(f"{alias} is {name}" for alias, name in ALIASES.items()) == options.ALIASES
-    assert (", ".join(ranks.MODES), ranks.TP_SIZE) == (options.MODES, options.TP_SIZE)
-    assert (demos.CONFIG.steps, demos.QUICK.steps) == (options.DEMO_STEPS, options.QUICK_STEPS)
-    assert {TrainConfig.seed, demos.CONFIG.seed} == {options.SEED} and TrainConfig.accumulate == 1
+    for name in set(inspect.signature(train.callback).parameters) - {"context"}:  # type: ignore[arg-type]
+        assert any(f"--{name.replace('_', '-')} " in line for line in shown["--help-all"]), name
+
+
+def test_what_the_help_states_is_what_the_trainer_has() -> None:
+    assert tuple(CHOICES) == RECIPES
+    aliases = {one: name for one, (name, preset) in nc.recipe.ALIASES.items() if not preset}
+    assert aliases | {"none": "bf16"} == ALIASES
+    assert TrainConfig.seed == DEMO.seed and TrainConfig.accumulate == 1
     assert (Choice.temperature, Choice.top_k) == (options.TEMPERATURE, options.TOP_K)
 
 
@@ -631,6 +659,7 @@ def test_a_command_takes_the_options_that_it_declares(name: str) -> None:
     }.get(name, "train.commands")
     work = getattr(importlib.import_module(f"narrowcast_tools.{room}"), name)
     given = dict.fromkeys(inspect.signature(declared).parameters)
+    given.pop("help_all", None)  # is answered before the work
     inspect.signature(work).bind(**given)
     if name == "plan":
         given = {key: None for key in given if key != "json"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +14,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..plan.layout import BATCH, BATCH_PER_GPU
+from ..train.asked import demo_settings, generate_settings, train_settings
+from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
 
@@ -30,6 +32,26 @@ class _Command(TyperCommand):
         return _without_types_of_flags(super().get_params(ctx))
 
 
+_ALL = "narrowcast.help-all"
+
+
+class _LongCommand(_Command):
+    """A command whose `--help` shows the options of `options.OFTEN`, and whose `--help-all` shows every option."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            param.hidden = _ALL not in ctx.meta and param.name not in o.OFTEN
+        return params
+
+
+def _show_all_options(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[_ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types_of_flags(super().get_params(ctx))
@@ -44,17 +66,25 @@ app = typer.Typer(
 )
 
 
-def _command(module: str) -> Callable[[Callable[..., Any]], None]:
+def _command(
+    module: str,
+    cls: type[TyperCommand] = _Command,
+    check: Callable[[Mapping[str, Any]], object] | None = None,
+) -> Callable[[Callable[..., Any]], None]:
     """Declare a command by a function's name, options and docstring.
 
     Args:
         module: of narrowcast_tools; its function of the same name takes the options and does the work.
+        cls: class of the command, which shows its help.
+        check: refuses wrong values before the module is imported, and PyTorch with it.
     """
 
     def declare(declaration: Callable[..., Any]) -> None:
-        @app.command(cls=_Command)
+        @app.command(cls=cls)
         @functools.wraps(declaration)
         def run(**given: Any) -> Any:
+            if check is not None:
+                check(given)
             return getattr(import_module(f"narrowcast_tools.{module}"), declaration.__name__)(**given)
 
     return declare
@@ -78,7 +108,7 @@ def _program(
     pass
 
 
-@_command("train.commands")
+@_command("train.commands", _LongCommand, train_settings)
 def train(
     context: typer.Context,
     preset: o.Preset = "tiny",
@@ -123,6 +153,16 @@ def train(
     kv_heads: o.KvHeads = None,
     hidden: o.Hidden = None,
     tie_embeddings: o.TieEmbeddings = None,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            callback=_show_all_options,
+            is_eager=True,
+            expose_value=False,
+            help="Show all options and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
 
@@ -138,8 +178,9 @@ def compare(
     """Compare finished runs of train: a table, a picture with the spread over seeds, and the numbers."""
 
 
-@_command("train.commands")
+@_command("train.commands", check=generate_settings)
 def generate(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Folder of a training run or of one of its checkpoints.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="newline")] = "\n",
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
@@ -162,13 +203,13 @@ def generate(
     """Continue a text with a trained model, token by token, keeping keys and values in a cache."""
 
 
-@_command("train.commands")
+@_command("train.commands", check=demo_settings)
 def demo(
     context: typer.Context,
     data: o.Data = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help=f"{o.QUICK_STEPS} steps: {o.QUICK_TIME}."),
+        typer.Option("--quick", help=f"{QUICK.steps} steps: about {QUICK_TIME} of a CPU core with AVX-512."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -187,7 +228,7 @@ def demo(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Optimizer steps per recipe.", show_default=f"{o.DEMO_STEPS}, with --quick {o.QUICK_STEPS}"
+            help="Optimizer steps per recipe.", show_default=f"{DEMO.steps}, with --quick {QUICK.steps}"
         ),
     ] = None,
     seed: o.Seed = o.SEED,

@@ -5,19 +5,15 @@ from typing import Annotated
 
 import typer
 
-# What the help says of the trainer's tables, which need PyTorch; a test compares the two.
-SHAPES = (
-    "tiny: 4 layers of 256/704, 125m: 12 layers of 768/2048, 1b: 16 layers of 2048/8192, "
-    "8b-slice: 4 layers of 4096/14336, 8b: 32 layers of 4096/14336"
-)
-RECIPES = "bf16, delayed, current, rowwise, mxfp8, block, nvfp4, mxfp6, mxfp4"
-ALIASES = "none is bf16, tensorwise is current"
-OPTIMIZERS = "adamw, adamw-bf16, fused-bf16, fused-int8, fused-stochastic"
-MODES, TP_SIZE = "fsdp, tp, fsdp+tp", 2
-DEMO_STEPS, QUICK_STEPS, SEED = 240, 40, 0
-QUICK_TIME = "about 40 seconds of a CPU core with AVX-512"
+from ..plan.hardware import OPTIMIZERS
+from ..train.config import TrainConfig
+from ..train.names import ALIASES, DEVICES, MODES, RECIPES, TP_SIZE
+from ..train.presets import PRESETS
+
+# What the help says of the work that needs PyTorch; a test compares the two.
 TEMPERATURE, TOP_K = 0.8, 50
 
+SEED = TrainConfig.seed
 OF_PRESET = "preset's"
 SCHEDULE, MODEL, SPEED = "Batch and schedule", "Shape of the model", "Memory and speed"
 
@@ -50,7 +46,7 @@ Document = Annotated[
 Parallel = Annotated[
     str | None,
     _option(
-        f"Under torchrun: {MODES}. One run in all its processes; default: one process.",
+        f"Under torchrun: {', '.join(MODES)}. One run in all its processes; default: one process.",
         default=False,
     ),
 ]
@@ -58,13 +54,16 @@ TpSize = Annotated[
     int | None,
     _option(f"Processes that split each block, with --parallel fsdp+tp; default: {TP_SIZE}.", default=False),
 ]
-Device = Annotated[str, _option("auto, cpu or cuda.")]
-Preset = Annotated[str, _option(f"Shape, batch and schedule. {SHAPES}. Details: narrowcast presets.")]
+Device = Annotated[str, _option(f"One of {', '.join(DEVICES)}.")]
+Preset = Annotated[
+    str, _option(f"Shape, batch and schedule: {', '.join(PRESETS)}. Numbers: narrowcast presets.")
+]
 Recipe = Annotated[
     str,
     _option(
-        f"auto (FP8 current for layers that it makes faster on this GPU, bf16 for the rest), {RECIPES}; {ALIASES}; "
-        f"or several of these, separated by commas, to compare."
+        "auto (FP8 current for layers that it makes faster on this GPU, bf16 for the rest), "
+        f"{', '.join(RECIPES)}; {', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}; "
+        "or several of these, separated by commas, to compare."
     ),
 ]
 RecipeTable = Annotated[
@@ -134,8 +133,8 @@ Accumulate = Annotated[int | None, _of_preset("Microbatches per step: less memor
 Optimizer = Annotated[
     str | None,
     _of_preset(
-        f"{OPTIMIZERS}. adamw keeps everything in float32; the others have bfloat16 weights, fused-bf16 and fused-int8 "
-        "with fp32 masters, fused-stochastic rounded at random.",
+        f"{', '.join(OPTIMIZERS)}. adamw keeps everything in float32; the others have bfloat16 weights, "
+        "fused-bf16 and fused-int8 with fp32 masters, fused-stochastic rounded at random.",
         SPEED,
     ),
 ]
@@ -185,3 +184,9 @@ TieEmbeddings = Annotated[
     bool | None,
     _of_preset("Share the embedding with the head.", MODEL, "--tie-embeddings/--no-tie-embeddings"),
 ]
+
+# What `train --help` shows; `--help-all` shows the rest, too.
+OFTEN = {
+    *("preset", "data", "recipe", "out", "resume", "device", "seeds", "compile"),
+    *("steps", "batch_size", "seq_len", "lr", "help_all", "help"),
+}

@@ -10,7 +10,6 @@ from .config import VOCABULARY, TrainConfig
 from .model import Decoder
 from .recipes import CHOICES, HEAD
 
-AUTO = "auto"
 RECIPE = "current"  # keeps no state, so that layers may differ in it
 BLOCK = "blocks.0."
 

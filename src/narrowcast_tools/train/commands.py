@@ -8,45 +8,35 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from narrowcast._checks import counted, shown
+from narrowcast._checks import counted
 
 from . import automatic
+from .asked import demo_settings, generate_settings, taken, train_settings
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
-from .config import (
-    RANDOM,
-    VOCABULARY,
-    TrainConfig,
-    override,
-    require_compiler,
-    require_graphs,
-    resolve_device,
-)
+from .config import RANDOM, VOCABULARY, TrainConfig, override
 from .data import Corpus, load_corpus
-from .demo import CONFIG, QUICK, check_recipes, run_demo, with_steps, write_results
+from .demo import check_recipes, run_demo, write_results
+from .device import require_compiler, require_graphs, resolve_device
 from .errors import SettingsError
 from .folder import run_folder
 from .generate import Answer, Choice, load_trained
+from .names import AUTO
 from .pace import format_pace
-from .presets import find_preset
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
-from .recipes import read_recipe_table, recipe_name
+from .recipes import read_recipe_table
 from .report import Row, remarks, terminal_table
 from .session import COMPARED, describe_runs, run_in, series
 from .tokens import TOKENIZER, load_tokens
-
-MOST_SEEDS = 1000
 
 
 def train(
     context: typer.Context,
     *,
-    preset: str,
     data: Path | None,
     tokenizer: Path | None,
-    recipe: str,
     recipe_table: Path | None,
     out: Path | None,
     resume: bool,
@@ -64,9 +54,8 @@ def train(
     **settings: Any,
 ) -> None:
     """Run `narrowcast train`: one run, or one for each recipe and seed and their comparison."""
-    given, seeds = dict(context.params), _count(seeds)
-    start = find_preset(preset)
-    shape = start.model if init == RANDOM else shape_of(Path(init), start.model)
+    config, recipes = train_settings(context.params)
+    shape = config.model if init == RANDOM else shape_of(Path(init), config.model)
     if tokenizer is None and init != RANDOM and (Path(init) / TOKENIZER).exists():
         tokenizer = Path(init) / TOKENIZER
     tokens = load_tokens(tokenizer)
@@ -75,28 +64,12 @@ def train(
         raise SettingsError(
             f"--tokenizer has {tokens.vocabulary} tokens, and the model {vocabulary}; give the model's own tokenizer"
         )
-    model = override(shape, **_taken(given, shape), vocabulary=vocabulary)
-    automatically, choice = recipe.strip() == automatic.AUTO, ""
-    words = [word.strip() for word in recipe.split(",")]
-    if "" in words:
-        raise SettingsError(
-            f"--recipe is {shown(recipe)}, with nothing beside a comma; give names between commas"
-        )
-    recipes = ["bf16"] if automatically else [recipe_name(word, "--recipe", automatic.AUTO) for word in words]
-    for at, name in enumerate(recipes):
-        if name in recipes[:at]:
-            raise SettingsError(
-                f"--recipe names {name} twice; name it once, and give --seeds for more runs of it"
-            )
-    config = override(
-        start,
-        **{
-            **_taken(given, start),
-            "model": model,
-            "recipe": recipes[0],
-            "recipe_table": read_recipe_table(recipe_table),
-            "device": resolve_device(device),
-        },
+    model = override(shape, **taken(context.params, shape), vocabulary=vocabulary)
+    config = replace(
+        config,
+        model=model,
+        recipe_table=read_recipe_table(recipe_table),
+        device=resolve_device(device),
     )
     if graphs:
         require_graphs(config.device, compiled=compile, by_block=by_block)
@@ -106,7 +79,8 @@ def train(
         raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     require_ranks(config, parallel, tp_size, command=context.obj)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
-    if automatically:
+    choice = ""
+    if recipes == [AUTO]:
         config, choice = automatic.choose(config, alone=parallel is None)
         recipes = [config.recipe]
     check_recipes(config, recipes)
@@ -142,19 +116,6 @@ def _train_one(
         )
 
 
-def _taken(given: dict[str, object], settings: object) -> dict[str, object]:
-    """Return the options that are settings of a part."""
-    return {name: value for name, value in given.items() if name in vars(settings)}
-
-
-def _count(seeds: int) -> int:
-    if not 1 <= seeds <= MOST_SEEDS:
-        raise SettingsError(
-            f"--seeds is {seeds}, the runs to compare per recipe; it must be at least 1 and at most {MOST_SEEDS}"
-        )
-    return seeds
-
-
 def compare(context: typer.Context, runs: list[Path], out: Path) -> None:
     """Run `narrowcast compare`."""
     with run_folder(out, resume=False):
@@ -177,6 +138,7 @@ def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte") -> None:
 
 
 def generate(
+    context: typer.Context,
     run: Path,
     *,
     prompt: str,
@@ -192,14 +154,13 @@ def generate(
     emulate: bool,
 ) -> None:
     """Run `narrowcast generate`."""
-    choice = Choice(temperature, top_k)
+    choice, recipe = Choice(temperature, top_k), generate_settings(context.params)
     place = resolve_device(device)
     if graphs:
         require_graphs(place, compiled=compile)
     if compile:
         require_compiler(place)
-    name = None if recipe is None else recipe_name(recipe)
-    trained = load_trained(run, device=place, recipe=name, emulate=emulate)
+    trained = load_trained(run, device=place, recipe=recipe, emulate=emulate)
     answer = Answer(trained, prompt, tokens, samples=samples)
     progress = make_progress(Console(stderr=True))
     if answer.remark:
@@ -225,17 +186,8 @@ def demo(
     seed: int,
 ) -> None:
     """Run `narrowcast demo`."""
-    start = QUICK if quick else CONFIG
-    config = override(
-        start if steps is None else with_steps(start, steps),
-        device=resolve_device(device),
-        compile=compile,
-        emulate=emulate,
-        seed=seed,
-    )
+    config = replace(demo_settings(context.params), device=resolve_device(device))
     out = out or Path("runs/demo-quick" if quick else "runs/demo")
-    if write_docs is not None and write_docs.suffix != ".md":
-        raise SettingsError(f"--write-docs is {write_docs}; give it a file that ends in .md")
     if compile:
         require_compiler(config.device)
     progress = make_progress(Console(stderr=True))

@@ -1,22 +1,15 @@
-"""Settings of a run's model and training, checked when they are made."""
+"""Settings of a run's model and training, checked when they are made; without PyTorch, as `names` says."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
-import torch
-
-from narrowcast import _environment as environment
-from narrowcast._checks import shown
-
 from ..plan.hardware import OPTIMIZERS
 from .errors import SettingsError
-from .recipes import recipe_name
+from .names import one_of, recipe_name
 
 VOCABULARY = 256  # bytes, the tokens without a tokenizer
 RANDOM = "random"  # --init without a folder
-CPP_COMPILERS = ("g++", "clang++", "c++")
 
 
 def _require(ok: bool, option: str, value: object, fix: str) -> None:
@@ -151,8 +144,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("recipe", "head_recipe"):
             object.__setattr__(self, name, recipe_name(getattr(self, name), "--" + name.replace("_", "-")))
-        known = f"use one of {', '.join(OPTIMIZERS)}"
-        _require(self.optimizer in OPTIMIZERS, "--optimizer", self.optimizer, known)
+        one_of(OPTIMIZERS, self.optimizer, "--optimizer")
         for name in ("steps", "batch_size", "accumulate", "seq_len", "eval_every", "eval_batches"):
             _require_count(self, name)
         _require(
@@ -227,56 +219,3 @@ def compared_fields(config: TrainConfig) -> Iterator[tuple[str, object]]:
             value = getattr(part, item.name)
             if item.name not in UNCOMPARED and not isinstance(value, ModelConfig):
                 yield item.name, value
-
-
-def resolve_device(word: str) -> str:
-    """Turn `auto`, `cpu` or `cuda` into the device type to use.
-
-    Raises:
-        SettingsError: the word is unknown, or CUDA was requested and is absent.
-    """
-    if word not in ("auto", "cpu", "cuda"):
-        raise SettingsError(f"--device is {shown(word)}; use one of auto, cpu, cuda")
-    if word == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if word == "cuda" and not torch.cuda.is_available():
-        fix = "install a CUDA build of torch"
-        if torch.version.cuda:
-            fix = "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
-        raise SettingsError(
-            f"--device is cuda, but torch {torch.__version__} finds no CUDA device; use --device cpu, or {fix}"
-        )
-    return word
-
-
-def require_graphs(device: str, *, compiled: bool, by_block: bool = False) -> None:
-    """Check that CUDA graphs can be replayed.
-
-    Raises:
-        SettingsError: the device is the CPU, or the step is not compiled as a whole.
-    """
-    if device == "cpu":
-        raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
-    if not compiled:
-        raise SettingsError(
-            "--graphs replays what the compiler made, and --compile is not given; add --compile"
-        )
-    if by_block:
-        raise SettingsError(
-            "--graphs replays the whole step, and --by-block compiles parts; leave one of them out"
-        )
-
-
-def require_compiler(device: str) -> None:
-    """Check that `torch.compile` finds what it needs.
-
-    Raises:
-        SettingsError: the device is the CPU and the machine has no C++ compiler.
-    """
-    named = environment.read_foreign("CXX")
-    if device == "cpu" and not any(shutil.which(name) for name in ([named] if named else CPP_COMPILERS)):
-        wanted = named or ", ".join(CPP_COMPILERS)
-        raise SettingsError(
-            f"--compile needs a C++ compiler on the CPU, and none is on the path ({wanted}); "
-            "install g++ or leave --compile out"
-        )

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .asked import found_text
 from .errors import SettingsError
 from .tokens import Bytes, Tokens
 
@@ -65,12 +65,7 @@ def load_corpus(path: Path | None, *, seq_len: int, tokens: Tokens | None = None
     Raises:
         SettingsError: the path does not exist or cannot be read, or holds too little text.
     """
-    root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    source = "the Python standard library's sources" if path is None else str(path)
-    if not root.exists():
-        raise SettingsError(
-            f"--data is {source}, where no file or folder is; give an existing text file or folder"
-        )
+    root, source = found_text(path)
     if path is None:
         return split(_Reader(".py", LEFT_OUT).read(root), seq_len=seq_len, source=source, tokens=tokens)
     if root.is_file():

@@ -10,7 +10,7 @@ from narrowcast._checks import counted
 from . import machine
 from .atomic import write_bytes, write_json
 from .comparison import compare_runs
-from .config import ModelConfig, TrainConfig, compared_fields
+from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
 from .errors import SettingsError
@@ -20,23 +20,6 @@ from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
 from .session import COMPARED, RESULT, describe_runs, series
 
-# Sized so that its eager runs take minutes on two CPU cores and still learn visibly. The learning
-# rate is below the fastest one: there, a change of the last bit moves the final loss by as much as a recipe does.
-CONFIG = TrainConfig(
-    steps=240,
-    batch_size=8,
-    seq_len=128,
-    lr=1e-3,
-    warmup=40,
-    eval_every=30,
-    eval_batches=8,
-    save_every=30,
-    model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, hidden=352),
-)
-# Shows that every recipe learns, in little time. Losses still fall steeply: gaps are larger than in the full demo.
-QUICK = replace(
-    CONFIG, steps=40, batch_size=4, lr=2e-3, warmup=8, eval_every=10, eval_batches=4, save_every=20
-)
 UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)
 
@@ -49,12 +32,6 @@ class Demo:
     config: TrainConfig
     corpus: Corpus
     parameters: int
-
-
-def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
-    """Return the settings for another number of steps, with a warmup and evaluations that fit into it."""
-    every = max(1, steps // 8)
-    return replace(config, steps=steps, warmup=max(0, steps // 6), eval_every=every, save_every=every)
 
 
 def check_recipes(config: TrainConfig, recipes: Sequence[str] = ALL_RECIPES) -> None:

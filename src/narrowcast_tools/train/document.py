@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .config import TrainConfig
 from .data import Corpus
 from .machine import one_line
+from .presets import DEMO_TIME, QUICK_TIME
 from .progress import format_duration
 from .report import Row, judged, markdown_table, remarks
 
@@ -60,8 +61,9 @@ def compose(
         ),
         f"```sh\n{_for_readers(command)}\n```",
         _wrap(
-            "It takes about six minutes of a CPU core with AVX-512, `--quick` 40 seconds with fewer and smaller steps; "
-            "without AVX-512 several times as long. Ctrl-C saves the current step and names the command that continues."
+            f"It takes about {DEMO_TIME} of a CPU core with AVX-512, `--quick` {QUICK_TIME} with fewer and smaller "
+            "steps; without AVX-512 several times as long. Ctrl-C saves the current step and names the command that "
+            "continues."
         ),
         markdown_table(rows, timed=timed),
         _wrap(

@@ -14,15 +14,12 @@ from torch import Tensor
 
 import narrowcast as nc
 from narrowcast import _environment as environment
-from narrowcast._checks import shown
 
 from .config import TrainConfig
 from .errors import SettingsError
 from .folder import run_folder
 from .model import Block, Decoder
-
-MODES = ("fsdp", "tp", "fsdp+tp")
-TP_SIZE = 2  # default of fsdp+tp
+from .names import MODES, TP_SIZE, one_of
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,7 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
                 f"--tp-size is {tp_size}, and --parallel is not given; add --parallel fsdp+tp"
             )
         return
-    if mode not in MODES:
-        raise SettingsError(f"--parallel is {shown(mode)}; use one of {', '.join(MODES)}")
+    one_of(MODES, mode, "--parallel")
     if not dist.is_available():
         raise SettingsError("--parallel needs a PyTorch with torch.distributed; leave --parallel out")
     if dist.is_initialized():

@@ -53,27 +53,7 @@ CHOICES: dict[str, RecipeChoice] = {
     "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere, 3.0, 1.5),
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
-ALIASES = {"none": "bf16"} | {
-    alias: name for alias, (name, preset) in nc.recipe.ALIASES.items() if not preset
-}
 HEAD = "head"  # the model's name of its output layer
-
-
-def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
-    """Return the canonical name of a recipe; `none` means `bf16`.
-
-    Args:
-        option: that takes the word, for the message.
-        others: what the option takes besides recipes, for the message.
-    Raises:
-        SettingsError: the word names no recipe.
-    """
-    name = ALIASES.get(word, word)
-    if name not in CHOICES:
-        known = ", ".join([*CHOICES, *ALIASES, *others])
-        nearest = nc.recipe.nearest_recipe(word)
-        raise SettingsError(f"{option} is {shown(word)}{nearest}; use one of {known}")
-    return name
 
 
 def build_recipe(

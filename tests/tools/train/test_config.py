@@ -13,10 +13,9 @@ from narrowcast_tools.train.config import (
     ModelConfig,
     TrainConfig,
     compared_fields,
-    require_compiler,
-    resolve_device,
     setting_of,
 )
+from narrowcast_tools.train.device import require_compiler, resolve_device
 from narrowcast_tools.train.errors import SettingsError
 
 INSIDE: dict = {"step_in_backward": True}

@@ -12,13 +12,12 @@ from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.demo import (
     ALL_RECIPES,
-    CONFIG,
     check_recipes,
     run_demo,
-    with_steps,
     write_results,
 )
 from narrowcast_tools.train.errors import SettingsError
+from narrowcast_tools.train.presets import DEMO, DEMO_TIME, QUICK_TIME, with_steps
 from narrowcast_tools.train.progress import Progress
 
 
@@ -59,13 +58,24 @@ def test_recipes_are_checked_before_the_first_step(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(demos, "build_recipe", refuse)
     with pytest.raises(SettingsError):
-        check_recipes(CONFIG)
+        check_recipes(DEMO)
     assert asked == list(ALL_RECIPES)
 
 
 def test_the_schedule_fits_into_the_steps() -> None:
-    assert with_steps(CONFIG, CONFIG.steps) == CONFIG
-    short = with_steps(CONFIG, 30)
+    assert with_steps(DEMO, DEMO.steps) == DEMO
+    short = with_steps(DEMO, 30)
     assert short.warmup < short.steps / 4 and short.eval_every == 3
     with pytest.raises(SettingsError, match="--steps is 0"):
-        with_steps(CONFIG, 0)
+        with_steps(DEMO, 0)
+
+
+def test_the_pages_state_the_times_of_the_demo() -> None:
+    root = Path(__file__).parents[3]
+    for name, times in (
+        ("README.md", (DEMO_TIME, QUICK_TIME)),
+        ("docs/first-light.md", (DEMO_TIME, QUICK_TIME)),
+        ("docs/train.md", (QUICK_TIME,)),
+    ):
+        text = " ".join((root / name).read_text().split())
+        assert all(time in text for time in times), name

@@ -199,5 +199,7 @@ def test_the_chunked_loss_has_the_recipe_of_the_head(config: TrainConfig, corpus
     assert losses["current"] == pytest.approx(whole, rel=1e-4)
     with pytest.raises(SettingsError, match="--chunked-loss keeps no scales from step to step"):
         Trainer(replace(chunked, head_recipe="delayed"), corpus)
-    with pytest.raises(SettingsError, match="--optimizer is adam; use one of adamw, "):
+    with pytest.raises(
+        SettingsError, match="--optimizer is 'adam'; the nearest: 'adamw'; use one of adamw, "
+    ):
         replace(config, optimizer="adam")

@@ -11,12 +11,12 @@ import pytest
 import narrowcast as nc
 from narrowcast_tools.train import recipes
 from narrowcast_tools.train.errors import SettingsError
+from narrowcast_tools.train.names import recipe_name
 from narrowcast_tools.train.recipes import (
     CHOICES,
     EMULATED,
     build_recipe,
     read_recipe_table,
-    recipe_name,
     recipe_table,
 )
 

@@ -1,0 +1,85 @@
+"""What a command's options ask for: settings, checked before PyTorch is imported, and again where they are used."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .config import RANDOM, TrainConfig, override
+from .errors import SettingsError
+from .names import AUTO, MODES, device_word, one_of, recipe_name, recipe_names
+from .presets import DEMO, QUICK, find_preset, with_steps
+
+MOST_SEEDS = 1000
+
+
+def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
+    """Return the settings that the options of `train` give, and its recipes or `[AUTO]`.
+
+    The device, the recipe table and a model from a folder or with a tokenizer are found later.
+
+    Raises:
+        SettingsError: a value is wrong.
+    """
+    if not 1 <= (seeds := given["seeds"]) <= MOST_SEEDS:
+        raise SettingsError(
+            f"--seeds is {seeds}, the runs to compare per recipe; it must be at least 1 and at most {MOST_SEEDS}"
+        )
+    start, recipes = find_preset(given["preset"]), recipe_names(given["recipe"])
+    device_word(given["device"])
+    if given["parallel"] is not None:
+        one_of(MODES, given["parallel"], "--parallel")
+    found_text(given["data"])
+    shape = start.model
+    if given["init"] == RANDOM:
+        shape = override(shape, **taken(given, shape))
+    first = "bf16" if recipes == [AUTO] else recipes[0]
+    later = {"recipe": first, "recipe_table": None, "device": None, "model": shape}
+    return override(start, **{**taken(given, start), **later}), recipes
+
+
+def demo_settings(given: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings that the options of `demo` give; the device is found later.
+
+    Raises:
+        SettingsError: a value is wrong.
+    """
+    start, steps, page = QUICK if given["quick"] else DEMO, given["steps"], given["write_docs"]
+    device_word(given["device"])
+    if page is not None and page.suffix != ".md":
+        raise SettingsError(f"--write-docs is {page}; give it a file that ends in .md")
+    found_text(given["data"])
+    start = start if steps is None else with_steps(start, steps)
+    return override(start, compile=given["compile"], emulate=given["emulate"], seed=given["seed"])
+
+
+def generate_settings(given: Mapping[str, Any]) -> str | None:
+    """Return the recipe that the options of `generate` give, or None for the run's.
+
+    Raises:
+        SettingsError: a value is wrong.
+    """
+    device_word(given["device"])
+    return None if given["recipe"] is None else recipe_name(given["recipe"])
+
+
+def taken(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
+    """Return the options that are settings of a part."""
+    return {name: value for name, value in given.items() if name in vars(settings)}
+
+
+def found_text(data: Path | None) -> tuple[Path, str]:
+    """Return the file or folder of the text, and its name for people; None is the Python standard library's sources.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if data is None else data
+    source = "the Python standard library's sources" if data is None else str(data)
+    if not root.exists():
+        raise SettingsError(
+            f"--data is {source}, where no file or folder is; give an existing text file or folder"
+        )
+    return root, source
