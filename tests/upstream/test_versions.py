@@ -251,6 +251,10 @@ def test_the_newest_tested_release_that_pip_can_have_is_installed(
     assert not done.stdout and len(lines) <= 5
     assert f"narrowcast: installing torch {installed}: " in done.stderr, "pip is silent for minutes"
     assert lines[-1].startswith("narrowcast: installing the packages of narrowcast[test]")
+    installing = [line for line in lines if line.startswith("narrowcast: installing ")]
+    assert all(re.search(r"(MB|GB) to download, .*minute", line) for line in installing), (
+        "how much, and how long"
+    )
     told = re.search(
         r"CPU index is out of reach or lacks torch \S+: pip takes the default build", done.stderr
     )

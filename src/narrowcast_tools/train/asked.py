@@ -1,4 +1,4 @@
-"""What a command's options ask for: settings, checked before PyTorch is imported, and again where they are used."""
+"""The settings that a command's options ask for, checked before PyTorch is imported and again where they are used."""
 
 from __future__ import annotations
 
