@@ -73,11 +73,16 @@ class SavePlanner(DefaultSavePlanner):
                     digests[len(items)] = self._digests.get(item.index.fqn) or digest(value)
                 items.append(item)
                 continue
-            record = record_of(path, value, self._records)
+            record = self._records.get(_name(path))
+            # others are such as a number of steps: whole, and equal on all ranks
+            if record is None or not record.fits(value):
+                record = describe_tensor(value)
+            else:
+                record = record.of(value)
             alone = alone or self._ranks // record.spread_over <= 1
             for own, part in _items(item, record):
                 if own is not item:
-                    self._parts[dataclasses.replace(own.index, index=None)] = part
+                    self._parts[own.index] = part
                 if not alone:
                     digests[len(items)] = _checksum(part)
                 items.append(own)
@@ -93,7 +98,7 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         if index.offset is None:
             return super().lookup_object(index)
-        held = self._parts.get(dataclasses.replace(index, index=None))
+        held = self._parts.get(index)
         return super().lookup_object(index) if held is None else held
 
 
@@ -119,10 +124,11 @@ class LoadPlanner(DefaultLoadPlanner):
             if not isinstance(value, Tensor) or not isinstance(described, TensorStorageMetadata):
                 whole[name] = value
                 continue
-            record = record_of(path, value, self._records)
-            if not record.declared:
+            record = self._records.get(_name(path))
+            if record is None or not record.declared or not record.fits(value):
                 whole[name] = value
                 continue
+            record = record.of(value)
             if tuple(described.size) != record.shape:
                 raise Refused(
                     f"{name} of the checkpoint is {tuple(described.size)}; the model's is {record.shape} over all ranks"
@@ -132,14 +138,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._targets[MetadataIndex(name, chunk.offsets)] = part.of(record.held)
             items += create_read_items_for_chunk_list(name, described, chunks)
         plan = create_default_local_load_plan(whole, self.metadata)
-        read = {MetadataIndex(name) for name in self.state_dict}
-        return dataclasses.replace(plan, items=[*plan.items, *items], planner_data=read)
+        self._plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        expected = (name for name in there if name.startswith(self._whole) and not is_delayed(name))
+        left = dict.fromkeys(name for name in expected if name not in self.state_dict)
+        return LoadPlan([], planner_data=left)  # no rank needs the items of another
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        assert self.metadata is not None
-        read = {index.fqn for plan in global_plan for index in plan.planner_data}
-        expected = [name for name in self.metadata.state_dict_metadata if name.startswith(self._whole)]
-        left = [name for name in expected if name not in read and not is_delayed(name)]
+        first, *others = (plan.planner_data for plan in global_plan)
+        left = [name for name in first if all(name in of_rank for of_rank in others)]
         if left:
             raise Refused(
                 f"no rank's model has {_told(left)} of the checkpoint; load into the model that was saved, stages of a "
@@ -147,21 +153,21 @@ class LoadPlanner(DefaultLoadPlanner):
             )
         return super().create_global_plan(global_plan)
 
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return self._plan
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        target = self._targets.get(dataclasses.replace(index, index=None))
+        target = self._targets.get(index)
         return super().lookup_tensor(index) if target is None else target
 
 
-def record_of(path: tuple[Any, ...], value: Tensor, records: dict[str, ParameterRecord]) -> ParameterRecord:
-    """Return the record of a tensor of the state, whose parts are those of its parameter if it has one.
+def _name(path: tuple[Any, ...]) -> str:
+    """Return the name of the parameter or buffer of a value, given its keys in the nested state.
 
     Args:
-        path: keys in the nested state, such as ("optimizer", "state", "weight", "exp_avg").
+        path: such as ("model", "weight") or ("optimizer", "state", "weight", "exp_avg").
     """
-    name = path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None
-    record = records.get(str(name))
-    # others are such as a number of steps: whole, and equal on all ranks
-    return describe_tensor(value) if record is None or not record.fits(value) else record.of(value)
+    return str(path[1] if path[0] == "model" else path[2] if path[:2] == ("optimizer", "state") else None)
 
 
 def _items(item: WriteItem, record: ParameterRecord) -> Iterator[tuple[WriteItem, Tensor]]:
