@@ -159,7 +159,12 @@ def draw(path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("held-out loss relative to plain bf16 wires, %; above 0 is worse")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right upper")
+    where = rows[-1]
+    told = (
+        f"{where['device']}, torch {where['torch']}, narrowcast {where['narrowcast']}, {where['steps']} steps"
+    )
+    figure.supxlabel(told, x=0.01, ha="left", size=8, color="0.35")
     figure.savefig(path.with_suffix(".png"), dpi=150)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -410,16 +411,26 @@ def panel(section: Section) -> Panel:
     return Panel(SHORT[section.key], bars)
 
 
+def measured_with(keys: Collection[str]) -> list[str]:
+    """Return the devices and the versions of PyTorch and narrowcast of sections' rows."""
+    rows = [row for section in SECTIONS if section.key in keys for row in chosen(section).values()]
+    return [" and ".join(sorted({row[name] for row in rows})) for name in ("device", "torch", "narrowcast")]
+
+
 def charts() -> dict[str, str]:
     """Return the charts' text by file name: each light and dark."""
     sections = {section.key: section for section in SECTIONS}
-    pictures = {key: [panel(sections[key])] for key in CHARTED}
-    pictures["home"] = [panel(sections[key]) for key in HERO]
+    pictures = {**{key: (key,) for key in CHARTED}, "home": HERO}
     device = caption(sections["mlp"]).split(",")[0]
     heading = f"Times as fast as bf16 on {device} (higher is better)"
     return {
-        f"{name}-{scheme}.svg": svg(heading, panels, scheme)
-        for name, panels in pictures.items()
+        f"{name}-{scheme}.svg": svg(
+            heading,
+            [panel(sections[key]) for key in keys],
+            scheme,
+            "PyTorch {1}, narrowcast {2}".format(*measured_with(keys)),
+        )
+        for name, keys in pictures.items()
         for scheme in ("light", "dark")
     }
 
@@ -490,7 +501,11 @@ Reproduce on one H200:
 KERNELS = """## How close are the kernels to a copy?
 
 The pictures show each kernel's bandwidth as a share of a device copy's, beside its peers. Higher is better.
-`make plots` draws them from the files of the same names in `benchmarks/results/`.
+In the norms' picture, `rmsnorm` is the forward, `add+rmsnorm` also sums the residual, and `drmsnorm` is the
+backward. A row quantizes with a scale that is given (delayed scaling), with the tensor's own scale (current), with a
+scale per 128-element block, in MXFP8, or in NVFP4 with a random Hadamard transform (RHT). `unfused` is the same norm
+followed by the kernel that quantizes. `make plots` draws them from the files of the same names in
+`benchmarks/results/`.
 
 ![Quantizing kernels and their peers](../benchmarks/results/quantize.png)
 
@@ -617,19 +632,10 @@ def how_much() -> str:
         "The first column is a training step on two GPUs, the second the forward and backward of one block, the third "
         "a training step of a Llama of Transformers, converted."
     )
-    return "\n".join([*lines, "", *wrap(f"{what} {measured_with()}", 80), ""])
-
-
-def measured_with() -> str:
-    """Return with which versions the rows of README's table were measured."""
-    rows = [row for section in SECTIONS if section.key in HERO for row in chosen(section).values()]
-    devices, torches, ours = (
-        sorted({row[name] for row in rows}) for name in ("device", "torch", "narrowcast")
-    )
-    return (
-        f"Measured on an {' and '.join(devices)} with PyTorch {' and '.join(torches)} and narrowcast "
-        f"{' and '.join(ours)}; these rows were not measured with later releases."
-    )
+    device, torch, ours = measured_with(HERO)
+    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}"
+    told += "; these rows were not measured with later releases."
+    return "\n".join([*lines, "", *wrap(f"{what} {told}", 80), ""])
 
 
 def with_table(path: Path, name: str, table: str) -> str:

@@ -52,13 +52,14 @@ def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     ]
 
 
-def svg(heading: str, panels: list[Panel], scheme: str) -> str:
+def svg(heading: str, panels: list[Panel], scheme: str, versions: str) -> str:
     """Return a picture of panels below each other.
 
     Args:
         heading: the line above them.
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
+        versions: the line below them, which says with what they were measured.
     """
     unit = (END - NAMES) / max([1.0, *(bar.speed for panel in panels for bar in panel.bars)])
     one = NAMES + unit
@@ -75,7 +76,8 @@ def svg(heading: str, panels: list[Panel], scheme: str) -> str:
         for bar in panel.bars:
             parts += _bar(bar, y, scheme, unit)
             y += ROW
-    height = y + 2
+    parts.append(_text(4, y + 17, versions, FAINT[scheme]))
+    height = y + 26
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH * 1.5:g}" '
         f'height="{height * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'

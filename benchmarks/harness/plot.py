@@ -39,6 +39,11 @@ TITLES = {
     "norm": "RMSNorm, quantized in both directions",
 }
 
+NOTES = {
+    "norm": "rmsnorm: forward; add+rmsnorm: with the sum of the residual; drmsnorm: backward.\n"
+    "unfused: the norm's kernel, then the quantizing one.\n"
+}
+
 Row = dict[str, str]
 
 
@@ -134,7 +139,7 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
     )
     where = rows[-1]
     figure.supxlabel(
-        "Share of the bandwidth of a device copy, timed in the same rounds; higher is better.\n"
+        f"{NOTES.get(stem, '')}Share of the bandwidth of a device copy, timed in the same rounds; higher is better.\n"
         f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}{day(where['commit'])}",
         x=0.01,
         ha="left",

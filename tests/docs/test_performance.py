@@ -129,6 +129,7 @@ def test_text_in_charts_stays_inside_and_apart(performance: ModuleType) -> None:
     """Text may be 7.2 pixels a letter wide, as in the widest font that a browser falls back to."""
     chart = importlib.import_module("performance_chart")
     for name, text in performance.charts().items():
+        assert re.search(r">PyTorch \d[^<]*, narrowcast \d[^<]*</text>", text), f"{name} names no versions"
         for x, y, attributes, content in re.findall(r'<text x="(.+?)" y="(.+?)"(.*?)>(.+?)</text>', text):
             width = 7.2 * len(content)
             left = float(x) - (width if "anchor" in attributes else 0)

@@ -357,6 +357,17 @@ def test_records_go_to_files(tmp_path: Path) -> None:
     )
     watch.plot(tmp_path / "watch.png")
     assert (tmp_path / "watch.png").read_bytes().startswith(b"\x89PNG")
+    watch.plot(tmp_path / "watch.svg")
+    told = (tmp_path / "watch.svg").read_text()
+    assert f"narrowcast {nc.__version__}, torch {torch.__version__}" in told
+    assert "gray: no record" in told, "the MLP's operand between its GEMMs has none"
+    layer = nc.Linear(32, 32)
+    nc.set_recipe(layer, QUANTIZED["current"])
+    with nc.watch(layer, every=1) as whole:
+        layer(torch.randn(32, 32)).sum().backward()
+        whole.step()
+        whole.plot(tmp_path / "whole.svg")
+    assert "gray" not in (tmp_path / "whole.svg").read_text()
     assert "fc2_grad_output" in str(watch)
 
 

@@ -239,6 +239,10 @@ def _picture(receipt: Receipt) -> str:
         x = index * 120
         parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12" fill="#777">{decision}</text>')
+    told = "width: share of the FLOPs per token"
+    parts.append(
+        f'<text x="{width:.0f}" y="{height + 20}" text-anchor="end" font-size="12" fill="#777">{told}</text>'
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 28}" width="{width:.0f}" '
         f'font-family="sans-serif" role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'

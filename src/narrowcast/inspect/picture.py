@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .._version import __version__
+
 if TYPE_CHECKING:
     from .watch import Record
 
 _KINDS = ("input", "weight", "grad_output")
-# title, value of a record, color map, limits: from bad to good, so that what stands out is what should be looked at
+# title, value of a record, color map, limits. What stands out should be looked at: too little SQNR, and too much,
+# since one value that dwarfs the rest has nearly all of the signal.
 _STATISTICS: tuple[tuple[str, Any, str, tuple[float, float]], ...] = (
-    ("SQNR, dB", lambda one: one.sqnr, "RdYlBu", (10.0, 40.0)),
+    ("SQNR, dB: look at both ends", lambda one: one.sqnr, "PuOr", (8.0, 44.0)),
     ("underflow", lambda one: one.underflow, "Reds", (0.0, 0.1)),
 )
 
@@ -28,6 +33,7 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
     figure = Figure(figsize=(10, height), dpi=120, layout="constrained")
     title = "Quantization error of each layer's operands over the steps"
     figure.suptitle(title, x=0.01, ha="left", weight="bold", size=13)
+    missing = False
     panels = figure.subplots(len(_STATISTICS), len(_KINDS), sharex=True, sharey=True, squeeze=False)
     for row, (title, value, colors, limits) in zip(panels, _STATISTICS):
         for axes, kind in zip(row, _KINDS):
@@ -35,6 +41,7 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
             for one in records:
                 if one.operand.endswith(kind):
                     table[names.index((one.layer, _stage(one)))][steps.index(one.step)] = value(one)
+            missing = missing or any(math.isnan(value) for line in table for value in line)
             axes.imshow(table, aspect="auto", cmap=colors, vmin=limits[0], vmax=limits[1])
             axes.set_facecolor("0.8")
             axes.set_title(kind, fontsize=10, loc="left")
@@ -44,7 +51,8 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
             shown = range(0, len(steps), max(1, len(steps) // 6))
             axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=8)
         figure.colorbar(row[0].images[0], ax=list(row), label=title, extend="both" if limits[0] else "max")
-    figure.supxlabel("step; gray: not sampled", fontsize=9)
+    gaps = "; gray: no record" if missing else ""
+    figure.supxlabel(f"step{gaps}; narrowcast {__version__}, torch {torch.__version__}", fontsize=9)
     figure.savefig(path)
 
 

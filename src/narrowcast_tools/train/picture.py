@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from ..colors import color_of
 from .report import BASELINE, Row, judged
 
+RANGES = 1.38  # of the last step: the lines of the seeds, right of the labels
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
@@ -101,19 +102,19 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             continue
         axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
         if len(row.seeds) > 1:  # bands of several recipes would hide each other
-            beside = last_step * (1.015 + 0.012 * len(ends))
+            beside = last_step * (RANGES + 0.014 * len(ends))
             axes.vlines(beside, lowest[-1], highest[-1], color=color, linewidth=2.5)
         ends.append((percents[-1], row))
-    labels = 1.03
+    width = 1.43
     if several:
-        labels = 1.03 + 0.012 * len(ends)
+        width = RANGES + 0.014 * len(ends)
         axes.vlines(
             [], 0, 0, color="0.35", linewidth=2.5, label="a recipe's lowest to highest seed, last step"
         )
     if axes.get_legend_handles_labels()[0]:  # below the curves, which it would cover
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, fontsize=8)
     axes.set_ylim(low, high)
-    axes.set_xlim(0, last_step * (1.4 + labels - 1))
+    axes.set_xlim(0, last_step * width)
     axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
     axes.spines["bottom"].set_bounds(0, last_step)
     heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.06 * (high - low))
@@ -121,7 +122,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.annotate(
             signed_percent(row.title, end),
             xy=(last_step, min(max(end, low), high)),
-            xytext=(last_step * labels, height),
+            xytext=(last_step * 1.03, height),
             color=color_of(row.recipe),
             size=9,
             va="center",

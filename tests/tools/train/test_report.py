@@ -132,6 +132,12 @@ def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
         "bf16's seeds around their mean",
         "a recipe's lowest to highest seed, last step",
     ]
+    gaps.figure.draw_without_rendering()
+    to_data = gaps.transData.inverted()
+    label_ends = max(to_data.transform(text.get_window_extent())[1][0] for text in gaps.texts)
+    lines = [line for one in gaps.collections for line in getattr(one, "get_segments", list)()]
+    (ranges,) = {line[0][0] for line in lines if len(line) and line[0][0] == line[1][0] > 1}
+    assert label_ends < ranges < gaps.get_xlim()[1], "the range of the seeds lies right of the label"
 
 
 def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
