@@ -324,6 +324,23 @@ def test_a_damaged_file_of_tensors_is_refused(tmp_path: Path) -> None:
         unchanged(stack(160, 224, 96), path, "is damaged or no safetensors file")
 
 
+def test_pickled_weights_beside_a_config_name_the_way_to_safetensors(tmp_path: Path) -> None:
+    _, path = saved("current", tmp_path)
+    file = path / "model.safetensors"
+    torch.save(safetensors.torch.load_file(file), path / "pytorch_model.bin")
+    file.unlink()
+    told = (
+        r"has 'pytorch_model.bin' and no safetensors file; for each file run "
+        r"safetensors.torch.save_file\(torch.load\(file, weights_only=True\), file.with_suffix\('.safetensors'\)\)"
+    )
+    with pytest.raises(FileNotFoundError, match=told) as raised:
+        nc.load_quantized(stack(160, 224, 96), path)
+    assert len(str(raised.value)) - len(str(path)) < 250
+    file = path / "pytorch_model.bin"
+    safetensors.torch.save_file(torch.load(file, weights_only=True), file.with_suffix(".safetensors"))
+    nc.load_quantized(stack(160, 224, 96), path)
+
+
 def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     (tmp_path / "empty").mkdir()

@@ -226,6 +226,17 @@ def _why_missing(file: Path) -> str:
     )
 
 
+def only_pickles(folder: Path) -> str:
+    """Return, of a folder whose weights are pickled files alone, what to do; nothing of other folders."""
+    names = sorted(one.name for one in folder.iterdir() if one.suffix in _PICKLES)
+    if not names or any(folder.glob("*.safetensors")):
+        return ""
+    return (
+        f"{folder} has {some(names)} and no safetensors file; for each file run "
+        "safetensors.torch.save_file(torch.load(file, weights_only=True), file.with_suffix('.safetensors'))"
+    )
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Return every tensor of a checkpoint, mapped from its files: what keeps one copies it.
 
@@ -238,6 +249,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     named = _index(path)
     files = sorted(path.glob("*.safetensors") if named is None else {path / file for file in named.values()})
     if not files:
+        if told := only_pickles(path):
+            raise FileNotFoundError(told)
         raise FileNotFoundError(
             f"{path} has no safetensors files; give the folder that nc.export, or save_pretrained of Transformers, "
             "wrote"

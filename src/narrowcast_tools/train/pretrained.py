@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowcast._checks import shown
+from narrowcast.serving.load import only_pickles
 
 from .config import ModelConfig
 from .errors import SettingsError
@@ -79,6 +80,8 @@ def load(model: Decoder, config: ModelConfig, folder: Path) -> None:
     Raises:
         SettingsError: a tensor is missing, left over, or of another shape.
     """
+    if told := only_pickles(folder):
+        raise SettingsError(f"--init: {told}")
     places = dict(_places(model, config))
     for path in sorted(folder.glob("*.safetensors")):
         for name, value in _tensors(path):

@@ -93,6 +93,12 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         shape_of(tmp_path, ModelConfig())
     write(tmp_path)
     (tmp_path / "model-0.safetensors").unlink()
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "pytorch_model.bin").touch()
+    told = r"--init: .* has 'pytorch_model.bin' and no safetensors file; .*save_file\(torch.load\("
+    with pytest.raises(SettingsError, match=told):
+        load(Decoder(SHAPE, 8), SHAPE, pickled)
     with pytest.raises(SettingsError, match="lacks 9 tensors, lm_head.weight among them"):
         load(Decoder(SHAPE, 8), SHAPE, tmp_path)
     wide = replace(SHAPE, hidden=48)
