@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import InitVar, field
 from typing import Any, Literal
 
-import torch
-
 from .._checks import is_one_of, shown
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from .base import (
@@ -42,10 +40,9 @@ class DelayedScaling(Recipe):
             range; "one": Transformer Engine's start, at which the gradients of a first step underflow.
         override_linear_precision: (False, False, False), as Transformer Engine had it: which of fprop, dgrad and wgrad
             stay in high precision.
-        params_dtype, device: checked, and not read; Megatron-LM gives them to recipes as to layers.
+        params_dtype, device: not read; Megatron-LM gives them to recipes as to layers.
     Raises:
         NotImplementedError: ``override_linear_precision`` names a GEMM.
-        TypeError: ``params_dtype`` is no dtype, or ``device`` no device, name or index.
     """
 
     _family = "delayed"
@@ -71,12 +68,6 @@ class DelayedScaling(Recipe):
             raise NotImplementedError(
                 f"DelayedScaling(override_linear_precision={shown(override_linear_precision)}): leave it out, or use "
                 "Float8RowwiseScaling(high_precision_wgrad=True), which keeps wgrad in high precision"
-            )
-        if params_dtype is not None and not isinstance(params_dtype, torch.dtype):
-            raise TypeError(f"params_dtype is {shown(params_dtype)}; use a torch.dtype, or leave it out")
-        if device is not None and not isinstance(device, (torch.device, str, int)):
-            raise TypeError(
-                f"device is {shown(device)}; use a torch.device, a name or an index, or leave it out"
             )
         super().__post_init__()
 
