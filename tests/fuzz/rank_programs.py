@@ -52,7 +52,7 @@ LAYOUTS = {
     2: ("none", "ddp", "fsdp", "shard", "tp", "tp_group", "ep", "pp", "cp"),
     4: (
         *("ddp", "fsdp", "shard", "hsdp", "tp", "tp_group", "fsdp+tp", "ep", "hsdp+ep", "tp+ep", "pp", "cp"),
-        *("pp+ddp", "pp+fsdp", "pp+tp"),
+        *("pp+ddp", "pp+fsdp", "pp+tp", "pp+cp"),
     ),
 }
 OPTIMIZERS = {
@@ -61,7 +61,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=0.1),
     "fused": lambda parameters: nc.optimizers.FusedAdam(parameters, lr=1e-2, eps=0.1, weight_decay=0.01),
 }
-STORED = ("none", "ddp", "fsdp", "shard", "hsdp", "ep", "hsdp+ep", "pp", "pp+ddp", "pp+fsdp", "cp")
+STORED = ("none", "ddp", "fsdp", "shard", "hsdp", "ep", "hsdp+ep", "pp", "pp+ddp", "pp+fsdp", "cp", "pp+cp")
 SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
 WHOLE = ("none", "ddp", "cp")  # each rank has all parameters
 SPLIT = ("tp", "tp_group")  # weights are scaled in the parts that ranks have, and nothing else differs
@@ -93,7 +93,7 @@ def draw(rng: random.Random) -> Program:
         {
             "world": world,
             # experts count rows, which microbatches and parts of sequences have not in order
-            "layouts": [one for one in layouts if not experts or not (has_stages(one) or one == "cp")]
+            "layouts": [one for one in layouts if not experts or not (has_stages(one) or has_context(one))]
             or ["ddp"],
             "steps": [
                 step
@@ -115,7 +115,7 @@ def draw(rng: random.Random) -> Program:
         "bias": rng.random() < 0.7,
         "inner": rng.choice((128, 128, 96, 256)),
         "experts": experts,
-        "attention": "cp" in every or rng.random() < 0.2,
+        "attention": any(map(has_context, every)) or rng.random() < 0.2,
         "schedule": rng.choice(SCHEDULES),
         "full": [rng.randrange(worlds[0]), rng.randrange(FULL_AT)],
         "kill": [rng.randrange(worlds[-1]), rng.randrange(FULL_AT // 3)],
@@ -133,6 +133,10 @@ def shares_experts(layout: str) -> bool:
 
 def has_stages(layout: str) -> bool:
     return "pp" in layout.split("+")
+
+
+def has_context(layout: str) -> bool:
+    return "cp" in layout.split("+")
 
 
 # -- the model and its layouts -----------------------------------------------------------------------------------------
@@ -245,15 +249,17 @@ class Laid:
                 mesh["inner"].get_group(),
             )
             self.parts, self.part = (1, 0) if layout == "pp+tp" else (2, mesh.get_local_rank("inner"))
-            self.writes = layout != "pp+ddp" or self.part == 0
+            self.writes = layout not in ("pp+ddp", "pp+cp") or self.part == 0
             model.become_stage(self.stage, 2)
             if layout == "pp+tp":
                 parallelize_module(model, mesh["inner"], styles_of(model))
             elif layout == "pp+fsdp":
                 fully_shard(model, mesh=mesh["inner"])
             else:
+                if layout == "pp+cp":
+                    self.split_sequences(self.reduces)
                 self.called = nn.parallel.DistributedDataParallel(model, process_group=self.reduces)
-            self.schedule = schedule_of(program, self.called, self.stage, 2, self.pipeline, self.parts)
+            self.schedule = schedule_of(program, self, 2)
         elif "tp" in layout.split("+"):
             shape, names = ((world,), ("tp",)) if layout == "tp" else ((2, world // 2), ("dp", "tp"))
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -272,11 +278,10 @@ class Laid:
         elif layout == "pp":
             self.parts, self.part = 1, 0
             model.become_stage(rank, world)
-            self.schedule = schedule_of(program, model, rank, world, dist.group.WORLD, 1)
+            self.schedule = schedule_of(program, self, world)
         elif layout in ("ddp", "cp"):
             if layout == "cp":
-                model.attention.tokens = TOKENS // world
-                model.attention.core.set_context_parallel_group(dist.group.WORLD, cp_comm_type="all_gather")
+                self.split_sequences(dist.group.WORLD)
             self.called = nn.parallel.DistributedDataParallel(model)
         elif layout == "shard":
             nc.distributed.shard(model, init_device_mesh("cpu", (world,)), blocks=list(model.blocks))
@@ -291,10 +296,20 @@ class Laid:
             fully_shard(model, mesh=mesh, ignored_params=apart)
         self.optimizer = optimizer_of(program, model)
 
+    def split_sequences(self, group: Any) -> None:
+        """Let ranks have parts of each sequence; only the last stage of a pipeline has attention."""
+        if self.model.attention is not None:
+            self.model.attention.tokens = self.tokens
+            self.model.attention.core.set_context_parallel_group(group, cp_comm_type="all_gather")
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of a sequence this rank has."""
+        return TOKENS // self.parts if has_context(self.layout) else TOKENS
+
     def rows(self, x: Tensor) -> tuple[Tensor, int]:
-        if (
-            self.layout == "cp"
-        ):  # the load of causal attention is balanced: a part of the front, one of the end
+        if has_context(self.layout):
+            # the load of causal attention is balanced: a part of the front, one of the end
             parts = x.view(-1, TOKENS, HIDDEN).chunk(2 * self.parts, 1)
             return torch.cat([parts[self.part], parts[-1 - self.part]], 1).reshape(-1, HIDDEN), 0
         each = len(x) // self.parts
@@ -303,7 +318,7 @@ class Laid:
     @property
     def means(self) -> int:
         """How many means the loss of the batch is the mean of: inside, gradients are as many times larger."""
-        return ROWS // TOKENS if has_stages(self.layout) else self.parts
+        return ROWS // self.tokens if has_stages(self.layout) else self.parts
 
     def backward(self, x: Tensor) -> None:
         """Make the gradients of the mean square of all outputs."""
@@ -380,17 +395,23 @@ def styles_of(model: Any) -> dict[str, Any]:
     return {f"blocks.{i}.{name}": way() for i in blocks for name, way in ways.items()}
 
 
-def schedule_of(program: Program, called: nn.Module, stage: int, stages: int, group: Any, parts: int) -> Any:
-    """A schedule of microbatches, each a sequence."""
+def schedule_of(program: Program, one: Laid, stages: int) -> Any:
+    """A schedule of microbatches, each a sequence, or this rank's part of one."""
     from torch.distributed import pipelining
 
-    inputs, outputs = (torch.empty(TOKENS, HIDDEN, requires_grad=grad) for grad in (stage > 0, True))
-    place = torch.device("cpu")
+    inputs, outputs = (torch.empty(one.tokens, HIDDEN, requires_grad=grad) for grad in (one.stage > 0, True))
     made = pipelining.PipelineStage(
-        called, stage, stages, place, input_args=inputs, output_args=outputs, group=group
+        one.called,
+        one.stage,
+        stages,
+        torch.device("cpu"),
+        input_args=inputs,
+        output_args=outputs,
+        group=one.pipeline,
     )
     schedule = getattr(pipelining, program["schedule"] or SCHEDULES[0])
-    return schedule(made, ROWS // TOKENS // parts, loss_fn=lambda y, target: y.square().mean())
+    microbatches = ROWS // one.parts // one.tokens
+    return schedule(made, microbatches, loss_fn=lambda y, target: y.square().mean())
 
 
 def split_dim(name: str) -> int | None:
