@@ -105,15 +105,24 @@ def candidates(topic: Topic) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}.{public}", getattr(module, public)
 
 
+def anchor(shown: str, value: Any) -> str:
+    """Return the name by which a page's address and links find a value: as users write it, if griffe finds it so.
+
+    To griffe a name is the module of the same name that holds it: ``narrowcast.state.autocast``.
+    """
+    if not shown.startswith("nc.") or value.__module__.endswith(f".{value.__name__}"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return shown.replace("nc.", "narrowcast.", 1)
+
+
 def entries(topic: Topic) -> list[Entry]:
     """Return the classes and functions of a topic, in the order of the ``__all__`` that list them."""
-    found: dict[str, Entry] = {}
+    found: dict[Any, Entry] = {}
     for shown, value in candidates(topic):
         if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(
             "narrowcast."
         ):
-            path = f"{value.__module__}.{value.__qualname__}"
-            found.setdefault(path, Entry(shown, path))
+            found.setdefault(value, Entry(shown, anchor(shown, value)))
     order = {name: at for at, name in enumerate(topic.first)}
     return sorted(found.values(), key=lambda entry: order.get(entry.shown, len(order)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-BESIDE = (*ROOT_PAGES, "examples/*.py", "benchmarks/README.md", "benchmarks/results/*.png")
+RESULTS = "benchmarks/results"
+BESIDE = (
+    *ROOT_PAGES,
+    "examples/*.py",
+    "benchmarks/README.md",
+    *(f"{RESULTS}/*.{kind}" for kind in ("png", "csv", "log")),
+)
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")
 
 
 def web_address(remote: str) -> str | None:
@@ -70,8 +79,33 @@ def why() -> str:
     )
 
 
+def with_links(markdown: str, page: str) -> str:
+    """Return Markdown whose names of examples and of files of results are links, outside of code and of other links.
+
+    Args:
+        page: path of the page in the site, which the links begin at.
+    """
+    root = Path(__file__).parents[1]
+
+    def link(found: re.Match[str]) -> str:
+        for path in (found[1], f"{RESULTS}/{found[1]}"):
+            if "/" in path and (root / path).is_file():
+                return f"[`{found[1]}`]({os.path.relpath(path, Path(page).parent)})"
+        return found[0]
+
+    parts, end = [], 0
+    for fence in FENCED.finditer(markdown):
+        parts += [NAMED.sub(link, markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, NAMED.sub(link, markdown[end:])])
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Show README on the first page, and keep links that leave ``docs/`` in the repository inside the site."""
+    """Show README on the first page, name files by links, and keep links that leave ``docs/`` inside the site."""
+    return with_links(_inside(markdown, page), page.file.src_uri)
+
+
+def _inside(markdown: str, page: Any) -> str:
     if page.file.src_uri == "index.md":
         markdown = re.sub("<!-- tagline: .* -->", lambda _: tagline(), markdown)
         return re.sub("<!-- why: .* -->", lambda _: why(), markdown)

@@ -54,6 +54,18 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(lines_before + block.group(1), str(page), "exec"), namespace)
 
 
+def test_the_receipt_of_its_page_is_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    text = (ROOT / "docs" / "convert.md").read_text()
+    monkeypatch.setenv("COLUMNS", "100")
+    block = BLOCK.search(text)
+    assert block is not None
+    exec(block.group(1), {"__name__": "blocks_of_convert"})
+    shown = text.partition("```text\n")[2].partition("...\n```")[0]
+    assert capsys.readouterr().out.startswith(shown) and max(map(len, shown.splitlines())) <= 100
+
+
 def test_the_blocks_for_many_ranks_run_on_two(tmp_path: Path) -> None:
     script = tmp_path / "export_ranks.py"
     script.write_text("\n".join(BLOCK.findall(ON_RANKS.read_text())))

@@ -49,6 +49,13 @@ def test_every_public_name_is_in_the_reference_once(reference: ModuleType) -> No
     assert not absent, f"give their rooms a topic in docs/reference.py: {absent}"
     shown = [entry.path for entries in topics for entry in entries]
     assert len(shown) == len(set(shown))
+    own = [entry for entries in topics for entry in entries if entry.shown.startswith("nc.")]
+    long = [
+        entry.path for entry in own if entry.path.removeprefix("narrowcast") != entry.shown.removeprefix("nc")
+    ]
+    assert all(path.split(".")[-1] == path.split(".")[-2] for path in long), (
+        "an address repeats a module's path"
+    )
 
 
 def test_pages_begin_with_their_names_by_use(reference: ModuleType) -> None:

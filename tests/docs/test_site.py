@@ -49,6 +49,19 @@ def test_the_first_page_says_why_and_when_not() -> None:
     assert "](docs/" not in shown
 
 
+def test_names_of_examples_and_results_are_links() -> None:
+    hooks = script("site_hooks")
+    told = "Rows: `fsdp.csv`, `benchmarks/results/norm.csv`; `examples/01_first.py`, `absent.csv`, [`fsdp.csv`](x)"
+    example = sorted((ROOT / "examples").glob("*.py"))[0].name
+    told = told.replace("01_first.py", example)
+    assert hooks.with_links(f"{told}\n```sh\ncat `fsdp.csv`\n```\n", "page.md") == (
+        "Rows: [`fsdp.csv`](benchmarks/results/fsdp.csv), "
+        "[`benchmarks/results/norm.csv`](benchmarks/results/norm.csv); "
+        f"[`examples/{example}`](examples/{example}), `absent.csv`, [`fsdp.csv`](x)\n```sh\ncat `fsdp.csv`\n```\n"
+    )
+    assert "(results/fsdp.csv)" in hooks.with_links("`fsdp.csv`", "benchmarks/README.md")
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     absent = [
