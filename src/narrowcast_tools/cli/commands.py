@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..plan.layout import BATCH, BATCH_PER_GPU
-from ..train.asked import demo_settings, generate_settings, train_settings
+from ..train.asked import Choice, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
@@ -186,10 +186,10 @@ def generate(
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
     temperature: Annotated[
         float, typer.Option(help="Below 1 favors likely tokens, above 1 rare ones; 0 takes the likeliest.")
-    ] = o.TEMPERATURE,
+    ] = Choice.temperature,
     top_k: Annotated[
         int, typer.Option(help="Sample from this many of the likeliest tokens; 0: from all.")
-    ] = o.TOP_K,
+    ] = Choice.top_k,
     samples: Annotated[int, typer.Option(help="Continuations, generated together.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     recipe: Annotated[

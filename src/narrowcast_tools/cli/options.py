@@ -10,9 +10,6 @@ from ..train.config import TrainConfig
 from ..train.names import ALIASES, DEVICES, MODES, RECIPES, TP_SIZE
 from ..train.presets import PRESETS
 
-# What the help says of the work that needs PyTorch; a test compares the two.
-TEMPERATURE, TOP_K = 0.8, 50
-
 SEED = TrainConfig.seed
 OF_PRESET = "preset's"
 SCHEDULE, MODEL, SPEED = "Batch and schedule", "Shape of the model", "Memory and speed"

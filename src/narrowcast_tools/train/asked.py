@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,27 @@ from .names import AUTO, MODES, device_word, one_of, recipe_name, recipe_names
 from .presets import DEMO, QUICK, find_preset, with_steps
 
 MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the next token.
+
+    Args:
+        temperature: what scores are divided by; 0 takes the likeliest token.
+        top_k: only so many of the likeliest tokens are drawn from; 0 draws from all.
+
+    Raises:
+        SettingsError: a value is negative or no number.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+
+    def __post_init__(self) -> None:
+        for name, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
+            if not value >= 0:
+                raise SettingsError(f"{name} is {value}; it must be 0 or more")
 
 
 def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
@@ -55,14 +77,15 @@ def demo_settings(given: Mapping[str, Any]) -> TrainConfig:
     return override(start, compile=given["compile"], emulate=given["emulate"], seed=given["seed"])
 
 
-def generate_settings(given: Mapping[str, Any]) -> str | None:
-    """Return the recipe that the options of `generate` give, or None for the run's.
+def generate_settings(given: Mapping[str, Any]) -> tuple[Choice, str | None]:
+    """Return the choice of tokens that the options of `generate` give, and the recipe, or None for the run's.
 
     Raises:
         SettingsError: a value is wrong.
     """
     device_word(given["device"])
-    return None if given["recipe"] is None else recipe_name(given["recipe"])
+    recipe = None if given["recipe"] is None else recipe_name(given["recipe"])
+    return Choice(given["temperature"], given["top_k"]), recipe
 
 
 def taken(given: Mapping[str, Any], settings: object) -> dict[str, Any]:

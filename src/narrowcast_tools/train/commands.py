@@ -20,7 +20,7 @@ from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, require_graphs, resolve_device
 from .errors import SettingsError
 from .folder import run_folder
-from .generate import Answer, Choice, load_trained
+from .generate import Answer, load_trained
 from .names import AUTO
 from .pace import format_pace
 from .pretrained import shape_of
@@ -143,18 +143,16 @@ def generate(
     *,
     prompt: str,
     tokens: int,
-    temperature: float,
-    top_k: int,
     samples: int,
     seed: int,
-    recipe: str | None,
     device: str,
     compile: bool,
     graphs: bool,
     emulate: bool,
+    **_: Any,
 ) -> None:
     """Run `narrowcast generate`."""
-    choice, recipe = Choice(temperature, top_k), generate_settings(context.params)
+    choice, recipe = generate_settings(context.params)
     place = resolve_device(device)
     if graphs:
         require_graphs(place, compiled=compile)

@@ -13,6 +13,7 @@ import narrowcast as nc
 from narrowcast._checks import counted
 
 from . import checkpoint
+from .asked import Choice
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
 from .model import Decoder, Generation, rope_tables
@@ -24,35 +25,15 @@ from .tokens import TOKENIZER, Tokens, load_tokens
 WARM_UP = 4  # tokens that the speed leaves out: the prompt's, and those at which the compiler works
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice of the next token.
-
-    Args:
-        temperature: what scores are divided by; 0 takes the likeliest token.
-        top_k: only so many of the likeliest tokens are drawn from; 0 draws from all.
-
-    Raises:
-        SettingsError: a value is negative or no number.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 50
-
-    def __post_init__(self) -> None:
-        for name, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
-            if not value >= 0:
-                raise SettingsError(f"{name} is {value}; it must be 0 or more")
-
-    def draw(self, scores: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a token per row: scores (batch, vocabulary) to int64 (batch, 1)."""
-        if self.temperature == 0:
-            return scores.argmax(-1, keepdim=True)
-        scores = scores.float() / self.temperature
-        if self.top_k:
-            least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
-        return torch.multinomial(scores.softmax(-1), 1, generator=generator)
+def draw(choice: Choice, scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a token per row: scores (batch, vocabulary) to int64 (batch, 1)."""
+    if choice.temperature == 0:
+        return scores.argmax(-1, keepdim=True)
+    scores = scores.float() / choice.temperature
+    if choice.top_k:
+        least = scores.topk(min(choice.top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -169,7 +150,7 @@ def generate(
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         scores = run(new, Generation(cache, first=position == 0))
-        new = choice.draw(scores[:, -1], generator)
+        new = draw(choice, scores[:, -1], generator)
         yield new[:, 0]
         run = decode
 

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from narrowcast_tools.cli import main
 from narrowcast_tools.train import generate as room
+from narrowcast_tools.train.asked import Choice
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.data import Corpus, load_corpus
 from narrowcast_tools.train.errors import SettingsError
-from narrowcast_tools.train.generate import Answer, Choice, generate, load_trained
+from narrowcast_tools.train.generate import Answer, draw, generate, load_trained
 from narrowcast_tools.train.progress import Lines, Progress
 from narrowcast_tools.train.session import run_in
 
@@ -70,10 +71,10 @@ def test_drawing_is_seeded_and_samples_differ(trained_run: Path) -> None:
 def test_choices() -> None:
     scores = torch.tensor([[0.0, 3.0, 2.0, -1.0]]).expand(500, -1)
     generator = torch.Generator().manual_seed(0)
-    assert set(Choice(1.0, 2).draw(scores, generator).flatten().tolist()) == {1, 2}
-    assert set(Choice(5.0, 0).draw(scores, generator).flatten().tolist()) == {0, 1, 2, 3}
-    assert set(Choice(0).draw(scores, generator).flatten().tolist()) == {1}
-    share = Choice(1.0, 0).draw(scores, generator).eq(1).float().mean().item()
+    assert set(draw(Choice(1.0, 2), scores, generator).flatten().tolist()) == {1, 2}
+    assert set(draw(Choice(5.0, 0), scores, generator).flatten().tolist()) == {0, 1, 2, 3}
+    assert set(draw(Choice(0), scores, generator).flatten().tolist()) == {1}
+    share = draw(Choice(1.0, 0), scores, generator).eq(1).float().mean().item()
     assert share == pytest.approx(scores[0].softmax(-1)[1].item(), abs=0.08)
 
 
