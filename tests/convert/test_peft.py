@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +162,22 @@ def test_fused_adapters_train_as_those_of_peft() -> None:
         assert not torch.equal(logits(model), plain)
 
 
+@pytest.mark.parametrize("remedy", [False, True])
 @pytest.mark.parametrize("weights", ["stored", "nvfp4"])
-def test_a_stored_layer_that_modules_to_save_trains_warns_of_lost_steps(weights: Any) -> None:
+def test_a_stored_layer_that_modules_to_save_trains_warns_of_lost_steps(weights: Any, remedy: bool) -> None:
     base = nc.convert(make().requires_grad_(False), CURRENT, skip="lm_head", weights=weights)
     config = peft.LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["down_proj"])
     model = peft.get_peft_model(base, config)
+    copies = [module for name, module in model.named_modules() if name.endswith("modules_to_save.default")]
+    for copied in copies if remedy else ():
+        nc.revert(copied)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
-    with pytest.warns(UserWarning, match="small steps change nothing; use .*master_weights=True"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         optimizer.step()
+    told = [str(one.message) for one in caught if "small steps change nothing" in str(one.message)]
+    assert bool(told) != remedy and all("master_weights=True" in one for one in told)
+    stored = [one for one in model.parameters() if isinstance(one, nc.QuantizedTensor)]
+    assert len(copies) == 2 and len(stored) == (14 if remedy else 16)
