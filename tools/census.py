@@ -21,16 +21,15 @@ SOURCE = Path(nc.__file__).parent
 DTYPES = {"float32", "bfloat16", "float16"}
 # What is only, or mainly, for delayed scaling: whole files, or classes, functions and methods of a file.
 DELAYED: dict[str, tuple[str, ...]] = {
-    "autograd/arguments.py": ("DelayedScales", "scales_of_backward"),
+    "autograd/arguments.py": ("DelayedScales",),
     "compat/checkpoint.py": ("_extra_state",),
     "compat/global_state.py": ("FP8GlobalStateManager.reduce_and_update_fp8_tensors",),
     "functional/delayed_scaling.py": (),
     "kernels/delayed.py": (),
-    "layers/calibrate.py": (),
+    "kernels/first_scale.py": (),
     "layers/delayed.py": (),
     "layers/extra_state.py": (),
     "layers/renewal.py": (),
-    "recipe/custom.py": ("_requested",),
     "recipe/delayed.py": (),
     "reference/delayed.py": (),
     "state/delayed_scaling.py": (),

@@ -146,7 +146,7 @@ def test_the_output_of_a_norm_is_kept_where_somebody_reads_it(name: str, setting
     results = []
     for override, keep in ((None, False), (None, True), ("high_precision", False)):
         args = linear_args(dataclasses.replace(plan_of(name), backward_override=override))
-        if args.plan.input.delayed:
+        if args.plan.input.unseen is not None:
             args = args._replace(scales=DelayedScales(torch.tensor([2.0, 1.0]), torch.zeros(2)))
         torch.manual_seed(3)
         how, first = NormArgs(settings, keep, False), Value(x, None, (33,), 33)
@@ -158,7 +158,7 @@ def test_the_output_of_a_norm_is_kept_where_somebody_reads_it(name: str, setting
             assert normalized.plain is None
         rowwise, columnwise, quantizer = normalized.operand  # type: ignore[misc]
         assert quantizer == args.plan.input.quantizer and rowwise and columnwise
-        if args.plan.input.delayed:
+        if args.plan.input.unseen is not None:
             assert args.scales.amax_fwd.tolist() == [float(expected.abs().max()), 0.0]  # type: ignore[union-attr]
         results.append(rowwise + columnwise)
     for others in results[1:]:

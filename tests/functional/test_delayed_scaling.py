@@ -108,15 +108,6 @@ def test_captures_into_a_graph(device: torch.device) -> None:
     assert history[-1].tolist() == [2.0, 0.0, 4.0] and not history[0].any()
 
 
-def test_read_scales_are_a_copy(device: torch.device) -> None:
-    scales = [torch.rand(n, device=device) for n in (3, 2)]
-    expected = [scale.clone() for scale in scales]
-    read = functional.read_scales(scales, [16.0, 65536.0])
-    for scale in scales:
-        scale.zero_()
-    assert all(map(torch.equal, read, expected))
-
-
 def test_calibrating_overwrites_the_amax_of_inputs(device: torch.device) -> None:
     x, amax = torch.tensor([1.0, math.nan, -3.0], device=device), torch.full((4,), 9.0, device=device)
     functional.calibrate_(x, None, amax)
@@ -128,7 +119,7 @@ def test_calibrating_overwrites_the_amax_of_inputs(device: torch.device) -> None
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
     """The amax collected in forward and backward, and scales that a later step renews."""
-    fprop, dgrad = (DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, slot) for slot in (0, 1))
+    fprop, dgrad = (DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, slot, -448.0) for slot in (0, 1))
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -145,7 +136,7 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
             return functional.dequantize([codes, scale_inv], dgrad, False, grad.dtype, grad.shape), None, None
 
     def step(x: Tensor, scale: Tensor, amax: Tensor) -> Tensor:
-        return Scaled.apply(x, functional.read_scales([scale], [-448.0])[0], amax)
+        return Scaled.apply(x, scale, amax)
 
     def run(step):  # type: ignore[no-untyped-def]
         scale, history, amax = torch.zeros(2), torch.zeros(4, 2), torch.zeros(2)

@@ -511,11 +511,6 @@ def adam_quantize_cases(x: Tensor) -> Iterator[Arguments]:
             )
 
 
-@family("read_scales")
-def read_scales_cases(x: Tensor) -> Iterator[Arguments]:
-    yield [torch.ones(n, device=x.device) for n in (3, 2)], [16.0, -448.0]
-
-
 @family("gemm")
 def gemm_cases(x: Tensor) -> Iterator[Arguments]:
     bias = torch.randn(24, device=x.device)

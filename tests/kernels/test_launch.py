@@ -258,21 +258,20 @@ block = dict(block_dim=1, power_2=True, epsilon=0.0, **both)
 with FakeTensorMode():
     x, scale = torch.empty(128, 256, dtype=torch.bfloat16, device="cuda"), torch.empty(1, device="cuda")
     codes = torch.empty(128, 256, dtype=torch.uint8, device="cuda")
-    copy = torch.empty_strided((4, 1), (3, 1), device="cuda")
 functions = {
-    "current": (1, lambda x, scale, codes, _: kernels.float8.quantize_current(x, E4M3, **current)),
-    "given": (1, lambda x, scale, codes, _: kernels.float8.quantize(x, scale, E4M3, amax=scale, **both)),
-    "block": (1, lambda x, scale, codes, _: kernels.float8_block.quantize(x, E4M3, **block)),
-    "activation": (1, lambda x, scale, codes, _: kernels.float8.quantize(
+    "current": (1, lambda x, scale, codes: kernels.float8.quantize_current(x, E4M3, **current)),
+    "given": (1, lambda x, scale, codes: kernels.float8.quantize(x, scale, E4M3, amax=scale, **both)),
+    "block": (1, lambda x, scale, codes: kernels.float8_block.quantize(x, E4M3, **block)),
+    "activation": (1, lambda x, scale, codes: kernels.float8.quantize(
         kernels.sources.activation(x, "swiglu"), scale, E4M3, **both)),
-    "nvfp4": (2, lambda x, scale, codes, _: kernels.nvfp4.quantize(x, **both)),
-    "dequantize": (1, lambda x, scale, codes, _: kernels.dequantize.float8_transpose(
+    "nvfp4": (2, lambda x, scale, codes: kernels.nvfp4.quantize(x, **both)),
+    "dequantize": (1, lambda x, scale, codes: kernels.dequantize.float8_transpose(
         codes, scale, E4M3, torch.bfloat16)),
-    "scales": (1, lambda x, scale, codes, _: kernels.delayed.copy_scales([scale, scale], [-448.0, -57344.0])),
-    "first": (1, lambda x, scale, codes, copy: kernels.float8.quantize(x, copy, E4M3, amax=scale, **both)),
+    "first": (1, lambda x, scale, codes: kernels.float8.quantize(
+        x, scale, E4M3, amax=scale, unseen=-448.0, **both)),
 }
 for name, (launches, function) in functions.items():
-    nodes = make_fx(dispatch_functionalize(function), tracing_mode="fake")(x, scale, codes, copy).graph.nodes
+    nodes = make_fx(dispatch_functionalize(function), tracing_mode="fake")(x, scale, codes).graph.nodes
     launched = [node.kwargs for node in nodes if "triton_kernel_wrapper_functional" in str(node.target)]
     assert len(launched) == launches, (name, launched)
     for node in launched:
@@ -280,7 +279,8 @@ for name, (launches, function) in functions.items():
         assert len(read) >= 2 and node["grid"][0][0] > 0, (name, node)
         if name in ("given", "first"):  # the amax of delayed scaling is raised behind the graph's back
             assert "amax_ptr" in node["kwargs"] and "amax_ptr" not in node["tensors_to_clone"]
-            assert "scale_ptr" in node["kwargs"] and "scale_ptr" not in node["tensors_to_clone"]
+        if name == "first":  # and so are the words in which its programs find the first scale
+            assert "words_ptr" in node["kwargs"] and "words_ptr" not in node["tensors_to_clone"]
 for constants in wrap.kernel_side_table.constant_args.values():
     assert not any(isinstance(value, torch.Tensor) for value in constants.values()), constants
 """

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.layers import policies
-from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from narrowcast.quantizers import Quantizer
+from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Recipe, delayed, with_first_scales
+from narrowcast.recipe.base import Mode
 from narrowcast.state import delayed_scaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -30,8 +32,13 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers have the first scales of those whose codes are joined with other ranks'."""
-    constant = lambda recipe, mode, shared: delayed_scaling.first_scale(recipe, mode)  # noqa: E731
-    monkeypatch.setattr("narrowcast.layers.delayed.unseen_scale", constant)
+    of_recipe = delayed.delayed_quantizer
+
+    def told(recipe: DelayedScaling, kind: str) -> Quantizer:
+        mode: Mode = "backward" if kind.startswith("grad") else "forward"
+        return with_first_scales([of_recipe(recipe, kind)], recipe, mode)[0]
+
+    monkeypatch.setattr(delayed, "delayed_quantizer", told)
 
 
 def two_layers() -> nn.Module:

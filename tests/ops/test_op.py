@@ -11,7 +11,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowcast as nc
-from narrowcast.autograd.arguments import scales_of_backward
 from narrowcast.ops import BasicOperation, CompositeOperation, FusedOperation, OperationContext, ScaledOperand
 
 
@@ -298,12 +297,10 @@ def test_quantizers_of_an_operation() -> None:
     assert op.get_quantizer("forward", 0) is None
     with nc.autocast(recipe=recipe):
         operand, scales = op.get_quantizer("backward", 0), op.forward_arguments(True, True)["scales"]
-        assert operand is not None and operand.delayed and scales.amax_bwd is op.amax_bwd
+        assert operand is not None and operand.unseen == -57344.0 and scales.amax_bwd is op.amax_bwd
         assert scales.scale_bwd is op.scale_bwd and not op.scale_bwd.any()
-        (read,) = scales_of_backward([op.scale_bwd], [scales.unseen_bwd])
-        assert torch.equal(read[0], torch.full((2,), -57344.0))  # unseen
         x = torch.randn(3, 5, 32)
-        quantized = ScaledOperand(operand, read, scales.amax_bwd).quantize(x)
+        quantized = ScaledOperand(operand, scales.scale_bwd, scales.amax_bwd).quantize(x)
     assert quantized.shape == x.shape
     assert op.amax_bwd[0] == x.abs().max()
     with pytest.raises(IndexError, match="Asks has 2 forward quantizers; there is no number 2"):
@@ -312,7 +309,7 @@ def test_quantizers_of_an_operation() -> None:
     assert not op.amax_bwd.any() and not op.amax_history_bwd.any() and op._last_recipe is recipe
     with nc.autocast(recipe=nc.recipe.MXFP8BlockScaling(emulate=True)):
         asked = op.get_quantizer("forward", 1)
-        assert asked is not None and not asked.delayed and any(asked.rowwise) and any(asked.columnwise)
+        assert asked is not None and asked.unseen is None and any(asked.rowwise) and any(asked.columnwise)
         assert op.forward_arguments(True, True) == {}
     assert Double().num_quantizers("forward") == 0 and isinstance(op, nn.Module)
 

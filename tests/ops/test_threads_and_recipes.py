@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from recipes import DEVICE, QUANTIZED
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast import ops
-from narrowcast.layers import read_together
 
 K = 64
 
@@ -146,52 +144,3 @@ def test_state_is_there_once_it_is_needed() -> None:
     assert (
         "1.basic_ops.0.scale_fwd" in state and len(state) == 12
     )  # of the two linear operations, nobody else
-
-
-class Reads(TorchDispatchMode):
-    """Counts the operators that read scales."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.narrowcast.read_scales.default
-        return func(*args, **(kwargs or {}))
-
-
-def one_in_evaluation(block: ops.Sequential) -> None:
-    block[3].eval()
-
-
-def one_twice(block: ops.Sequential) -> None:
-    block[3] = block[1]
-
-
-@pytest.mark.parametrize(
-    "change", [lambda block: None, one_in_evaluation, one_twice], ids=["alike", "evaluated", "twice"]
-)
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_scales_of_a_list_are_read_at_once(
-    recomputes: bool, change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def apart(stages: Any) -> None:
-        for stage in stages:
-            read_together([stage])
-
-    def run() -> tuple[list[torch.Tensor], int]:
-        block = nc.set_recipe(make_list(), nc.recipe.DelayedScaling(amax_history_len=2))
-        change(block)
-        results = gradients(
-            block, (lambda x: checkpoint(block, x, use_reentrant=False)) if recomputes else None, 4
-        )
-        nc.renew_delayed_scaling(block)
-        with Reads() as reads:
-            block(make_input())
-        return results + [buffer.clone() for buffer in block.buffers()], reads.count
-
-    found, reads = run()
-    monkeypatch.setattr("narrowcast.ops.fuser.read_together", apart)
-    expected, each = run()
-    assert reads == 1 and each == 2
-    assert same(found, expected)

@@ -22,7 +22,7 @@ def test_an_operand_equals_the_bare_storage(name: str, usage: tuple[bool, bool])
     quantizer, x = VARIANTS[name].with_usage(*usage), normal((33, 50), BF16)
     operand = Operand.of(VARIANTS[name], *usage)
     assert operand.quantizer == quantizer
-    assert (any(operand.rowwise), any(operand.columnwise), operand.delayed) == (*usage, False)
+    assert (any(operand.rowwise), any(operand.columnwise), operand.unseen) == (*usage, None)
     assert operand.stochastic is (name == "nvfp4 stochastic")
     torch.manual_seed(3)
     expected = quantize(quantizer, x)
@@ -45,7 +45,7 @@ def test_a_delayed_operand_uses_its_slot(usage: tuple[bool, bool]) -> None:
     x = normal((33, 50), BF16)
     operand = Operand.of(DelayedFloat8Quantizer(E4M3, 1), *usage)
     scale, amax = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    assert operand.delayed
+    assert operand.unseen == 0.0
     ours, theirs = operand.quantize(x, scale, amax), buffers_of(delayed(2.0).with_usage(*usage).quantize(x))
     for a, b in ((ours.rowwise, theirs.rowwise), (ours.columnwise, theirs.columnwise)):
         assert len(a) == len(b) and all(map(torch.equal, a, b))

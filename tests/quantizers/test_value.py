@@ -21,11 +21,11 @@ from narrowcast.quantizers.value import _rebuild_quantizer, class_identifier, va
 
 from .catalog import E4M3, E5M2, SHAPES, USAGES, VARIANTS, assert_same_buffers, delayed, quantize
 
-VALUES: dict[str, nc.Quantizer] = {**VARIANTS, "delayed slot": DelayedFloat8Quantizer(E5M2, 3)}
+VALUES: dict[str, nc.Quantizer] = {**VARIANTS, "delayed slot": DelayedFloat8Quantizer(E5M2, 3, -57344.0)}
 BASE_FIELDS = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
     nc.Float8CurrentScalingQuantizer: ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon"),
-    DelayedFloat8Quantizer: ("dtype", "slot"),
+    DelayedFloat8Quantizer: ("dtype", "slot", "unseen"),
     nc.MXFP8Quantizer: ("dtype", "with_2d_quantization"),
     nc.MXFP6Quantizer: ("dtype", "with_2d_quantization"),
     nc.MXFP4Quantizer: ("dtype", "with_2d_quantization"),

@@ -130,13 +130,6 @@ def test_renewal_in_place_is_the_update_of_each_state() -> None:
             assert_bitwise(state, value)
 
 
-def test_copies_of_scales_are_fresh() -> None:
-    scales = [torch.tensor([1.0, 0.0]), torch.tensor([3.0, 0.0])]
-    copied = delayed.copy_scales(scales, [16.0, -448.0])
-    assert [one.tolist() for one in copied] == [[1.0, 16.0], [[3.0, -448.0], *[[0.0, 0.0]] * 3]]
-    assert_fresh(copied, scales)
-
-
 def test_what_was_not_seen_stays_unseen_until_an_amax_gives_a_scale() -> None:
     for amax in (0.0, math.inf, math.nan):
         state = torch.zeros(2), torch.zeros(3, 2), torch.tensor([amax, 7.0])

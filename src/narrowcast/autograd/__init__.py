@@ -8,7 +8,6 @@ from .arguments import (
     LinearBwdArgs,
     LinearFwdArgs,
     LinearWgrad,
-    scales_of_backward,
 )
 from .concatenate import concatenate
 from .gemms import fprop

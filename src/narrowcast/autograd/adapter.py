@@ -17,7 +17,7 @@ from torch import Tensor
 from .._tracing import once_differentiable
 from ..functional import add_product, product, thin_products
 from ..tensors import saved_tensors
-from .arguments import LinearBwdArgs, LinearFwdArgs, scales_of_backward
+from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
 
 
@@ -106,7 +106,6 @@ class AdaptedLinearFunction(torch.autograd.Function):
         args: LinearBwdArgs = ctx.backward_objects
         scaling, kind = ctx.adapter
         scale_bwd, inp, hidden, thin_a, thin_b, *weight = saved_tensors(ctx)
-        (scale_bwd,) = scales_of_backward((scale_bwd,), (args.unseen_bwd,))
         grad_hidden, columns = thin_products(_matrix(grad), thin_b, hidden)
         grad_a = (grad_hidden.t() @ _matrix(inp)).to(kind)
         _, grad_inp, grad_bias = linear_backward(

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..functional import read_scales
 from ..functional.wgrad_store import WeightGradStore
 from ..quantizers import OperandBuffers, Quantizer
 from ..recipe import LinearPlan
@@ -23,28 +22,13 @@ from .tensor_parallel import TensorParallel
 class DelayedScales:
     """State of delayed scaling, owned by the layer; None for other recipes, and amax if nothing is collected.
 
-    ``scale_fwd``: as casts read it. ``scale_bwd``: the layer's own, to be saved, of which the backward reads
-    :func:`scales_of_backward`. ``unseen_bwd``: what that reads instead of 0.
+    A forward saves ``scale_bwd`` for its backward: PyTorch raises if a step has written to it in between.
     """
 
     scale_fwd: Tensor | None = None
     amax_fwd: Tensor | None = None
     scale_bwd: Tensor | None = None
     amax_bwd: Tensor | None = None
-    unseen_bwd: float = 0.0
-
-
-def scales_of_backward(scales: Sequence[Tensor | None], unseen: Sequence[float]) -> list[Tensor | None]:
-    """Return scales that a forward saved as casts read them; PyTorch has raised if a step has written to them."""
-    known = [scale for scale in scales if scale is not None]
-    if not known:
-        return list(scales)
-    values = [value for scale, value in zip(scales, unseen) if scale is not None]
-    copies = read_scales(known, values)
-    if len(known) == len(scales):
-        return copies  # type: ignore[no-any-return]
-    found = iter(copies)
-    return [None if scale is None else next(found) for scale in scales]
 
 
 class LinearWgrad(NamedTuple):
@@ -110,8 +94,7 @@ class LinearBwdArgs(NamedTuple):
     ``saved_input``, ``saved_weight``: how many of the saved tensors belong to each, and the quantizer that reads them;
     None for a tensor in high precision, with what it takes to quantize it again. ``shape``: (N, K) of the weight.
     ``transpose_weight``, ``parallel``: as of the forward; an input that was gathered is saved as the share that came.
-    ``stored``: the quantizer that decodes a weight of fewer bits, if its codes are what was saved. ``unseen_bwd``: of
-    the state of delayed scaling.
+    ``stored``: the quantizer that decodes a weight of fewer bits, if its codes are what was saved.
     """
 
     plan: LinearPlan
@@ -127,7 +110,6 @@ class LinearBwdArgs(NamedTuple):
     transpose_weight: bool = False
     parallel: TensorParallel | None = None
     stored: Quantizer | None = None
-    unseen_bwd: float = 0.0
 
     def depends(self) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
         """Return the values and tensors that determine the backward; None if more does."""

@@ -151,7 +151,7 @@ def linear_forward(
     else:
         operand, flat = plan.input, inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
         stored = isinstance(weight, QuantizedTensorStorage) and not plan.needs_weight
-        if stored and not (operand.stochastic or operand.delayed):
+        if stored and not (operand.stochastic or operand.unseen is not None):
             buffers = quantize_shared(inp, flat, operand)
         else:
             seed = draw_seed(flat) if operand.stochastic else None
@@ -300,7 +300,6 @@ def linear_bwd_args(
         args.transpose_weight,
         args.parallel,
         None if args.stored is None else args.stored.quantizer,
-        args.scales.unseen_bwd,
     )
     return record(LinearBwdArgs, fields)
 

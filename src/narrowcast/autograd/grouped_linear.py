@@ -11,7 +11,7 @@ from .._tracing import can_overwrite, once_differentiable, release
 from ..functional import replay_of
 from ..recipe import LinearPlan
 from ..tensors import plain
-from .arguments import LinearBwdArgs, LinearFwdArgs, scales_of_backward
+from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import SavedOperand, linear_backward, linear_bwd_args, linear_forward
 from .groups import GatedActivation, GroupedRows, Groups, Places, biases_of_rows
 from .linear import saved_tensors
@@ -137,7 +137,6 @@ class _GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         splits, scale_bwd, *saved = saved_tensors(ctx)
-        (scale_bwd,) = scales_of_backward((scale_bwd,), (args.unseen_bwd,))
         lead, features = grad_output.shape[:-1], args.shape[1]
         count, quantizer = args.saved_input  # not compared as a whole: a graph cannot compare quantizers
         if count and quantizer is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._tracing import once_differentiable
 from ..functional import replay_of
 from ..tensors import plain_gradient, saved_tensors
-from .arguments import LinearBwdArgs, LinearFwdArgs, scales_of_backward
+from .arguments import LinearBwdArgs, LinearFwdArgs
 from .gemms import linear_backward, linear_bwd_args, linear_forward
 from .weight_gradient import begin_main_grads_
 
@@ -36,7 +36,6 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         scale_bwd, *saved = saved_tensors(ctx)
-        (scale_bwd,) = scales_of_backward((scale_bwd,), (args.unseen_bwd,))
         count, dy = args.saved_input[0], plain_gradient(grad_output)
         begin_main_grads_(args.wgrad)
         backward = replay_of(linear_backward, [dy, scale_bwd, *saved], (args,))

@@ -33,7 +33,7 @@ from ..quantizers import OperandBuffers, Quantizer, buffers_of
 from ..recipe import LinearPlan
 from ..tensors import QuantizedTensorStorage
 from .activation import ActivationSettings
-from .arguments import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, LinearFwdArgs, scales_of_backward
+from .arguments import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, LinearFwdArgs
 from .gemms import (
     SavedOperand,
     fprop,
@@ -559,7 +559,6 @@ class ProgramFunction(torch.autograd.Function):
             saved[count:],
         )  # a star would leave a tuple to the compiler of PyTorch 2.11
         dy = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, grad_output.shape[-1])
-        scales = scales_of_backward(scales, [one.unseen_bwd for one in records[program.linear_places]])
         if objects.recompute is not None:
             records, saved = _recomputed(objects, objects.recompute, saved, dy)
         linears, how = records[program.linear_places], records[program.other_places]

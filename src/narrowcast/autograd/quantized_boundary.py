@@ -11,7 +11,7 @@ from .._tracing import can_return_quantized, in_eager, once_differentiable
 from ..functional import dequantize, quantize
 from ..quantizers import Operand
 from ..tensors import QuantizedTensor, plain_gradient
-from .arguments import DelayedScales, scales_of_backward
+from .arguments import DelayedScales
 
 
 class _QuantizeOutput(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _QuantizeInputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
-        ctx.operand, ctx.amax, ctx.unseen = operand, scales.amax_bwd, scales.unseen_bwd
+        ctx.operand, ctx.amax = operand, scales.amax_bwd
         ctx.save_for_backward(scales.scale_bwd)
         return inp.view_as(inp)
 
@@ -42,7 +42,7 @@ class _QuantizeInputGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         operand, shape = ctx.operand, tuple(grad_output.shape)
-        (scale,) = scales_of_backward(ctx.saved_tensors, (ctx.unseen,))
+        (scale,) = ctx.saved_tensors
         buffers = quantize(grad_output, operand.quantizer, operand.seed(grad_output), scale, ctx.amax)
         if not can_return_quantized():  # a compiled graph passes on plain gradients: the quantized values
             rowwise = operand.split(buffers).rowwise

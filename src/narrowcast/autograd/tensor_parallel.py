@@ -138,7 +138,9 @@ class TensorParallel:
 
     def shared_scale(self, operand: Operand, scale: Tensor | None) -> Tensor | None:
         """Return the delayed scale for a shard: the scale of the largest amax of all processes."""
-        return smallest_of(scale, self.group) if operand.delayed and scale is not None else scale
+        if operand.unseen is None or scale is None:
+            return scale
+        return smallest_of(torch.where(scale == 0.0, operand.unseen, scale), self.group)
 
     def start_joining(self, buffers: list[Tensor], joins: str) -> list[Tensor]:
         """Begin to gather the buffers of one direction of a share."""

@@ -13,8 +13,8 @@ from ..layers.delayed import DelayedLayer
 from ..layers.extra_state import EXTRA_STATE
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
+from ..recipe import fp8_max
 from ..reference.delayed import scale_from_amax
-from ..state import fp8_max
 from ..upstream.modules import own_buffers
 
 

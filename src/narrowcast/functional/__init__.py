@@ -28,7 +28,6 @@ from .cross_entropy import (
 from .decode_attention import decode_attention
 from .delayed_scaling import (
     calibrate_,
-    read_scales,
     renew_delayed_scaling,
 )
 from .few_rows import gemm_few_rows

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from .. import reference
 from ..formats import E4M3
-from ._library import always, define
+from ._library import define
 from .grouped_decoded import ALIGNMENT
-from .numerics import computed_by, numerics_for
+from .numerics import numerics_for
 
 
 def _renew(
@@ -46,28 +46,6 @@ Args:
 
 Raises:
     ValueError: an unknown algorithm.
-"""
-
-
-_read_scales = computed_by("delayed", "copy_scales")
-
-
-def _read_scales_fake(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
-    return [
-        scale.new_empty((4, *scale.shape) if m < 0.0 else scale.shape) for scale, m in zip(scales, unseen)
-    ]
-
-
-read_scales = define(
-    "read_scales(Tensor[] scales, float[] unseen) -> Tensor[]",
-    _read_scales,
-    _read_scales_fake,
-    inlined=always,
-    of_state=True,
-)
-"""Copies of ``scales``, (n,) each, as casts read them.
-
-``unseen``: of each, what its copy has instead of a scale of 0, as ``reference.delayed.copy_scales`` takes it.
 """
 
 

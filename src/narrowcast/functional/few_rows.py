@@ -71,6 +71,7 @@ def _in_one_kernel(
         slot=rule.slot,
         power_2=rule.power_2,
         epsilon=rule.epsilon,
+        unseen=rule.unseen,
     )
 
 

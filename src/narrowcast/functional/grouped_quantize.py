@@ -100,10 +100,10 @@ class _PaddedNumerics:
 
 
 def _slots_of_groups(state: Tensor | None, quantizer: Any, groups: int) -> Tensor | None:
-    """Return the columns of a delayed quantizer's slot in its state (..., slots * groups); None for others."""
+    """Return the part of a delayed quantizer's slot in its state (slots * groups,); None for others."""
     if state is None or not quantizer._is_delayed():
         return None
-    return state[..., quantizer.slot * groups : (quantizer.slot + 1) * groups]
+    return state[quantizer.slot * groups : (quantizer.slot + 1) * groups]
 
 
 def encode_groups(

@@ -53,8 +53,8 @@ class NativeOperand(NamedTuple):
 class Prologue(NamedTuple):
     """How the kernel of a GEMM quantizes its left operand itself, to E4M3.
 
-    ``scaling``: "current", "given" (element ``slot`` of the state's scales) or "1x128". ``power_2``, ``epsilon``: of
-    scales that the kernel computes. ``rows``: up to which it is the faster way.
+    ``scaling``: "current", "given" (element ``slot`` of the state's scales, and instead of 0 what ``unseen`` says) or
+    "1x128". ``power_2``, ``epsilon``: of scales that the kernel computes. ``rows``: up to which it is the faster way.
     """
 
     scaling: str
@@ -62,6 +62,7 @@ class Prologue(NamedTuple):
     power_2: bool = False
     epsilon: float = 0.0
     slot: int = 0
+    unseen: float = 0.0
 
 
 class QuantizerValue(opaque.Base):

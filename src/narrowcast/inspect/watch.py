@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .._checks import shown
-from .._determinism import DETERMINISM
 from .._table import aligned
 from ..autograd import DelayedScales
-from ..functional import OBSERVED, observe, observe_groups, read_scales
+from ..functional import OBSERVED, observe, observe_groups
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
 from ..layers.patterns import Selectors, selected_names
 from ..moe import HEALTH, router_health
@@ -31,7 +30,6 @@ from ..nn.norm_linear import NormLinearLayer
 from ..ops import BasicOperation
 from ..quantizers import IdentityQuantizer, Quantizer
 from ..recipe import LinearPlan, Recipe, linear_plan
-from ..state import unseen_scale
 from ..tensors import GroupedTensor, QuantizedTensor
 from ..upstream.modules import drop_buffer, own_buffers
 from .router_record import RouterRecord, table_of
@@ -209,7 +207,8 @@ def _splits(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Tenso
 
 def _plan(layer: Any, recipe: Recipe | None, stage: Stage) -> LinearPlan:
     """Return the plan of a stage with both gradients."""
-    return linear_plan(recipe, stage.name, True, True, module_type=layer._module_type)
+    joins = layer._parallel is not None
+    return linear_plan(recipe, stage.name, True, True, module_type=layer._module_type, joins=joins)
 
 
 def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) -> Quantizer | None:
@@ -232,10 +231,7 @@ def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> T
         return None
     # Under an autocast its first forward would. A trace reads once which rules the layer has: those of all stages.
     layer._keep_states(tuple(plans), tuple(plans.values()))
-    mode = "forward" if direction == "fwd" else "backward"
-    scale = getattr(layer, f"{stage.prefix}scale_{direction}")
-    shared = layer._parallel is not None or bool(DETERMINISM.batch_invariant)
-    return read_scales([scale], [unseen_scale(delayed, mode, shared)])[0]  # type: ignore[no-any-return]
+    return getattr(layer, f"{stage.prefix}scale_{direction}")  # type: ignore[no-any-return]
 
 
 class Watch:

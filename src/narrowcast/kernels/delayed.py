@@ -1,4 +1,4 @@
-"""Delayed scaling: a launch advances scales and histories of many tensors; another copies the scales of a layer."""
+"""Delayed scaling: a launch advances scales and histories of many tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._checks import shown
 from ..formats import FLT_MAX, cdiv
-from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
+from .launch import Launcher, check_device
 
 COLUMNS = 8  # 32 bytes of a history's row
 ROWS = 1024  # at once, at most: a program that walks down a history in steps waits for memory at each of them
@@ -127,75 +126,3 @@ def renew(
             # the first one again in the places of others, which no program renews
             arguments = itertools.chain(*some, *some[:1] * (STATES - len(some)))
             _renew((cdiv(n, COLUMNS), len(some), 1), (*arguments, L, n), constants)
-
-
-@triton.jit
-def _copy_columns(scale_ptr, copy_ptr, unseen, n, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < n
-    scale = tl.load(scale_ptr + column, mask=inside, other=1.0)
-    tl.store(copy_ptr + column, tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale), mask=inside)
-    for row in tl.static_range(1, 1 + WORDS):
-        tl.store(copy_ptr + row * n + column, tl.zeros(scale.shape, tl.float32), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "first_scale_ptr",
-        "first_copy_ptr",
-        "second_scale_ptr",
-        "second_copy_ptr",
-    ]
-)
-def _delayed_copy_kernel(
-    first_scale_ptr,
-    first_copy_ptr,
-    second_scale_ptr,
-    second_copy_ptr,
-    first_unseen,
-    second_unseen,
-    first_n,
-    second_n,
-    BOTH: tl.constexpr,
-    FIRST_WORDS: tl.constexpr,
-    SECOND_WORDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    if tl.program_id(1) == 0:
-        _copy_columns(first_scale_ptr, first_copy_ptr, first_unseen, first_n, FIRST_WORDS, COLUMNS)
-    elif BOTH:
-        _copy_columns(second_scale_ptr, second_copy_ptr, second_unseen, second_n, SECOND_WORDS, COLUMNS)
-
-
-_copy = Launcher(_delayed_copy_kernel, num_warps=8)
-
-
-def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
-    """Compute ``reference.delayed.copy_scales``, two vectors in a launch."""
-    check_device(scales[0])
-    new, copies = beside(scales[0]), []
-    launch_of = _copy_launch if type(scales[0]) in PLAIN else _copy_launch.__wrapped__
-    for at in range(0, len(scales), 2):
-        tensors, sizes, values = [], [], unseen[at : at + 2]
-        for scale, value in zip(scales[at : at + 2], values):
-            size = scale.shape[0]
-            shape = ((4, size), (size, 1)) if value < 0.0 else ((size,), (1,))
-            copies.append(new(*shape, torch.float32))
-            tensors += [scale, copies[-1]]
-            sizes.append(size)
-        launch = launch_of(tuple(sizes), tuple(values))
-        if launch is not None:
-            launch(tensors)
-    return copies
-
-
-@remembered
-def _copy_launch(sizes: tuple[int, ...], unseen: tuple[float, ...]) -> Launch | None:
-    """Return the launch for one or two vectors of these sizes; None if they are empty."""
-    if not max(sizes):
-        return None
-    both, words = len(sizes) > 1, [3 if value < 0.0 else 0 for value in unseen]
-    tensors = [TENSOR] * 4 if both else [TENSOR, TENSOR, None, None]
-    arguments = [*tensors, unseen[0], unseen[-1], sizes[0], sizes[-1]]
-    options = (both, words[0], words[-1], COLUMNS)
-    return Launch(_copy, (cdiv(max(sizes), COLUMNS), 1 + both, 1), arguments, options)

@@ -35,7 +35,7 @@ from .launch import (
     contiguous,
     remembered,
 )
-from .scaling import OVERFLOW_BY_DTYPE, scale_from_amax, scale_or_own
+from .scaling import OVERFLOW_BY_DTYPE, scale_from_amax, scale_or_first
 
 SMALL = 1 << 16
 """Elements up to which every program finds the amax of all rows itself."""
@@ -50,6 +50,7 @@ def _scale_of_all(
     n,
     partials,
     epsilon,
+    unseen,
     SCALING: tl.constexpr,
     SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
@@ -60,16 +61,17 @@ def _scale_of_all(
 ):
     """Return the encoding scale of the whole tensor: given, or from its amax; 1 if each block has its own.
 
-    "first": given, or from the amax if it is negative.
+    "first": given, or from the amax if it is 0.
     """
     if SCALING == "given":
-        return tl.load(scale_ptr + SLOT)
+        scale = tl.load(scale_ptr + SLOT)
+        return tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
     elif SCALING == "first":
         scale = tl.load(scale_ptr + SLOT)
-        if scale < 0.0:
+        if scale == 0.0:
             start = tl.full([], 0, tl.int32)
             largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK, EMULATE)
-            scale = scale_or_own(scale, tl.maximum(largest, 0.0))
+            scale = scale_or_first(scale, unseen, tl.maximum(largest, 0.0))
         return scale
     elif SCALING == "current":
         if PARTIALS == 0:
@@ -107,6 +109,7 @@ def _one_row_kernel(
     block_stride,
     partials,
     epsilon,
+    unseen,
     SCALING: tl.constexpr,
     SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
@@ -128,6 +131,7 @@ def _one_row_kernel(
         K,
         partials,
         epsilon,
+        unseen,
         SCALING,
         SLOT,
         POWER_2,
@@ -186,6 +190,7 @@ def _few_rows_kernel(
     block_stride,
     partials,
     epsilon,
+    unseen,
     SCALING: tl.constexpr,
     SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
@@ -210,6 +215,7 @@ def _few_rows_kernel(
         M * K,
         partials,
         epsilon,
+        unseen,
         SCALING,
         SLOT,
         POWER_2,
@@ -305,6 +311,7 @@ def _launches(
     slot: int,
     power_2: bool,
     epsilon: float,
+    unseen: float,
     partials: int,
 ) -> tuple[int, Launch, Launch | None]:
     """Return the parts of the contraction, the launch that multiplies, and the one that adds the parts, if any."""
@@ -320,7 +327,7 @@ def _launches(
         partials and triton.next_power_of_2(partials),
         amax_block,
     )
-    ends = [*strides[-2:], partials, epsilon]
+    ends = [*strides[-2:], partials, epsilon, unseen]
     operands = [TENSOR, TENSOR if given else None, TENSOR, TENSOR]
     if M == 1 and scaling != "codes":
         rows, tile = ONE_ROW_TILE
@@ -363,6 +370,7 @@ def matmul(
     slot: int = 0,
     power_2: bool = False,
     epsilon: float = 0.0,
+    unseen: float = 0.0,
 ) -> Tensor:
     """Return ``quantized(x) @ weight.T + bias``, sums in fp32, rounded once.
 
@@ -373,17 +381,17 @@ def matmul(
         bias: (N,) or None.
         dtype: of the result.
         scaling: of ``x``: "current", "given" or "1x128".
-        scale: fp32 (n,), whose element ``slot`` is given, or (4, n), where it may be negative.
-        power_2, epsilon: as the quantize functions take them.
+        scale: fp32 (n,), whose element ``slot`` is given.
+        power_2, epsilon, unseen: as the quantize functions take them.
     """
     check_input(x, 2)
     x = x.contiguous()
     partial = amax_parts(x) if scaling == "current" and x.numel() > SMALL else None
     given = scale if scaling == "given" else partial
-    if scale is not None and scaling == "given" and scale.dim() == 2:
+    if unseen < 0.0:
         scaling = "first"
     parts = 0 if partial is None else partial.numel()
-    return _run(x, given, codes, weight_scale, bias, dtype, scaling, slot, power_2, epsilon, parts)
+    return _run(x, given, codes, weight_scale, bias, dtype, scaling, slot, power_2, epsilon, unseen, parts)
 
 
 def multiply_codes(
@@ -416,6 +424,7 @@ def _run(
     slot: int = 0,
     power_2: bool = False,
     epsilon: float = 0.0,
+    unseen: float = 0.0,
     partials: int = 0,
 ) -> Tensor:
     codes = codes.contiguous()
@@ -425,7 +434,7 @@ def _run(
         strides = (strides[0], weight_scale.stride(1), weight_scale.stride(0))
     launches_of = _launches if type(x) in PLAIN else _launches.__wrapped__
     splits, multiply, add = launches_of(
-        M, N, K, x.dtype, strides, bias is not None, scaling, slot, power_2, epsilon, partials
+        M, N, K, x.dtype, strides, bias is not None, scaling, slot, power_2, epsilon, unseen, partials
     )
     new = beside(x)
     out: Any = new(*contiguous((M, N)), dtype)

@@ -32,7 +32,7 @@ from .codecs import (
     pack_codes,
     scaled_float32,
 )
-from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, take_part
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words
 from .graph_amax import amax_parts_in_graph
 from .launch import (
     INTERPRETING,
@@ -161,14 +161,14 @@ def _emit_tile(
 
 @triton.jit
 def _own_scale(
-    scale, scale_ptr, operands, M, K, width, FIRST: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    scale, unseen, words_ptr, operands, M, K, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     PAIRED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Return the scale of the amax of all tiles, instead of a negative one."""
+    """Return the scale of the amax of all tiles, instead of 0."""
     columns = tl.cdiv(width, TILE_COLUMNS)
     parts = (tl.cdiv(M, TILE_ROWS) * columns).to(tl.int32)
-    part = take_part(scale_ptr, FIRST)
+    part = take_part(words_ptr, 1)
     while part < parts:
         m = (part // columns).to(tl.int64) * TILE_ROWS
         k = (part % columns).to(tl.int64) * TILE_COLUMNS
@@ -181,27 +181,28 @@ def _own_scale(
                 EVEN, EMULATE,
             )  # fmt: skip
             largest = tl.maximum(largest, magnitudes_of_tile(xs, ys, PAIRED, EMULATE))
-        raise_own_amax(scale_ptr, FIRST, tl.max(largest))
-        end_part(scale_ptr, FIRST)
-        part = take_part(scale_ptr, FIRST)
-    return own_scales(scale, scale_ptr, FIRST, parts, 0, None)
+        raise_own_amax(words_ptr, tl.max(largest))
+        end_part(words_ptr, 1)
+        part = take_part(words_ptr, 1)
+    return own_scales(scale, unseen, words_ptr, 1, parts, 0, None)
 
 
 @triton.jit(
     do_not_specialize=["band_bits", "partials"],
-    do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"],
+    do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr", "words_ptr"],
 )
 def _float8_cast_tile_kernel(
     operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7, scale_ptr, data_ptr,
-    transpose_ptr, scale_inv_ptr, amax_ptr, sums_ptr, M, K, band_bits, partials, epsilon, E5M2: tl.constexpr,
+    transpose_ptr, scale_inv_ptr, amax_ptr, words_ptr, sums_ptr, M, K, band_bits, partials, epsilon, unseen,
+    E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, SUMS: tl.constexpr, CURRENT: tl.constexpr,
     FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr,
     SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     PAIRED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    # FIRST: the scale may be negative (``first_scale.py``), and the words of that are so many floats apart; 0: it is
-    # not.
+    # FIRST: the scale of a tensor of which nothing was seen, for a scale of 0 (``first_scale.py``): its "own", or
+    # "given" as ``unseen``; "": a scale of 0 is one.
     operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The pass before, over all rows, ends at the last ones, so what L2 still holds is there: start there.
     REVERSE: tl.constexpr = CURRENT or SOURCE == "norm" or SOURCE == "norm_backward"
@@ -219,7 +220,7 @@ def _float8_cast_tile_kernel(
 
     # The tile first: its latency covers that of what gives the scale. A tile that is computed takes registers, which a
     # scale that may be unknown needs before it.
-    EARLY: tl.constexpr = FIRST == 0 or SOURCE == "tensor"
+    EARLY: tl.constexpr = FIRST != "own" or SOURCE == "tensor"
     if EARLY:
         xs, ys = load_four_rows(
             operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
@@ -230,10 +231,12 @@ def _float8_cast_tile_kernel(
     scale = _tensor_scale(
         scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
     )  # fmt: skip
-    if FIRST:
-        if scale < 0.0:
+    if FIRST == "given":
+        scale = tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
+    if FIRST == "own":
+        if scale == 0.0:
             scale = _own_scale(
-                scale, scale_ptr, operands, M, K, width, FIRST, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
+                scale, unseen, words_ptr, operands, M, K, width, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
                 PAIRED, EVEN, EMULATE,
             )  # fmt: skip
             if EARLY:  # once more, so that its registers are free until here
@@ -273,10 +276,12 @@ def _load_flat(x_ptr, block, n, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, EMUL
 
 
 @triton.jit(
-    do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr"]
+    do_not_specialize=["partials"],
+    do_not_specialize_on_alignment=["scale_ptr", "amax_ptr", "scale_inv_ptr", "words_ptr"],
 )
 def _float8_cast_kernel(
-    x_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, n, partials, epsilon, E5M2: tl.constexpr,
+    x_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, words_ptr, n, partials, epsilon, unseen,
+    E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, CURRENT: tl.constexpr, FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK: tl.constexpr, EMULATE: tl.constexpr,
@@ -288,23 +293,25 @@ def _float8_cast_kernel(
     start = program.to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
-    if FIRST:
+    if FIRST == "own":
         scale = tl.load(scale_ptr)
-        if scale < 0.0:
-            part = take_part(scale_ptr, FIRST)
+        if scale == 0.0:
+            part = take_part(words_ptr, 1)
             while part < tl.num_programs(0):
                 values = _load_flat(x_ptr, part, n, ROUNDED, BLOCK, EMULATE)
-                raise_own_amax(scale_ptr, FIRST, tl.max(magnitude(values, EMULATE), axis=0))
-                end_part(scale_ptr, FIRST)
-                part = take_part(scale_ptr, FIRST)
-            scale = own_scales(scale, scale_ptr, FIRST, tl.num_programs(0), 0, None)
+                raise_own_amax(words_ptr, tl.max(magnitude(values, EMULATE), axis=0))
+                end_part(words_ptr, 1)
+                part = take_part(words_ptr, 1)
+            scale = own_scales(scale, unseen, words_ptr, 1, tl.num_programs(0), 0, None)
     x = _load_flat(x_ptr, program, n, ROUNDED, BLOCK, EMULATE)
     if AMAX:
         previous = tl.load(amax_ptr)
-    if not FIRST:
+    if FIRST != "own":
         scale = _tensor_scale(
             scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
         )  # fmt: skip
+    if FIRST == "given":
+        scale = tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
     if AMAX:
         _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
     code = fp8_code(scaled_float32(x, scale, CURRENT, EMULATE), E5M2, EMULATE)
@@ -358,11 +365,11 @@ def _float8_transpose_kernel(
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
-_cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr", "scale_ptr"))
+_cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr", "words_ptr"))
 _cast_stepped = Launcher(
-    _float8_cast_tile_kernel, num_warps=16, undeclared=("amax_ptr", "scale_ptr")
+    _float8_cast_tile_kernel, num_warps=16, undeclared=("amax_ptr", "words_ptr")
 )  # more is in flight
-_cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr", "scale_ptr"))
+_cast = Launcher(_float8_cast_kernel, num_warps=4, undeclared=("amax_ptr", "words_ptr"))
 _amax = Launcher(_float8_amax_kernel, num_warps=4)
 _transpose = Launcher(_float8_transpose_kernel, num_warps=4)
 
@@ -376,7 +383,7 @@ def _cast_launch(
     rowwise: bool,
     columnwise: bool,
     given: tuple[bool, bool, bool],
-    first: int,
+    unseen: float,
     current: bool,
     power_2: bool,
     partials: int,
@@ -387,22 +394,24 @@ def _cast_launch(
     Args:
         shape, constants, operands: of the source.
         given: whether there are a scale, an amax and column sums.
-        first: how far apart the words of an unknown scale are; 0: the scale is known.
+        unseen: as of :func:`quantize`.
         partials: how many partial maxima the scale is.
     """
     M, K = math.prod(shape[:-1]), shape[-1]
     has_scale, has_amax, asks_sums = given
+    first = rule_of(unseen)
     rule = (
         current, FLOAT8_FORMATS[fmt].max, FLT_MAX, power_2 and current, partials and 1 << (partials - 1).bit_length(),
         first,
     )  # fmt: skip
     outputs = (fmt == "e5m2", rowwise, columnwise, has_amax)
-    pointers = [TENSOR if there else None for there in (has_scale, rowwise, columnwise, True, has_amax)]
+    there = (has_scale, rowwise, columnwise, True, has_amax, first == "own")
+    pointers = [TENSOR if one else None for one in there]
     n, elementwise = M * K, constants[0] in ("tensor", "rounded")
     if n == 0 or (elementwise and not asks_sums and (not columnwise or M <= 1 or K <= 1)):
         operands, launcher = 1, _cast
         grid = (max(cdiv(n, FLAT_BLOCK), 1), 1, 1)
-        arguments = [TENSOR, *pointers, n, partials, epsilon]
+        arguments = [TENSOR, *pointers, n, partials, epsilon, unseen]
         options = (*outputs, *rule, constants[1] if elementwise else "", FLAT_BLOCK, INTERPRETING)
     else:
         launcher = _cast_stepped if constants[0] == "adam" else _cast_tile
@@ -413,7 +422,7 @@ def _cast_launch(
         sums = TENSOR if asks_sums else None
         absent = [None] * (8 - operands)
         arguments = [
-            *[TENSOR] * operands, *absent, *pointers, sums, M, K, band_bits, partials, epsilon,
+            *[TENSOR] * operands, *absent, *pointers, sums, M, K, band_bits, partials, epsilon, unseen,
         ]  # fmt: skip
         options = (
             *outputs, asks_sums, *rule, *constants, paired, TILE_ROWS, columns, even, M % 4 == 0, is_wide(M, K),
@@ -433,6 +442,7 @@ def _run_cast(
     current: bool,
     power_2: bool,
     epsilon: float,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Cast with ``scale``, or where ``current`` with the scale of the amax.
 
@@ -445,8 +455,7 @@ def _run_cast(
     launch, count, rows, columns = launch_of(
         source.shape, source.constants, len(operands), fmt.name, rowwise, columnwise,
         (scale is not None, amax is not None, sums is not None),
-        scale.stride(0) if scale is not None and scale.dim() == 2 else 0,
-        current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
+        unseen, current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
     )  # fmt: skip
     new, buffers = beside(like), []
     if source.out is not None:
@@ -460,6 +469,8 @@ def _run_cast(
     tensors = [*operands[:count], *buffers] if scale is None else [*operands[:count], scale, *buffers]
     if amax is not None:
         tensors.append(amax)
+    if unseen < 0.0:
+        tensors.append(words(like))
     if sums is not None and sums.numel():  # an empty source has no sums
         tensors.append(sums)
     launch(tensors)
@@ -474,13 +485,14 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None = None,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Compute ``reference.float8.quantize`` of a tensor or source, both directions and the amax from one read.
 
     Raises:
         ValueError: also a tensor the kernels cannot reach, or rank 0.
     """
-    return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, False, False, 0.0)
+    return _run_cast(source_of(x, 1), scale, fmt, rowwise, columnwise, amax, False, False, 0.0, unseen)
 
 
 def quantize_current(

@@ -17,6 +17,7 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_codes, magnitude, magnitudes_of_tile, pack_codes, round_to_dtype, to_float32
+from .first_scale import rule_of, words
 from .grouped_quantize import (
     encoding_scale,
     group_ends,
@@ -29,7 +30,7 @@ from .grouped_quantize import (
     store_reciprocals,
 )
 from .launch import INTERPRETING, Launcher
-from .scaling import scale_or_own
+from .scaling import scale_or_first
 from .sources import Source
 from .tiles import is_wide, store_rows, store_transposed, tile_grid, tile_position
 
@@ -82,17 +83,20 @@ def _raise_amaxes(
 
 
 @triton.jit(
-    do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "amax_ptr"]
+    do_not_specialize=["groups"],
+    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "words_ptr", "amax_ptr"],
 )
 def _grouped_gated_amax_kernel(
     x_ptr,
     grad_ptr,
     splits_ptr,
     scale_ptr,
+    words_ptr,
     amax_ptr,
     T,
     F,
     groups,
+    unseen,
     FIRST: tl.constexpr,
     FUNCTION: tl.constexpr,
     P0: tl.constexpr,
@@ -104,25 +108,23 @@ def _grouped_gated_amax_kernel(
     COLUMNS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    # FIRST: write scales, in place of negative ones those of the amaxes; if all are known, end at once. The words of
-    # ``first_scale.py`` are so many times ``groups`` apart.
+    # FIRST: write scales, in place of 0 those of the amaxes; if all are known, end at once.
     if FIRST:
         scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
         if not is_unseen:
             return
-        amaxes = scale_ptr + FIRST * groups
         for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
             _raise_amaxes(
-                x_ptr, grad_ptr, splits_ptr, amaxes, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS, ROWS,
-                COLUMNS, EMULATE,
+                x_ptr, grad_ptr, splits_ptr, words_ptr, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS,
+                ROWS, COLUMNS, EMULATE,
             )  # fmt: skip
         tl.debug_barrier()  # all threads have raised their amaxes
-        done = (scale_ptr + 3 * FIRST * groups).to(tl.pointer_type(tl.int32))
+        done = (words_ptr + groups).to(tl.pointer_type(tl.int32))
         if tl.atomic_add(done, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             inside = index < groups
-            bits = amaxes.to(tl.pointer_type(tl.int32)) + index
+            bits = words_ptr.to(tl.pointer_type(tl.int32)) + index
             found = tl.atomic_xchg(bits, index * 0, mask=inside, sem="relaxed").to(tl.float32, bitcast=True)
-            tl.store(amax_ptr + index, scale_or_own(scales, found), mask=inside)
+            tl.store(amax_ptr + index, scale_or_first(scales, unseen, found), mask=inside)
             tl.atomic_xchg(done, 0, sem="relaxed")
     else:
         _raise_amaxes(
@@ -178,13 +180,13 @@ def _emit(
 )
 def _grouped_gated_cast_kernel(
     x_ptr, grad_ptr, splits_ptr, scale_ptr, own_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, F, rows,
-    groups, band_bits, epsilon, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
+    groups, band_bits, epsilon, unseen, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     BACKWARD: tl.constexpr, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
     CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
     ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    # ``rows``: of the transposed codes, all groups padded. FIRST: scales may be negative, and are in ``own_ptr`` then.
+    # ``rows``: of the transposed codes, all groups padded. FIRST: as in ``float8.py``; scales of 0 are in ``own_ptr``.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
@@ -201,9 +203,9 @@ def _grouped_gated_cast_kernel(
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
     loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
-    if FIRST:
-        loaded = tl.load(own_ptr + group, mask=loaded < 0.0, other=loaded)
-    scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
+    if FIRST == "own":
+        loaded = tl.load(own_ptr + group, mask=loaded == 0.0, other=loaded)
+    scale = encoding_scale(loaded, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)[:, None]
     if AMAX:
         largest = magnitudes_of_tile(firsts, seconds, BACKWARD, EMULATE)
         raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
@@ -218,15 +220,17 @@ def _grouped_gated_cast_kernel(
             ROWWISE, COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
-        if FIRST:
+        if FIRST == "own":
             scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
             if is_unseen:
                 scales = tl.load(own_ptr + index, mask=index < groups, other=1.0)
+            else:
+                scales = tl.where(scales == 0.0, 1.0, scales)  # of groups without rows
             store_reciprocals(scale_inv_ptr, scales, index, groups)
         else:
             store_inverses(
-                scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
-            )
+                scale_inv_ptr, scale_ptr, groups, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST, GROUPS
+            )  # fmt: skip
 
 
 _amax = Launcher(_grouped_gated_amax_kernel, num_warps=8)
@@ -243,29 +247,30 @@ def _operands(source: Source) -> tuple[tuple[Tensor, Tensor], int, tuple[Any, ..
 def amaxes(source: Source, splits: Tensor, groups: int) -> Tensor:
     """Return ``grouped_quantize.amaxes`` of what the source computes."""
     amax = torch.zeros(groups, dtype=torch.float32, device=source.device)
-    _measure(source, splits, amax, amax, groups, 0)
+    _measure(source, splits, amax, amax, groups, 0.0)
     return amax
 
 
-def _own_scales(source: Source, splits: Tensor, scale: Tensor, groups: int) -> Tensor:
-    """Return scales, in place of negative ones those of the amaxes; if none of a group with rows is negative, anything.
+def _own_scales(source: Source, splits: Tensor, scale: Tensor, groups: int, unseen: float) -> Tensor:
+    """Return scales, in place of 0 those of the amaxes; if none of a group with rows is 0, anything.
 
     A launch of its own, which ends at once then: with what this takes in the cast, as ``first_scale.py`` has it, every
     later cast keeps fewer programs on a multiprocessor, and takes up to 21% longer.
     """
     own = torch.empty(groups, dtype=torch.float32, device=source.device)
-    _measure(source, splits, scale, own, groups, scale.stride(0) // max(groups, 1))
+    _measure(source, splits, scale, own, groups, unseen)
     return own
 
 
-def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups: int, first: int) -> None:
+def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups: int, unseen: float) -> None:
     operands, F, function = _operands(source)
     T = source.shape[0]
+    first = bool(unseen)
     programs = min(cdiv(T, AMAX_ROWS), FIRST_PROGRAMS if first else T)
     if groups:
         _amax(
             (max(programs, 1), 1, 1),
-            (*operands, splits, scale, out, T, F, groups),
+            (*operands, splits, scale, words(out, groups) if first else scale, out, T, F, groups, unseen),
             (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
         )
 
@@ -282,15 +287,16 @@ def _run(
     current: bool,
     power_2: bool,
     epsilon: float,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     operands, F, function = _operands(source)
-    groups, T = scale.shape[-1], source.shape[0]
+    groups, T = scale.shape[0], source.shape[0]
     rows, data, transpose, scale_inv = grouped_current.outputs(
         source.shape, source.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
-        first = scale.dim() == 2
-        own = _own_scales(source, splits, scale, groups) if first else scale
+        first = rule_of(unseen)
+        own = _own_scales(source, splits, scale, groups, unseen) if first == "own" else scale
         # One program at least, which writes the scales.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(F, TILE_COLUMNS), 1))
         absent = operands[0]  # the constants keep the kernel from touching it
@@ -299,7 +305,7 @@ def _run(
             (
                 *operands, splits, scale, own, absent if data is None else data,
                 absent if transpose is None else transpose, scale_inv, scale if amax is None else amax, T, F, rows,
-                groups, band_bits, float(epsilon),
+                groups, band_bits, float(epsilon), unseen,
             ),
             (
                 *function, fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
@@ -320,9 +326,10 @@ def quantize(
     columnwise: bool,
     alignment: int,
     amax: Tensor | None = None,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Compute ``grouped_quantize.quantize`` of a gated activation of rows, or its gradient, from ``sources``."""
-    return _run(source, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0)
+    return _run(source, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0, unseen)
 
 
 def quantize_current(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
-from .first_scale import ROWS_AT_ONCE, end_part, own_scales, take_part
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, rule_of, take_part, words
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import (
@@ -107,14 +107,18 @@ def _grouped_quantize_amax_kernel(
 def encoding_scale(
     scale,
     epsilon,
+    unseen,
     CURRENT: tl.constexpr,
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Return the scale from what was loaded: a scale, or an amax under current scaling."""
     if CURRENT:
         return scale_from_amax(scale, epsilon, FP8_MAX, OVERFLOW, POWER_2)
+    if FIRST == "given":
+        return tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
     return scale
 
 
@@ -133,12 +137,12 @@ def locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def loaded_scales(splits_ptr, scale_ptr, groups, GROUPS: tl.constexpr):
-    """Return the scales of all groups [GROUPS], their places, and whether one of a group with rows is negative."""
+    """Return the scales of all groups [GROUPS], their places, and whether one of a group with rows is 0."""
     index = tl.arange(0, GROUPS)
     scales = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
     splits = tl.load(splits_ptr + index, mask=index < groups, other=0)
-    # a group without rows has no amax, and no tensor: it may stay negative for ever
-    return scales, index, tl.max(((scales < 0.0) & (splits > 0)).to(tl.int32), axis=0) != 0
+    # a group without rows has no amax, and no tensor: its scale may stay 0 for ever
+    return scales, index, tl.max(((scales == 0.0) & (splits > 0)).to(tl.int32), axis=0) != 0
 
 
 @triton.jit
@@ -154,25 +158,26 @@ def store_inverses(
     scale_ptr,
     groups,
     epsilon,
+    unseen,
     CURRENT: tl.constexpr,
     FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
+    FIRST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     """Store the reciprocals of all groups' scales."""
     index = tl.arange(0, GROUPS)
     scale = tl.load(scale_ptr + index, mask=index < groups, other=1.0)
-    store_reciprocals(
-        scale_inv_ptr, encoding_scale(scale, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2), index, groups
-    )
+    scale = encoding_scale(scale, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)
+    store_reciprocals(scale_inv_ptr, scale, index, groups)
 
 
 @triton.jit
 def store_reciprocals(scale_inv_ptr, scale, index, groups):
-    """Store the reciprocals of scales; a negative one is of a group without rows, and reads as 1."""
+    """Store the reciprocals of scales."""
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    tl.store(scale_inv_ptr + index, tl.where(scale < 0.0, 1.0, inverse), mask=index < groups)
+    tl.store(scale_inv_ptr + index, inverse, mask=index < groups)
 
 
 @triton.jit
@@ -203,15 +208,16 @@ def _load(
 
 @triton.jit
 def _own_scales(
-    scales, x_ptr, splits_ptr, scale_ptr, words, stride, shape, member, RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr,
+    scales, unseen, x_ptr, splits_ptr, words_ptr, shape, member, RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr,
     GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Return scales, of all groups or of a matrix, and instead of negative ones those of the amaxes."""
+    """Return scales, of all groups or of a matrix, and instead of 0 those of the amaxes."""
     K, rows, groups = shape[1], shape[2], shape[3]
     columns = tl.maximum(tl.cdiv(K, TILE_COLUMNS), 1)
     parts = (tl.cdiv(rows, TILE_ROWS) * columns).to(tl.int32)
-    part = take_part(words, stride)
+    own_ptr = words_ptr + member  # of this matrix, or of all groups
+    part = take_part(own_ptr, groups)
     while part < parts:
         m = (part // columns).to(tl.int64) * TILE_ROWS
         k = (part % columns).to(tl.int64) * TILE_COLUMNS
@@ -221,29 +227,29 @@ def _own_scales(
                 EVEN,
             )  # fmt: skip
             largest = tl.max(magnitude_of_four(*values, EMULATE), axis=1)
-            raise_amax(scale_ptr + stride, group, largest, groups)
-        end_part(words, stride)
-        part = take_part(words, stride)
+            raise_amax(words_ptr, group, largest, groups)
+        end_part(own_ptr, groups)
+        part = take_part(own_ptr, groups)
     if RAGGED:
         index = tl.arange(0, GROUPS)
-        return own_scales(scales, words, stride, parts, index, index < groups)
+        return own_scales(scales, unseen, own_ptr, groups, parts, index, index < groups)
     else:
-        return own_scales(scales, words, stride, parts, 0, None)
+        return own_scales(scales, unseen, own_ptr, groups, parts, 0, None)
 
 
 @triton.jit(
     do_not_specialize=["groups", "band_bits"],
-    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr"],
+    do_not_specialize_on_alignment=["splits_ptr", "scale_ptr", "scale_inv_ptr", "amax_ptr", "words_ptr"],
 )
 def _grouped_quantize_cast_kernel(
-    x_ptr, splits_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, T, K, rows, groups, band_bits,
-    epsilon, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
+    x_ptr, splits_ptr, scale_ptr, data_ptr, transpose_ptr, scale_inv_ptr, amax_ptr, words_ptr, T, K, rows, groups,
+    band_bits, epsilon, unseen, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
     CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     # ``rows``: of the transposed codes, all groups padded; without RAGGED of every matrix of the batch.
-    # FIRST: scales may be negative (``first_scale.py``), and the words of that are so many times ``groups`` apart.
+    # FIRST: as in ``float8.py``.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
     m0 = tile_m * TILE_ROWS
     k0 = tile_k * TILE_COLUMNS
@@ -254,19 +260,16 @@ def _grouped_quantize_cast_kernel(
         K = K.to(tl.int64)
     member = tl.program_id(2).to(tl.int64)
     shape = T, K, rows, groups
-    if FIRST:
-        stride = FIRST * groups
+    if FIRST == "own":
         if RAGGED:
-            words = scale_ptr
             scales, index, is_unseen = loaded_scales(splits_ptr, scale_ptr, groups, GROUPS)
         else:
-            words = scale_ptr + member
-            scales = tl.load(words)
-            is_unseen = scales < 0.0
+            scales = tl.load(scale_ptr + member)
+            is_unseen = scales == 0.0
         if is_unseen:
             scales = _own_scales(
-                scales, x_ptr, splits_ptr, scale_ptr, words, stride, shape, member, RAGGED, ALIGNMENT, GROUPS,
-                TILE_ROWS, TILE_COLUMNS, EVEN, EMULATE,
+                scales, unseen, x_ptr, splits_ptr, words_ptr, shape, member, RAGGED, ALIGNMENT, GROUPS, TILE_ROWS,
+                TILE_COLUMNS, EVEN, EMULATE,
             )  # fmt: skip
 
     xs, group, source, left = _load(
@@ -279,14 +282,15 @@ def _grouped_quantize_cast_kernel(
     offsets = row * K + column
     if RAGGED:
         loaded = tl.load(scale_ptr + group, mask=group < groups, other=1.0)
-        if FIRST:
+        if FIRST == "own":
             if is_unseen:
                 loaded = scale_of_rows(scales, index, group, groups)
-        scale = encoding_scale(loaded, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)[:, None]
-    elif FIRST:
+        scale = encoding_scale(loaded, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)[:, None]
+    elif FIRST == "own":
         scale = scales
     else:
-        scale = encoding_scale(tl.load(scale_ptr + member), epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2)
+        loaded = tl.load(scale_ptr + member)
+        scale = encoding_scale(loaded, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)
     if AMAX:
         raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
 
@@ -307,12 +311,14 @@ def _grouped_quantize_cast_kernel(
     if (tile_m == 0) & (tile_k == 0):
         if not RAGGED:
             tl.store(scale_inv_ptr + member, tl.div_rn(1.0, scale))
-        elif FIRST:
+        elif FIRST == "own":
+            if not is_unseen:
+                scales = tl.where(scales == 0.0, 1.0, scales)  # of groups without rows
             store_reciprocals(scale_inv_ptr, scales, index, groups)
         else:
             store_inverses(
-                scale_inv_ptr, scale_ptr, groups, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, GROUPS
-            )
+                scale_inv_ptr, scale_ptr, groups, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST, GROUPS
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["splits_ptr"])
@@ -411,13 +417,14 @@ def _run_cast(
     current: bool,
     power_2: bool,
     epsilon: float,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
-    groups, K = scale.shape[-1], x.shape[-1]
+    groups, K = scale.shape[0], x.shape[-1]
     rows, data, transpose, scale_inv = grouped_current.outputs(
         x.shape, x.device, splits, groups, rowwise, columnwise, alignment
     )
     if groups:
-        first = scale.stride(0) // groups if scale.dim() == 2 else 0
+        first = rule_of(unseen)
         # One program at least, which writes the scales; the second dim is what a band of tiles may reach.
         (across, down, _), band_bits = tile_grid(max(cdiv(rows, TILE_ROWS), 1), max(cdiv(K, TILE_COLUMNS), 1))
         even = rows % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
@@ -426,8 +433,9 @@ def _run_cast(
             (across, down, groups if splits is None else 1),
             (
                 x, scale if splits is None else splits, scale, x if data is None else data,
-                x if transpose is None else transpose, scale_inv, scale if amax is None else amax, x.shape[0], K, rows,
-                groups, band_bits, float(epsilon),
+                x if transpose is None else transpose, scale_inv, scale if amax is None else amax,
+                words(x, groups) if first == "own" else scale, x.shape[0], K, rows, groups, band_bits, float(epsilon),
+                unseen,
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
@@ -448,6 +456,7 @@ def quantize(
     columnwise: bool,
     alignment: int,
     amax: Tensor | None = None,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Compute ``reference.grouped_quantize.quantize``: both directions and the amaxes from one read of ``x``.
 
@@ -455,7 +464,7 @@ def quantize(
     """
     _check(x, splits, alignment)
     x = x.contiguous()
-    return _run_cast(x, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0)
+    return _run_cast(x, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0, unseen)
 
 
 def quantize_current(

@@ -29,12 +29,12 @@ def scale_from_amax(amax, epsilon, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr
 
 
 @triton.jit
-def scale_or_own(scale, amax):
-    """Compute ``reference.scaling.scale_or_own``."""
-    own = tl.div_rn(-scale, amax)
-    own = tl.where(own == float("inf"), _FLT_MAX, own)
-    own = tl.where(amax > 0.0, own, 1.0)
-    return tl.where(scale < 0.0, own, scale)
+def scale_or_first(scale, unseen, amax):
+    """Compute ``reference.scaling.scale_or_first`` for a negative ``unseen``."""
+    first = tl.div_rn(tl.where(amax > 0.0, -tl.cast(unseen, tl.float32), 1.0), amax)
+    first = tl.where(first == float("inf"), _FLT_MAX, first)
+    first = tl.where(amax > 0.0, first, 1.0)
+    return tl.where(scale == 0.0, first, scale)
 
 
 @triton.jit

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from .._determinism import DETERMINISM
 from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
-from ..functional import read_scales
 from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
-from ..state import OWNERS, DelayedSlots, asks_callables, unseen_scale, warn_of_no_renewal
+from ..state import OWNERS, DelayedSlots, asks_callables, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import keep_values, own_buffers, own_parameters
@@ -215,36 +212,27 @@ class DelayedLayer(RecipeOwner):
         for plan in plans:
             scales.append(DelayedScales())
             delayed = delayed or plan.forward_state is not None or plan.backward_state is not None
-        if delayed:
-            read_together(((self, prefixes, plans, scales),))
-        return scales
-
-    def _note_scales(
-        self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...], scales: Sequence[DelayedScales]
-    ) -> list[tuple[DelayedScales, Tensor, float]]:
-        """Fill in the layer's own state of stages for one forward, and return what is to be read of it."""
-        training, buffers, reads = self.training, None, []
+        if not delayed:
+            return scales
+        training, buffers = self.training, None
         collects = training or torch.is_grad_enabled()
         if not self._keep_states(prefixes, plans):
             buffers = own_buffers(self)
             self.__dict__["_forwards"] = self._forwards + training
             if training and self._forwards % LOOK_EVERY == 0:
                 self._expect_renewal(prefixes[0])
-        shared = self._parallel is not None or bool(DETERMINISM.batch_invariant)
         for prefix, plan, own in zip(prefixes, plans, scales):
             if plan.forward_state is not None:
                 scale, amax = f"{prefix}scale_fwd", f"{prefix}amax_fwd"
-                known = getattr(self, scale) if buffers is None else buffers[scale]
-                reads.append((own, known, unseen_scale(plan.forward_state, "forward", shared)))
+                own.scale_fwd = getattr(self, scale) if buffers is None else buffers[scale]
                 if collects:
                     own.amax_fwd = getattr(self, amax) if buffers is None else buffers[amax]
             if plan.backward_state is not None:
                 scale, amax = f"{prefix}scale_bwd", f"{prefix}amax_bwd"
                 own.scale_bwd = getattr(self, scale) if buffers is None else buffers[scale]
-                own.unseen_bwd = unseen_scale(plan.backward_state, "backward", shared)
                 if collects:
                     own.amax_bwd = getattr(self, amax) if buffers is None else buffers[amax]
-        return reads
+        return scales
 
     def _expect_renewal(self, prefix: str) -> None:
         """Warn once if parameters change again and again while nothing renews the scales.
@@ -347,21 +335,6 @@ class DelayedLayer(RecipeOwner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         OWNERS.add(self)
-
-
-def read_together(reading: Sequence[Reading]) -> None:
-    """Fill in the state of layers for one forward, and read their scales at once."""
-    reads = []
-    for layer, prefixes, plans, scales in reading:
-        reads += layer._note_scales(prefixes, plans, scales)
-    if reads:
-        owners, known, unseen = zip(*reads)
-        for own, copied in zip(owners, read_scales(list(known), list(unseen))):
-            own.scale_fwd = copied
-
-
-Reading = tuple[DelayedLayer, tuple[str, ...], tuple[LinearPlan, ...], Sequence[DelayedScales]]
-"""A layer, prefixes and plans of its stages, and the records to be filled in."""
 
 
 def _keep_states_while_tracing(context: Any) -> None:

@@ -342,7 +342,7 @@ class GroupedLinearLayer(LinearLayer):
         plan = self._calibration_plan()
         if plan is None or amax is None:
             return
-        if plan.input.delayed:
+        if plan.input.unseen is not None:
             calibrate_(x.detach(), splits, amax)
 
     # -- checks ------------------------------------------------------------------------------------------------------

@@ -301,6 +301,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             hands_over,
             module_type=self._module_type,
             weight_elements=None if self._decodes else weight.numel(),  # codes of eight bits are never kept
+            joins=self._parallel is not None,
         )
 
     def _fwd_args(

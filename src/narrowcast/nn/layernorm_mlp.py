@@ -230,8 +230,15 @@ class LayerNormMLP(NormLinearLayer):
             for plan, stage in zip(plans, (fc1, fc2)):
                 _check_repeatable(plan, stage.name)
             forward_plans = (
-                linear_plan(recipe, fc1.name, False, False, module_type=self._module_type),
-                linear_plan(recipe, fc2.name, False, False, module_type=self._module_type),
+                linear_plan(
+                    recipe,
+                    stage.name,
+                    False,
+                    False,
+                    module_type=self._module_type,
+                    joins=self._parallel is not None,
+                )
+                for stage in (fc1, fc2)
             )
         first, dtype = is_first_microbatch, inp.dtype
         args = (

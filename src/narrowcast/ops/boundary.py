@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._checks import a_kind
 from .._tracing import once_differentiable, release
-from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs, scales_of_backward
+from ..autograd import TO_AUTOGRAD, DelayedScales, LinearBwdArgs
 from ..functional import Metadata, replay_of
 from ..quantizers import Operand
 from ..tensors import (
@@ -157,7 +157,10 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
     """
     forward = _forward
     if call.key is not None:
-        linears = [own["args"] for own in call.arguments if "args" in own]
+        linears = []
+        for own in call.arguments:
+            if "args" in own:
+                linears.append(own["args"])
         forward = replay_of(_forward, [input_, *tensors], linears, *call.key)
     x, to_caller, saved, kept = forward(call, input_, num_params, tensors)
     # no view, which operators in place refuse to write to, nor the memory of an input, which is the caller's
@@ -287,8 +290,7 @@ def _restored(call: Call, kept: Kept, saved: list[Any]) -> list[Any]:
         saved: the scales of the backward by operation, then what the operations saved; emptied.
     """
     count, contexts = len(call.scales), []
-    unseen = [0.0 if scales is None else scales.unseen_bwd for scales in call.scales]
-    scales_bwd = scales_of_backward(saved[:count], unseen)
+    scales_bwd = saved[:count]
     tensors = restore_from_saved(kept.objects, saved[count:])
     release(saved)
     wanted = call.wanted_grad_inputs(scales_bwd)

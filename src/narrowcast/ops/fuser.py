@@ -6,6 +6,8 @@ outside of the boundary (:mod:`.boundary`), which gets it as a value.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch import Tensor, nn
 from .._checks import a_kind, flags, shown, typed
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
-from ..layers import read_together
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
@@ -26,6 +27,8 @@ from .boundary import Call, Fused, Placed, _OperationsFunction, observed_gradien
 from .contract import FusibleOperation
 from .registry import REGISTRY, FusionFunction
 from .wiring import wire
+
+_DTYPE = operator.attrgetter("dtype")
 
 
 def _refuse_computed_parameters(op: nn.Module) -> None:
@@ -173,15 +176,11 @@ class OperationFuser:
         arguments = list(basic_op_kwargs) if basic_op_kwargs else [{}] * len(ops)
         scales: list[DelayedScales | None] = [None] * len(ops)
         plans: list[Any] = []
-        reading: list[Any] = []
         eager_only = False
         observers: dict[int, Any] = {}
         for index in self._quantizing:
             wants_input = index > first or (index == first and input_requires_grad)
-            # codes that have become old are made anew with the arguments, and need their scale then
-            late = not (compiling or ops[index]._values is None or ops[index].codes_are_written)
-            reads = {"reads_scales": False} if late else {}
-            own = ops[index].forward_arguments(index >= first, wants_input, **reads)
+            own = ops[index].forward_arguments(index >= first, wants_input)
             # after the state was made: a trace that has read buffers once does not see later ones
             if ops[index]._watcher is not None and ops[index]._watcher.sampling:
                 observers[index] = ops[index]._watcher.observer(ops[index])
@@ -191,10 +190,6 @@ class OperationFuser:
                 plan: Any = own["args"].plan if "args" in own else own.get("plan")
                 plans.append(plan)
                 eager_only |= plan is not None and bool(plan.eager_only)
-                if late and plan and (plan.forward_state or plan.backward_state):
-                    reading.append((ops[index], ("",), (plan,), (scales[index],)))
-        if reading:
-            read_together(reading)
         fused, operands, key = self._fused_for(
             self.recipe_in_force(compiling), first, params, plans, compiling
         )
@@ -223,14 +218,14 @@ class OperationFuser:
     def recipe_in_force(self, compiling: bool) -> Recipe | None:
         """Return the autocast's recipe, else the own one of all operations with quantizers; None if they differ."""
         state = THREAD.state
-        # in a backward it may be another than that in force
-        if not self._quantizing or (state.depth and (compiling or graph_task_id() == -1)):
+        recomputes = not compiling and graph_task_id() != -1  # whose recipe may be another than that in force
+        if not self._quantizing or (state.depth and not recomputes):
             return state.recipe
-        recipe = self.basic_ops[self._quantizing[0]]._recipe_in_force()
-        for index in self._quantizing[1:]:
-            if self.basic_ops[index]._recipe_in_force() != recipe:
-                return None
-        return recipe
+        recipes = []
+        for index in self._quantizing:
+            op = self.basic_ops[index]
+            recipes.append(op._recipe_in_force() if recomputes else op._recipe)
+        return recipes[0] if recipes.count(recipes[0]) == len(recipes) else None
 
     def fused(self, recipe: Recipe | None, first_with_backward: int = 0) -> Fused:
         """Return the fused operations under a recipe if those from ``first_with_backward`` on have a backward.
@@ -262,7 +257,7 @@ class OperationFuser:
         if compiling:
             fused = self.fused(recipe, first_with_backward)
             return fused, self._operands(fused, {}), None
-        dtypes = [param.dtype for own in params for param in own]
+        dtypes = list(map(_DTYPE, itertools.chain(*params)))
         known = (recipe, REGISTRY.version, first_with_backward, dtypes, plans)
         kept, fused, operands, key = self._last_fused  # at once: another thread may run under another recipe
         if kept != known:

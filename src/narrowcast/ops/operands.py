@@ -6,9 +6,10 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from .._determinism import DETERMINISM
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import Operand
-from ..recipe import DelayedScaling, Recipe, eager_only, remember
+from ..recipe import DelayedScaling, Recipe, eager_only, remember, with_first_scales
 from ..roles import QuantizerRole
 from .contract import BasicOperationLike
 
@@ -31,10 +32,10 @@ def operation_plan(recipe: Recipe, op: BasicOperationLike) -> OperationPlan:
     """
     compiling = while_tracing(_remember_while_tracing)
     roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-    key = _key(roles)
+    key = _key(roles, DETERMINISM.batch_invariant)
     plan = getattr(recipe, key, None)
     if plan is None:
-        plan = _build(recipe, roles)
+        plan = _build(recipe, roles, DETERMINISM.batch_invariant)
         if not compiling:
             remember(recipe, key, plan)
     return plan
@@ -43,16 +44,21 @@ def operation_plan(recipe: Recipe, op: BasicOperationLike) -> OperationPlan:
 _Roles = tuple[list[QuantizerRole], list[QuantizerRole]]
 
 
-def _key(roles: _Roles) -> str:
+def _key(roles: _Roles, batch_invariant: int) -> str:
     names = [
         "|".join([f"{role.module_type}:{role.tensor_type}:{role.name}" for role in some]) for some in roles
     ]
-    return f"_operands_{names[0]}/{names[1]}".replace(".", "_dot_")  # guards take no dots in attributes
+    return f"_operands_{batch_invariant}_{names[0]}/{names[1]}".replace(
+        ".", "_dot_"
+    )  # guards take no dots in attributes
 
 
-def _build(recipe: Recipe, roles: _Roles) -> OperationPlan:
+def _build(recipe: Recipe, roles: _Roles, batch_invariant: int) -> OperationPlan:
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
+    if batch_invariant:
+        forward = with_first_scales(forward, forward_state, "forward")
+        backward = with_first_scales(backward, backward_state, "backward")
     for some in (forward, backward):
         slots = [quantizer.slot for quantizer in some if quantizer._is_delayed()]  # type: ignore[attr-defined]
         if len(set(slots)) < len(slots):
@@ -71,8 +77,8 @@ def _remember_while_tracing(context: Any) -> None:
         # a failure occurs again in traced code, which raises where the user sees it
         with contextlib.suppress(Exception):
             roles = op.get_quantizer_roles("forward"), op.get_quantizer_roles("backward")
-            plan = _build(recipe, roles)
-            remember(recipe, _key(roles), plan)
+            plan = _build(recipe, roles, DETERMINISM.batch_invariant)
+            remember(recipe, _key(roles, DETERMINISM.batch_invariant), plan)
             reason = eager_only([operand.quantizer for operand in (*plan.forward, *plan.backward)])
         if reason:
             refuse_in_one_graph(context, reason)

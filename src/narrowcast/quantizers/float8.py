@@ -125,15 +125,13 @@ class Float8CurrentScalingQuantizer(AmaxReducing, _Float8Base):
 
 
 def _slot_of(state: Tensor, slot: int) -> Tensor:
-    """Return one element of a contiguous state, as (1,), or of (4, n) its column: one view, where slicing takes two.
+    """Return one element of a contiguous state, as (1,).
 
     Eager code takes it as compiled graphs do, which takes the host half as long.
     """
-    column = state.dim() == 2 and state.shape[0] > 1
-    shape, strides = ((state.shape[0], 1), (state.shape[1], 1)) if column else ((1,), (1,))
     if type(state) is Tensor and not count_modes():  # a mode would not see it
-        return part_of(state, shape, strides, slot)
-    return state.as_strided(shape, strides, state.storage_offset() + slot)
+        return part_of(state, (1,), (1,), slot)
+    return state.as_strided((1,), (1,), state.storage_offset() + slot)
 
 
 class DelayedFloat8Quantizer(_Float8Base):
@@ -144,17 +142,26 @@ class DelayedFloat8Quantizer(_Float8Base):
     Args:
         fp8_dtype: E4M3 or E5M2.
         slot: index into the scale and the amax, both ``(n,)``.
+        unseen: what is taken instead of a scale of 0, of a tensor of which nothing was seen yet: a scale; or -m for the
+            scale that maps the tensor's own amax to m. 0: a scale of 0 is one.
         rowwise, columnwise: directions to produce.
     """
 
     slot: int
+    unseen: float
 
     _takes_sources = _has_prologue = True
 
     def __init__(
-        self, fp8_dtype: DType | torch.dtype, slot: int, *, rowwise: bool = True, columnwise: bool = True
+        self,
+        fp8_dtype: DType | torch.dtype,
+        slot: int,
+        unseen: float = 0.0,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
     ) -> None:
-        self._freeze(dtype=fp8_dtype_of(fp8_dtype), slot=int(slot))
+        self._freeze(dtype=fp8_dtype_of(fp8_dtype), slot=int(slot), unseen=float(unseen))
         super().__init__(rowwise=rowwise, columnwise=columnwise)
 
     def _encode_scaled(
@@ -167,6 +174,7 @@ class DelayedFloat8Quantizer(_Float8Base):
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             amax=None if amax is None else _slot_of(amax, self.slot),
+            unseen=self.unseen,
         )
 
     def _is_delayed(self) -> bool:
@@ -175,7 +183,7 @@ class DelayedFloat8Quantizer(_Float8Base):
     def _prologue(self) -> Prologue | None:
         if not self._has_prologue or self.dtype != DType.kFloat8E4M3:
             return None
-        return Prologue("given", FEW_ROWS, slot=self.slot)
+        return Prologue("given", FEW_ROWS, slot=self.slot, unseen=self.unseen)
 
     def _buffers_of(self, tensor: Tensor) -> list[Tensor]:
         raise RuntimeError(

@@ -35,11 +35,11 @@ class Operand:
 
     ``value``: the quantizer's value as text. ``storage_name``: identifier of its storage class. ``rowwise``,
     ``columnwise``: which of its buffers make up that direction, all False for a direction that it does not produce.
-    ``stochastic``: it needs a fresh seed. ``delayed``: it needs scale and amax from state. ``current``: a pass over the
-    tensor finds its scale. ``shared``: the quantizer for rows that are split over processes, which reduce their amax;
-    None if they need not. ``joins``: how the buffers of such rows make up those of the whole, row-wise and
-    column-wise, "" where they do not; ``joined_rows``: only parts of a multiple of so many rows do (see
-    :class:`..formats.Layout`).
+    ``stochastic``: it needs a fresh seed. ``unseen``: what it takes instead of a scale of 0 from state; None if it
+    needs no state. ``current``: a pass over the tensor finds its scale. ``shared``: the quantizer for rows that are
+    split over processes, which reduce their amax; None if they need not. ``joins``: how the buffers of such rows make
+    up those of the whole, row-wise and column-wise, "" where they do not; ``joined_rows``: only parts of a multiple
+    of so many rows do (see :class:`..formats.Layout`).
     """
 
     quantizer: Quantizer
@@ -48,7 +48,7 @@ class Operand:
     rowwise: tuple[bool, ...]
     columnwise: tuple[bool, ...]
     stochastic: bool
-    delayed: bool
+    unseen: float | None
     current: bool
     shared: Quantizer | None = None
     joins: tuple[str, str] = ("", "")
@@ -89,7 +89,7 @@ class Operand:
             tuple(rowwise and name in storage._ROWWISE_BUFFERS for name in names),
             tuple(columnwise and name in storage._COLUMNWISE_BUFFERS for name in names),
             quantizer._is_stochastic(),
-            quantizer._is_delayed(),
+            quantizer.unseen if quantizer._is_delayed() else None,  # type: ignore[attr-defined]
             quantizer._is_current(),
             shared,
             joins,

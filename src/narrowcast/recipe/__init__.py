@@ -20,7 +20,14 @@ from .base import (
 from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
 from .custom import CustomRecipe, get_align_size_for_quantization
-from .delayed import DelayedScaling, DelayedScalingRequest, QuantizerRequest
+from .delayed import (
+    DelayedScaling,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    first_scale,
+    fp8_max,
+    with_first_scales,
+)
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name, recipe_name
 from .plan import LinearPlan, eager_only, linear_plan
@@ -49,6 +56,8 @@ __all__ = [
     "QuantizerRequest",
     "Recipe",
     "eager_only",
+    "first_scale",
+    "fp8_max",
     "get_align_size_for_quantization",
     "linear_plan",
     "nearest_recipe",
@@ -59,4 +68,5 @@ __all__ = [
     "remember",
     "share_plans",
     "tensor_type_at",
+    "with_first_scales",
 ]

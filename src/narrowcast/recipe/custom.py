@@ -80,7 +80,10 @@ class CustomRecipe(Recipe):
                 f"the delayed-scaling requests of one module and direction must be equal, got {requests}"
             )
         kinds = [tensor_type_at(mode, slot, role) for slot, role in enumerate(roles)]
-        quantizers = [_requested(result, kind) for result, kind in zip(results, kinds)]
+        quantizers = [
+            delayed_quantizer(result, kind) if isinstance(result, DelayedScalingRequest) else result
+            for result, kind in zip(results, kinds)
+        ]
         return quantizers, requests[0] if requests else None
 
     def _result_for(self, role: QuantizerRole) -> Quantizer | DelayedScalingRequest:
@@ -101,13 +104,6 @@ class CustomRecipe(Recipe):
                 "quantizer whose codes are decoded for the GEMM"
             )
         return result
-
-
-def _requested(result: Quantizer | DelayedScalingRequest, tensor_type: str) -> Quantizer:
-    """Return the quantizer that a factory made, or the one it requested."""
-    if isinstance(result, DelayedScalingRequest):
-        return delayed_quantizer(result.fp8_format, tensor_type)
-    return result
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from .base import (
     AmaxAlgorithm,
     BackwardOverride,
     Format,
+    Mode,
     Recipe,
     SavedActivations,
     flag_field,
@@ -92,15 +93,48 @@ class DelayedScaling(Recipe):
         return self
 
     def make_quantizer(self, tensor_type: str) -> Quantizer:
-        return delayed_quantizer(self.fp8_format, tensor_type)
+        return delayed_quantizer(self, tensor_type)
 
 
-def delayed_quantizer(fp8_format: Format, tensor_type: str) -> Quantizer:
-    """Return the quantizer of a tensor under delayed scaling: of a weight, one that finds the weight's own amax."""
-    dtype = fp8_dtype(fp8_format, tensor_type)
+def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
+    """Return the largest value of the elements of a direction."""
+    return recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
+
+
+# What a first step with joined codes may bring: activations up to 28, gradients up to 7/8. With the range of the
+# formats below that, E4M3 keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses
+# gradients below 1e-5.
+_FIRST_AMAX: dict[Mode, float] = {"forward": 28.0, "backward": 0.875}
+
+
+def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
+    """Scale that ranks which join codes have before anything was seen."""
+    if recipe.initial_scale == "one":
+        return 1.0
+    return fp8_max(recipe, mode) / 2**recipe.margin / _FIRST_AMAX[mode]
+
+
+def delayed_quantizer(recipe: DelayedScaling, tensor_type: str) -> Quantizer:
+    """Return the quantizer of a tensor; weights, and what was not seen yet, have the scales of their own amaxes."""
+    dtype = fp8_dtype(recipe.fp8_format, tensor_type)
     if tensor_type == "weight":
         return Float8CurrentScalingQuantizer(dtype)
-    return DelayedFloat8Quantizer(dtype, DELAYED_SLOTS[tensor_type])
+    mode: Mode = "backward" if tensor_type.startswith("grad") else "forward"
+    return DelayedFloat8Quantizer(
+        dtype, DELAYED_SLOTS[tensor_type], -fp8_max(recipe, mode) / 2**recipe.margin
+    )
+
+
+def with_first_scales(
+    quantizers: Sequence[Quantizer], recipe: DelayedScaling | None, mode: Mode
+) -> list[Quantizer]:
+    """Return quantizers that begin with :func:`first_scale`, where these begin with the tensors' own amaxes.
+
+    For codes of several ranks that are joined, so that ranks cannot take the scales of their own tensors; nor can
+    batches, in the batch-invariant mode.
+    """
+    told = {"unseen": first_scale(recipe, mode)} if recipe else {}
+    return [one.replace(**told) if isinstance(one, DelayedFloat8Quantizer) else one for one in quantizers]
 
 
 DelayedScalingRequest = QuantizerRequest = DelayedScaling

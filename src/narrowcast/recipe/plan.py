@@ -21,6 +21,7 @@ from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer
 from ..roles import QuantizerRole
 from .base import remember
+from .delayed import with_first_scales
 
 if TYPE_CHECKING:
     from .base import Recipe
@@ -100,6 +101,7 @@ def linear_plan(
     *,
     module_type: str,
     weight_elements: int | None = None,
+    joins: bool = False,
 ) -> LinearPlan:
     """Return the plan of a linear layer: built once, then read off the recipe.
 
@@ -112,6 +114,7 @@ def linear_plan(
         hands_over: the layer quantizes its output or the gradient of its input.
         module_type: of the layer, in those roles, too: "linear" or "grouped_linear".
         weight_elements: how many the weight has; those of a small one are quantized once. None: never once.
+        joins: ranks join their codes, as the parts of one tensor.
     Raises:
         ValueError: ``save_original_input`` under delayed scaling, what a custom recipe's factory returned, operands of
             a grouped layer that are rotated in different ways, or in the batch-invariant mode a recipe that scales a
@@ -120,7 +123,7 @@ def linear_plan(
     batch_invariant = DETERMINISM.batch_invariant
     # a graph that was broken may hold symbols for these, which a branch, but no product, makes values of
     bits = (8 if needs_input else 0) + (4 if needs_weight else 0)
-    bits += (2 if save_original_input else 0) + (1 if hands_over else 0)
+    bits += (2 if save_original_input else 0) + (1 if hands_over else 0) + (16 if joins else 0)
     flags = _FLAGS[batch_invariant][bits]
     if recipe is None:
         return _IN_HIGH_PRECISION[flags]
@@ -131,7 +134,7 @@ def linear_plan(
     plan = getattr(recipe, key, None)
     if plan is None:
         wanted = needs_input, needs_weight, save_original_input, hands_over
-        plan = _build(recipe, name, *wanted, module_type, batch_invariant)
+        plan = _build(recipe, name, *wanted, module_type, batch_invariant, joins)
         if not compiling:
             remember(recipe, key, plan)
     if weight_elements is not None and weight_elements <= SMALL_WEIGHT:
@@ -145,7 +148,7 @@ def _remember_while_tracing(context: Any) -> None:
         return
     if not hasattr(recipe, key):
         names = ("name", "needs_input", "needs_weight", "save_original_input", "hands_over", "module_type")
-        names += ("batch_invariant",)
+        names += ("batch_invariant", "joins")
         # traced code runs into the same error, and raises it where the user sees it
         with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
@@ -163,6 +166,7 @@ def _build(
     hands_over: bool,
     module_type: str,
     batch_invariant: int,
+    joins: bool,
 ) -> LinearPlan:
     kinds = (("input", "weight", "output"), ("grad_output", "grad_input"))
     if not hands_over:
@@ -170,6 +174,9 @@ def _build(
     roles = [[QuantizerRole(module_type, kind, name) for kind in some] for some in kinds]
     forward, forward_state = recipe.resolve("forward", roles[0])
     backward, backward_state = recipe.resolve("backward", roles[1])
+    if joins or batch_invariant:
+        forward = with_first_scales(forward, forward_state, "forward")
+        backward = with_first_scales(backward, backward_state, "backward")
     override = recipe.backward_override
     inp, weight, grad = *forward[:2], backward[0]
     if batch_invariant:
@@ -262,7 +269,7 @@ def eager_only(quantizers: Iterable[Quantizer]) -> str:
 
 
 # processes of the batch-invariant mode; needs_input, needs_weight, save_original_input, hands_over
-_FLAGS = {most: tuple(f"_plan_{most}_{bits:04b}_" for bits in range(16)) for most in (0, *PROCESSES)}
+_FLAGS = {most: tuple(f"_plan_{most}_{bits:05b}_" for bits in range(32)) for most in (0, *PROCESSES)}
 _IN_HIGH_PRECISION = {
     flags: LinearPlan(
         bool(bits & 8),

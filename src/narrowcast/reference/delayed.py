@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import shown
@@ -108,22 +107,3 @@ def renew(
         scale.copy_(renewed_scale)
         history.copy_(renewed_history)
         amax.zero_()
-
-
-def copy_scales(scales: list[Tensor], unseen: list[float]) -> list[Tensor]:
-    """Return copies of vectors of scales, for casts.
-
-    Args:
-        scales: fp32 (n,) each; 0 is the scale of a tensor of which nothing was seen yet.
-        unseen: of each vector, what the copy has instead of a scale of 0. A negative one, -m, tells a cast to take the
-            scale that maps the tensor's own amax to m.
-
-    Numerics:
-        fp32 (n,), or for a negative ``unseen`` (4, n): the scales, then zeros, in which the programs of a cast find
-        out an amax together: its bits so far, how many parts were taken, and how many are done.
-    """
-    copies = []
-    for scale, value in zip(scales, unseen):
-        copy = torch.where(scale == 0.0, value, scale)
-        copies.append(F.pad(copy[None], (0, 0, 0, 3)) if value < 0.0 else copy)
-    return copies

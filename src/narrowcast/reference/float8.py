@@ -26,17 +26,18 @@ def quantize(
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None = None,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Quantize a tensor with a given scale.
 
     Args:
         x: fp32, bf16 or fp16, shape (*lead, K), any strides.
-        scale: fp32 [1], multiplies when encoding; or a column [4, 1] of what ``delayed.copy_scales`` returns, whose
-            first element is the scale, or negative if the amax of ``x`` gives it.
+        scale: fp32 [1], multiplies when encoding.
         fmt: E4M3 or E5M2.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
         amax: fp32, one element, non-negative; raised in place to max|x| (NaN ignored). None: no amax is taken.
+        unseen: what is taken instead of a scale of 0, as in ``scaling.scale_or_first``; 0: a scale of 0 is one.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -44,15 +45,14 @@ def quantize(
 
     Numerics:
         ``[data uint8 (*lead, K)] [transpose uint8 (K, *lead)] scale_inv fp32 [1]``; code = saturating
-        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``. A scale that the
-        amax gives is ``scaling.scale_or_own``.
+        ``fmt(RN(x * scale))``, that of NaN where ``x`` is infinite; ``scale_inv = RN(1 / scale)``.
     """
-    if amax is not None or scale.dim() == 2:
+    if amax is not None or unseen != 0.0:
         largest = scaling.amax(x)
         if amax is not None:
             torch.fmax(amax, largest, out=amax)
-        if scale.dim() == 2:
-            scale = scaling.scale_or_own(scale[0], largest)
+        if unseen != 0.0:
+            scale = scaling.scale_or_first(scale, unseen, largest)
     scale_inv = scaling.reciprocal(scale.reshape(1))
     if not (rowwise or columnwise):
         return [scale_inv]

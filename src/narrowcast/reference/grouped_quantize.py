@@ -23,18 +23,20 @@ def quantize(
     columnwise: bool,
     alignment: int,
     amax: Tensor | None = None,
+    unseen: float = 0.0,
 ) -> list[Tensor]:
     """Quantize every group with its given scale.
 
     Args:
         x: fp32, bf16 or fp16: (T, K), groups of rows one after the other; or (G, N, K) without ``splits``.
         splits: int32 or int64 (G,), rows of each group, non-negative; a group may be empty.
-        scale: fp32 (G,), multiplies when encoding; or (4, G), as ``float8.quantize`` takes it.
+        scale: fp32 (G,), multiplies when encoding.
         fmt: E4M3 or E5M2.
         rowwise: produce the codes in the order of ``x``.
         columnwise: produce the transposed codes.
         alignment: where groups start in the transposed codes of rows.
         amax: fp32 (G,); raised to the groups' max|x| (NaN ignored). None: no amax is taken.
+        unseen: as in ``float8.quantize``.
 
     Raises:
         TypeError: ``x`` has another dtype.
@@ -44,7 +46,7 @@ def quantize(
         ``float8.quantize`` gives; ``P = round_up(T + G * (alignment - 1), alignment)``. Codes of rows beyond the sum of
         the splits, and between the groups, are 0.
     """
-    groups = scale.shape[-1]
+    groups = scale.shape[0]
     parts, scale_inv = _parts(x, splits), x.new_empty(groups, dtype=torch.float32)
     if splits is None:
         data = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -62,7 +64,7 @@ def quantize(
         at = slice(group, group + 1)
         own = None if amax is None else amax[at]
         codes, scale_inv[at] = quantize_tensor(
-            parts[group], scale[..., at], fmt, rowwise=True, columnwise=False, amax=own
+            parts[group], scale[at], fmt, rowwise=True, columnwise=False, amax=own, unseen=unseen
         )
         places[group].copy_(codes)
         transposed[group].copy_(codes.t())

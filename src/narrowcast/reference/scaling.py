@@ -97,18 +97,21 @@ def scale_from_amax(
     return scale.masked_fill_(amax == 0.0, 1.0)
 
 
-def scale_or_own(scale: Tensor, amax: Tensor) -> Tensor:
-    """Return scales that are known, and instead of unknown ones those of the tensors' own amaxes.
+def scale_or_first(scale: Tensor, unseen: float, amax: Tensor) -> Tensor:
+    """Return scales of delayed scaling, and instead of 0, the scale of a tensor of which nothing was seen, the first.
 
     Args:
-        scale: fp32, any shape; a negative one, -m, is unknown.
+        scale: fp32, any shape.
+        unseen: the first scale; or -m for the scale that maps the tensor's own amax to m.
         amax: fp32 >= 0, same shape.
 
     Numerics:
-        fp32, same shape: ``scale``, or instead of -m what ``scale_from_amax`` returns for m instead of an FP8 maximum.
+        fp32, same shape. For -m it is what ``scale_from_amax`` returns for m instead of an FP8 maximum.
     """
-    own = scale.neg().div_(amax).nan_to_num_(nan=1.0, posinf=FLT_MAX).masked_fill_(amax == 0.0, 1.0)
-    return torch.where(scale < 0.0, own, scale)
+    first = torch.full_like(amax, abs(unseen))
+    if unseen < 0.0:
+        first = first.div_(amax).nan_to_num_(nan=1.0, posinf=FLT_MAX).masked_fill_(amax == 0.0, 1.0)
+    return torch.where(scale == 0.0, first, scale)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

@@ -24,10 +24,8 @@ from .delayed_scaling import (
     Agreement,
     DelayedSlots,
     asks_callables,
-    fp8_max,
     reduce_amax,
     renew,
-    unseen_scale,
     warn_of_no_reduction,
     warn_of_no_renewal,
 )

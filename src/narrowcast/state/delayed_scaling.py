@@ -20,7 +20,7 @@ from .. import reference
 from .._checks import article
 from ..functional import renew_delayed_scaling
 from ..functional.collectives import group_size
-from ..recipe import DelayedScaling, Mode
+from ..recipe import DelayedScaling, Mode, fp8_max
 
 
 class DelayedSlots(NamedTuple):
@@ -44,36 +44,6 @@ optimizer's step renews it."""
 
 # "alone": of no reduction; "differ": of scales that differ between ranks; "kept": of no renewal
 _SAID: set[str] = set()
-
-
-def fp8_max(recipe: DelayedScaling, mode: Mode) -> float:
-    """Return the largest value of the elements of a direction."""
-    return recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd
-
-
-# What a first step with joined codes may bring: activations up to 28, gradients up to 7/8. With the range of the
-# formats below that, E4M3 keeps activations down to 1e-4 and E5M2 gradients down to 2e-10, where a scale of 1 loses
-# gradients below 1e-5.
-_FIRST_AMAX: dict[Mode, float] = {"forward": 28.0, "backward": 0.875}
-
-
-def first_scale(recipe: DelayedScaling, mode: Mode) -> float:
-    """Scale that ranks which join codes have before anything was seen."""
-    if recipe.initial_scale == "one":
-        return 1.0
-    return fp8_max(recipe, mode) / 2**recipe.margin / _FIRST_AMAX[mode]
-
-
-def unseen_scale(recipe: DelayedScaling, mode: Mode, shared: bool) -> float:
-    """Return what a cast reads instead of a scale of 0: a constant, or minus what its tensor's amax is mapped to.
-
-    Args:
-        shared: codes of several ranks are joined, so that ranks cannot take the scale of their own tensors; nor can
-            batches, in the batch-invariant mode.
-    """
-    if shared:
-        return first_scale(recipe, mode)
-    return -(recipe.fp8_format.max_fwd if mode == "forward" else recipe.fp8_format.max_bwd) / 2**recipe.margin
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from torch import Tensor
 from .._checks import a_kind, shown
 from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
-from ..recipe import DelayedScaling, Mode, Recipe, tensor_type_at
+from ..recipe import DelayedScaling, Mode, Recipe, first_scale, tensor_type_at
 from ..roles import QuantizerRole
-from .delayed_scaling import OWNERS, DelayedSlots, first_scale
+from .delayed_scaling import OWNERS, DelayedSlots
 
 
 class RecipeState:

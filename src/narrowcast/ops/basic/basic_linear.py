@@ -179,28 +179,28 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
     def _plan_of(self, recipe: Recipe | None, requires_grad: bool, input_requires_grad: bool) -> LinearPlan:
         wanted = requires_grad and input_requires_grad, requires_grad and self.weight.requires_grad
         return linear_plan(
-            recipe, self.name, *wanted, module_type=self._module_type, weight_elements=self.weight.numel()
+            recipe,
+            self.name,
+            *wanted,
+            module_type=self._module_type,
+            weight_elements=self.weight.numel(),
+            joins=self._parallel is not None,
         )
 
-    def forward_arguments(
-        self, requires_grad: bool, input_requires_grad: bool, reads_scales: bool = True
-    ) -> dict[str, Any]:
+    def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan_of(self._recipe_in_force(), requires_grad, input_requires_grad)
         calibrating, scales = THREAD.state.calibrating, None
         if calibrating is not None:  # in high precision, with the state that collects amax on the way
             state = linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
             scales = self._scales_of(("",), (state,))[0]
         elif plan.forward_state is not None or plan.backward_state is not None:
-            scales = self._scales_of(("",), (plan,))[0] if reads_scales else DelayedScales()
-        return {"args": self._args(plan, scales), "scales": scales}
-
-    def _args(self, plan: LinearPlan, scales: DelayedScales | None) -> LinearFwdArgs:
-        """Return what the stages read besides their operands, for an input in high precision."""
+            scales = self._scales_of(("",), (plan,))[0]
         weight, kind = self.weight, self.weight.device.type
         dtype = weight.dtype
         if kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        return self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
+        args = self._fwd_args(self._stages[0], plan, dtype, weight, None, None, scales or DelayedScales())
+        return {"args": args, "scales": scales}
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -214,9 +214,8 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         args: LinearFwdArgs | None = None,
         scales: DelayedScales | None = None,
     ) -> tuple[Tensor, TensorsToSave]:
-        return self.compute(
-            input_, None, args or self.forward_arguments(requires_grad, requires_grad)["args"]
-        )
+        own: LinearFwdArgs = args or self.forward_arguments(requires_grad, requires_grad)["args"]
+        return self.compute(input_, None, own)
 
     def op_forward_save_ctx(
         self,
@@ -229,10 +228,8 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         scales: DelayedScales | None = None,
         **kwargs: Any,
     ) -> None:
-        if args is None:
-            plan = self._plan_of(self._recipe_in_force(), requires_grad, requires_grad)
-            args = self._args(plan, scales)
-        plan, weight = args.plan, self.weight
+        own: LinearFwdArgs = args or self.forward_arguments(requires_grad, requires_grad)["args"]
+        plan, weight = own.plan, self.weight
         # gathered rows are saved as received, unless they were gathered quantized
         gathered = self.parallel.mode is not None and self.parallel.gathers_input
         plain = (
@@ -240,9 +237,9 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
             and plan.backward_override is None
             and not self.parallel.joins(plan.input, rows_of(input_))
         )
-        saved_input, saved_weight = saved_operands(args, tensors_to_save)
+        saved_input, saved_weight = saved_operands(own, tensors_to_save)
         if isinstance(input_, QuantizedTensorStorage):  # the quantizer of the received codes
-            args = _of_input(args, input_)
+            own = _of_input(own, input_)
             saved_input = saved_input._replace(quantizer=input_._quantizer)
         elif plain:
             saved_input = saved_input._replace(quantizer=None)
@@ -250,7 +247,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
             saved_weight = saved_weight._replace(quantizer=weight._quantizer)
         ctx.save_for_backward(*tensors_to_save)
         ctx.input_dtype = input_.dtype
-        ctx.backward_args = linear_bwd_args(args, weight, None, saved_input, saved_weight)
+        ctx.backward_args = linear_bwd_args(own, weight, None, saved_input, saved_weight)
 
     def compute(
         self, input_: TensorOrQuantized, bias: Tensor | None, args: LinearFwdArgs
