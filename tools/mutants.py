@@ -76,7 +76,7 @@ ELSEWHERE = {
         "ops/fused/test_grouped*.py",
         "ops/test_tensor_parallel.py",
     ),
-    "state": ("layers/test_calibrate.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
+    "state": ("layers/test_first_step.py", "layers/test_delayed.py", "layers/test_recomputation.py"),
     "layers": (
         "state/test_delayed_scaling.py",
         "nn/test_linear*.py",

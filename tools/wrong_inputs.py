@@ -347,9 +347,6 @@ def _whole_models() -> Calls:
     yield "get_recipes", *on_a_model(nc.get_recipes)
     yield "watch", *on_a_model(nc.watch)
     yield "bisect", *on_a_model(nc.bisect, batch=X, loss=lambda y: y.square().mean())
-    delayed = nc.convert(plain(), "delayed")
-    calibrating = {"model": delayed, "step": lambda: delayed(X).sum().backward()}
-    yield "calibrate_delayed_scaling", *_every_option(nc.calibrate_delayed_scaling, **calibrating)
     yield "export", *on_a_model(nc.export, path=folder / "exported", format="compressed-tensors")
     nc.export(converted(), folder / "whole", format="compressed-tensors")
     yield "load_quantized", *on_a_model(nc.load_quantized, path=folder / "whole")

@@ -39,7 +39,6 @@ from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
 from .layers import (
-    calibrate_delayed_scaling,
     get_recipes,
     reduce_delayed_scaling,
     renew_delayed_scaling,
@@ -186,7 +185,6 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "bisect",
-    "calibrate_delayed_scaling",
     "checkpoint",
     "compat",
     "convert",

@@ -596,7 +596,11 @@ class World:
             step()
             self.optimizer.zero_grad()
             return
-        nc.calibrate_delayed_scaling(self.model, step)
+        for _ in range(2):
+            with torch.random.fork_rng():
+                step()
+            self.optimizer.zero_grad()
+            nc.renew_delayed_scaling(self.model)
         if self.measure is not None:
             self.measure.renew()
             self.measure.start_of_step()

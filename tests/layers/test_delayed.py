@@ -545,7 +545,8 @@ def test_scales_are_loaded_under_a_longer_history(length: int) -> None:
     """One row is empty between steps, as it is before the first one."""
     model = nc.set_recipe(nc.Linear(16, 24, device="cpu"), DelayedScaling(amax_history_len=1))
     x = torch.randn(5, 16)
-    nc.calibrate_delayed_scaling(model, lambda: model(x).sum().backward())
+    model(x).sum().backward()
+    nc.renew_delayed_scaling(model)
     again = nc.set_recipe(nc.Linear(16, 24, device="cpu"), DelayedScaling(amax_history_len=length))
     for saved in (model, again):
         again.load_state_dict(saved.state_dict())

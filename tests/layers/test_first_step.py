@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Format
+from narrowcast._determinism import DETERMINISM
+from narrowcast.quantizers import Quantizer
+from narrowcast.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    delayed,
+    linear_plan,
+    with_first_scales,
+)
+from narrowcast.recipe.base import Mode
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "Linear": (lambda: nc.Linear(48, 64, device="cpu"), {}),
@@ -145,3 +157,67 @@ def test_a_group_without_rows_stays_unseen() -> None:
     assert all(
         map(torch.equal, step(model, model, batch(), **given), step(current, current, batch(), **given))
     )
+
+
+@pytest.mark.parametrize("initial", ["range", "one"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.covering
+def test_two_passes_find_scales_where_codes_are_joined(
+    initial: Any, compiled: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer's gradients are 1, beyond the first scale's 7/8."""
+    of_recipe = delayed.delayed_quantizer
+
+    def told(recipe: DelayedScaling, kind: str) -> Quantizer:
+        mode: Mode = "backward" if kind.startswith("grad") else "forward"
+        return with_first_scales([of_recipe(recipe, kind)], recipe, mode)[0]
+
+    def distance(recipe: Any, passes: int = 0) -> float:
+        model, given = made("LayerNormMLP", recipe)
+        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for _ in range(passes):
+            step(run, model, batch(1.0), **given)
+            nc.renew_delayed_scaling(model)
+        found, wanted = (
+            step(run, model, batch(1.0), **given),
+            step(*[made("LayerNormMLP", None)[0]] * 2, batch(1.0)),
+        )
+        one, other = (torch.cat([x.flatten() for x in tensors]) for tensors in (found, wanted))
+        return ((one - other).norm() / other.norm()).item()
+
+    monkeypatch.setattr(delayed, "delayed_quantizer", told)
+    recipe = DelayedScaling(amax_history_len=rows, initial_scale=initial)
+    assert distance(recipe, 2) < 1.1 * distance(Float8CurrentScaling())
+
+
+def test_quantizers_name_the_first_scale_where_codes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unseen(joins: bool, **options: Any) -> tuple[float | None, float | None]:
+        recipe = DelayedScaling(margin=1, **options)
+        plan = linear_plan(recipe, "", True, True, module_type="linear", joins=joins)
+        return plan.input.unseen, plan.grad_output.unseen
+
+    for joins, found in ((False, (-224.0, -28672.0)), (True, (8.0, 32768.0))):
+        assert unseen(joins) == found
+    assert unseen(True, initial_scale="one") == (1.0, 1.0)
+    monkeypatch.setattr(DETERMINISM, "batch_invariant", 1)
+    assert unseen(False) == (8.0, 32768.0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_have_the_nodes_of_current_scaling(name: str) -> None:
+    def nodes(recipe: Any) -> list[int]:
+        counts: list[int] = []
+
+        def compiler(graph: Any, _: Any) -> Any:
+            counts.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        torch._dynamo.reset()
+        model, given = made(name, recipe)
+        run: Any = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))
+        step(run, model, batch(), **given)
+        return counts
+
+    found = nodes(DelayedScaling())
+    assert len(found) == 2 and found == nodes(Float8CurrentScaling())

@@ -1,6 +1,5 @@
 """Base classes that modules and operations share: a recipe, its state, parameters and their gradients."""
 
-from .calibrate import calibrate_delayed_scaling
 from .delayed import DelayedLayer
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage

@@ -127,6 +127,6 @@ def input_scale(matrix: Matrix, all_groups: Tensor) -> Tensor:
     if not len(seen):
         raise ValueError(
             f"{layer.name or stage.weight} has seen no input under delayed scaling yet, whose scale would be exported; "
-            "run a training step or narrowcast.calibrate_delayed_scaling(model, step) first"
+            "run a training step first, or a forward and narrowcast.renew_delayed_scaling(model)"
         )
     return reciprocal((scale if scale > 0.0 else seen.min()).reshape(1))

@@ -95,10 +95,8 @@ class Trainer:
         parts = [self._to_device(part) for part in zip(*(whole.split(config.part_size) for whole in batch))]
         # ranks need common scales; one process has the same history. A run that goes on has them from the checkpoint
         if self._delayed and index == 0:
-            nc.calibrate_delayed_scaling(self.model, lambda: self._calibration_step(parts[0]))
-        if (
-            self.config.step_in_backward and self._steps is None
-        ):  # after the calibration, whose gradients do not count
+            self._begin_scales(parts[0])
+        if self.config.step_in_backward and self._steps is None:  # after gradients that do not count
             self._steps = step_in_backward(self.optimizer, self.model.blocks)
         losses = [
             self._backward(part, sums_gradients=number == len(parts)) for number, part in enumerate(parts, 1)
@@ -125,9 +123,14 @@ class Trainer:
             loss.backward()
         return loss.detach()
 
-    def _calibration_step(self, part: tuple[Tensor, Tensor]) -> None:
-        self._backward(part, sums_gradients=True)
-        self._reduce_amax()
+    def _begin_scales(self, part: tuple[Tensor, Tensor]) -> None:
+        """Renew the scales from a batch, twice: in the first pass what was not seen yet may saturate."""
+        for _ in range(2):
+            with torch.random.fork_rng():
+                self._backward(part, sums_gradients=True)
+            self._reduce_amax()
+            nc.renew_delayed_scaling(self.model)
+            self.optimizer.zero_grad(set_to_none=not self.config.graphs)
 
     def _reduce_amax(self) -> None:
         """Agree with the other ranks on what the step has collected, from which it renews the scales."""
