@@ -402,7 +402,7 @@ def test_a_graph_does_not_wait_in_silence(quantizer: Any, found: bool) -> None:
     for device in ("cpu", "cuda"):
         with FakeTensorMode():
             x, splits = torch.empty(40, K, device=device), torch.empty(2, dtype=torch.int64, device=device)
-            weights = functional.grouped_quantize_weights([x[:N], x[:N]], quantizer, layout)
+            weights = functional.grouped_quantize_weights([x.new_empty(N, K)] * 2, quantizer, layout)
             right = functional.operand_of(weights, layout, False)
             left = [torch.empty(64, dtype=torch.uint8, device=device)]
             how = quantizer, layout, torch.float32
