@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.recipe import linear_plan
 
+from .chains import columns_of
 from .exact import Exact
 from .programs import Difference
 
@@ -126,7 +127,9 @@ class Measure:
         w_kept = layer.weight.detach().clone()
         values = x.dequantize() if coded else x  # kernels decode to no fp64
         x_kept = values.detach().reshape(-1, x.shape[-1]).clone()
-        weight, wide = w_kept.double(), x_kept.double()
+        weight, wide, columns = w_kept.double(), x_kept.double(), columns_of(x)
+        if columns is not None:  # of a hybrid they are not what its rows would be quantized to
+            columns = columns.reshape(wide.shape).double()
         bias = layer.bias.detach().double() if layer.bias is not None else 0.0
         fits = coded or self.exact.suits(layer, "input", x_kept)
         lost = LOST.get(self.family(layer), 0.0)
@@ -150,11 +153,12 @@ class Measure:
             flat = dy_kept.double()
             part = Product.of(flat.t(), wide, lost)
             if plan is not None and flat.numel():
-                part = part._replace(
-                    decoded=lambda: (
-                        _decoded(plan.grad_output, dy_kept, True).t() @ _decoded(plan.input, x_kept, True)
-                    )
-                )
+
+                def decoded() -> Tensor:
+                    x_columns = _decoded(plan.input, x_kept, True) if columns is None else columns
+                    return _decoded(plan.grad_output, dy_kept, True).t() @ x_columns
+
+                part = part._replace(decoded=decoded)
             self.wanted[layer] = self.wanted[layer] + part if layer in self.wanted else part
             fit = fits and self.exact.suits(layer, "grad_output", dy_kept)
             self.fitting[layer] = self.fitting.get(layer, True) and fit
