@@ -660,6 +660,8 @@ class World:
 
     def fail(self) -> None:
         """A call of the wrong width, in every run: see the module's first lines."""
+        if is_reentrant(self.program):  # in evaluation a layer collects in the recomputation, which never comes
+            self.model.train()
         x = self.batch(1)[:, :-1].requires_grad_()
         if any(wrap.get("compile") for wrap in _wraps(self.program)):
             x = torch.zeros_like(x, requires_grad=True)
