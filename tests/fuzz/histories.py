@@ -660,7 +660,9 @@ class World:
 
     def fail(self) -> None:
         """A call of the wrong width, in every run: see the module's first lines."""
-        if is_reentrant(self.program):  # in evaluation a layer collects in the recomputation, which never comes
+        if is_reentrant(
+            self.program
+        ):  # in evaluation a layer collects in the recomputation, which never comes
             self.model.train()
         x = self.batch(1)[:, :-1].requires_grad_()
         if any(wrap.get("compile") for wrap in _wraps(self.program)):
@@ -1036,6 +1038,9 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
 
     In 2.11 a graph is not traced again after ``requires_grad_(True)``, not of ``nn.Linear`` either
     (pytorch/pytorch#177158). A recomputation that is, for another reason, saves other tensors: a checkpoint refuses.
+
+    In 2.11 a trace that failed keeps weak references to the weights that it has met, of ``nn.Linear`` as well
+    (pytorch/pytorch#180566), if another size makes a dimension symbolic. ``swap_tensors`` refuses these weights.
     """
     if torch.__version__.startswith("2.11.") and isinstance(error, CheckpointError):
         compiles = any(wrap.get("compile") for wrap in _wraps(program))
@@ -1048,6 +1053,8 @@ def _is_torchs_own(error: BaseException, program: Program) -> bool:
     own = TORCHS_OWN
     if any("failed" in (item.get("way"), item.get("between")) for item in program["history"]):
         own += ("with fullgraph=True found no compiled frames",)
+        if torch.__version__.startswith("2.11."):
+            own += ("because it has weakref associated with it",)
     kinds = {layer["kind"] for block in program["blocks"] for layer in block["layers"]}
     if "again" in kinds or ("noise" in kinds and torch.__version__.startswith("2.11.")):
         own += ("failed to partition the joint forward-backward graph",)
