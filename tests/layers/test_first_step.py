@@ -161,10 +161,8 @@ def test_a_group_without_rows_stays_unseen() -> None:
 
 @pytest.mark.parametrize("initial", ["range", "one"])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.covering
 def test_two_passes_find_scales_where_codes_are_joined(
-    initial: Any, compiled: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+    initial: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last layer's gradients are 1, beyond the first scale's 7/8."""
     of_recipe = delayed.delayed_quantizer
@@ -187,7 +185,8 @@ def test_two_passes_find_scales_where_codes_are_joined(
         return ((one - other).norm() / other.norm()).item()
 
     monkeypatch.setattr(delayed, "delayed_quantizer", told)
-    recipe = DelayedScaling(amax_history_len=rows, initial_scale=initial)
+    # of no other test: equal recipes share what is made here
+    recipe = DelayedScaling(amax_history_len=17, initial_scale=initial)
     assert distance(recipe, 2) < 1.1 * distance(Float8CurrentScaling())
 
 
