@@ -204,10 +204,11 @@ def test_old_names_warn_and_work() -> None:
     with pytest.warns(DeprecationWarning, match="fp8_autocast is now called autocast") as caught:
         context = nc.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=CURRENT, fp8_group=None)
     assert caught[0].filename == __file__
+    layer = make_layer()  # an autocast says so where there is none
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with context:
-            assert THREAD.state.recipe is CURRENT
+            assert THREAD.state.recipe is CURRENT and layer is not None
         assert context(lambda: THREAD.state.recipe)() is CURRENT
     with pytest.warns(
         DeprecationWarning, match="fp8_model_init is now called quantized_model_init"
