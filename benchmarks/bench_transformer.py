@@ -24,13 +24,13 @@ BF16 = torch.bfloat16
 WIDE = (4096, 14336, 32, 8)  # hidden, ffn, heads, groups
 ONE_B = (2048, 8192, 32, 8)
 LAYERS, BATCH, LENGTH, VOCABULARY = 4, 4, 2048, 32000
-RECIPES: dict[str, nc.recipe.Recipe | None] = {
+RECIPES: dict[str, str | None] = {
     "torch bf16": None,
     "narrowcast bf16": None,
-    "delayed": nc.recipe.DelayedScaling(),
-    "current": nc.recipe.Float8CurrentScaling(),
-    "rowwise": nc.recipe.Float8RowwiseScaling(),
-    "block-scaled": nc.recipe.Float8BlockScaling(),
+    "delayed": "delayed",
+    "current": "current",
+    "rowwise": "rowwise",
+    "block-scaled": "block",
 }
 
 
