@@ -323,3 +323,9 @@ def test_an_autocast_around_a_plain_model_warns_once(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(nc.autocast, "reaches", False)
         make()
         assert told() == []
+
+
+def test_a_wrong_variable_is_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWCAST_EMULATE", "maybe")
+    with pytest.raises(ValueError, match="environment variable NARROWCAST_EMULATE is 'maybe'; use 1 or 0"):
+        nc.autocast(recipe="current")

@@ -21,6 +21,8 @@ from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..functional.collectives import check_group
 from ..recipe import (
+    ALIASES,
+    NAMES,
     DelayedScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -151,17 +153,13 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
 
 
 def _is_recipe_name(name: str) -> bool:
-    try:
-        return recipe_from_name(name) is not None
-    except ValueError:
-        return False
+    return name in NAMES or name in ALIASES
 
 
 def _recipe_named(name: str, owner: str, none: str) -> Recipe:
-    try:
-        return recipe_from_name(name)
-    except ValueError:
-        raise ValueError(f"{owner}: {unknown_recipe(name, none)}") from None
+    if not _is_recipe_name(name):
+        raise ValueError(f"{owner}: {unknown_recipe(name, none)}")
+    return recipe_from_name(name)
 
 
 class autocast:

@@ -55,6 +55,10 @@ def plan(
     held = {"state": find_optimizer(optimizer), "saved_fp8": saved_activations == "fp8"}
     if gpus < 1:
         raise ValueError(f"--gpus is {gpus}; it must be at least 1")
+    if shape.experts and not ep and gpus % 8:
+        raise ValueError(
+            f"--gpus is {gpus}; the experts of {model} are split over 8 GPUs or more: use a multiple of 8"
+        )
     if batch is None:
         batch = length if step_in_backward else default_batch(gpus, length)
     if length < 1 or batch < length:

@@ -122,8 +122,22 @@ def examine() -> Iterator[Finding]:
     yield Finding("device", _device(device))
     for capability, names in GPUS.items():
         yield Finding(sm(capability), f"{names}: {gpu_standing(capability)}")
+    yield from _environment()
     for name, choice in CHOICES.items():
         yield _try_recipe(name, choice, device)
+
+
+def _environment() -> Iterator[Finding]:
+    """Yield what is wrong with the variables that recipes read."""
+    wrong: dict[str, None] = {}
+    for choice in CHOICES.values():
+        try:
+            if choice.recipe is not None:
+                choice.recipe()
+        except ValueError as error:
+            wrong[str(error)] = None
+    for text in wrong:
+        yield Finding("environment", text.removeprefix("environment "), broken=True)
 
 
 def _torch(text: str) -> Finding:

@@ -68,7 +68,8 @@ def build_recipe(
         saved_activations: of the recipe.
 
     Raises:
-        SettingsError: the accelerator has no kernels for the recipe and `emulate` is off.
+        SettingsError: the accelerator has no kernels for the recipe and `emulate` is off, or an environment variable
+            that the recipe reads has a wrong value.
     """
     choice = CHOICES[name]
     if choice.recipe is None:
@@ -77,7 +78,10 @@ def build_recipe(
     # where they are: --emulate is for the recipes without.
     emulated = emulate and not choice.availability()[0]
     options = {"saved_activations": saved_activations} if saved_activations else {}
-    recipe = choice.recipe(emulate=True, **options) if emulated else choice.recipe(**options)
+    try:
+        recipe = choice.recipe(emulate=True, **options) if emulated else choice.recipe(**options)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     _require_kernels(recipe, choice, f"recipe {shown(name)}", device, "add --emulate")
     return recipe
 

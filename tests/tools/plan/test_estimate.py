@@ -124,6 +124,7 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ),
         ("--gpu b200", "--gpu is 'b200'; use one of h100, h200, h800"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
+        ("--model 671b --gpus 1", "the experts of 671b are split over 8 GPUs or more: use a multiple of 8"),
         ("--gpus 8 --tp 3", "narrowcast: tp 3 does not divide 8 GPUs; use sizes"),
         ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
         ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
@@ -183,6 +184,19 @@ def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> N
     many = next(at for at, (name, _) in enumerate(table) if name.startswith("Llama"))
     assert f"within {max(errors[:many])}% of steps measured" in told
     assert f"within {max(errors[many:])}% of reports" in told and "docs/" not in told
+    assert "5 to 15% too fast as a rule" in told
+
+
+def test_the_command_says_what_bf16_does_on_the_same_gpus(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--gpus", "8"]) == 0
+    told = re.search(
+        r"bf16 on the same GPUs: ([\d,]+) tokens/s/GPU, so this is ([\d.]+) times", capsys.readouterr().out
+    )
+    assert told is not None
+    plain, own = plan("8b", 8, "bf16").tokens_per_second, plan("8b", 8).tokens_per_second
+    assert told.groups() == (f"{plain:,.0f}", f"{own / plain:.2f}")
+    assert cli.main(["plan", "--gpus", "8", "--recipe", "bf16"]) == 0
+    assert "on the same GPUs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "told"), [(12, True), (16, False), (4, False)])

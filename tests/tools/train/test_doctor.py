@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowcast._installed import gpu_standing
+from narrowcast_tools import cli
 from narrowcast_tools.train import doctor
 from narrowcast_tools.train.doctor import examine
 from narrowcast_tools.train.recipes import CHOICES, EMULATED
@@ -81,3 +82,15 @@ def test_a_gemm_that_nobody_has_run_says_so() -> None:
     for name in doctor.NEVER_RUN:
         wired = replace(CHOICES[name], native=lambda return_reason: (True, ""))
         assert "never run on such a GPU" in doctor._try_recipe(name, wired, "cpu").text
+
+
+def test_a_wrong_variable_is_what_is_wrong(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NARROWCAST_EMULATE", "maybe")
+    assert cli.main(["doctor"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "wrong environment: variable NARROWCAST_EMULATE is 'maybe'; use 1 or 0" in told
+    assert cli.main(["train", "--recipe", "current", "--steps", "2"]) == 2
+    assert (
+        capsys.readouterr().err
+        == "narrowcast: environment variable NARROWCAST_EMULATE is 'maybe'; use 1 or 0\n"
+    )
