@@ -204,8 +204,9 @@ SECTIONS = (
         (
             "The recipes run in eager mode unless the row says compiled; CPU time is included.",
             "The GPU waits for the CPU here. In a compiled model or a CUDA graph it does not.",
-            "Later commits take less CPU time: a day later this layer ran 1.06 times as fast as bf16 under delayed scaling "
-            "([Which sizes gain](#which-sizes-of-a-linear-layer-gain)); `benchmarks/results/LOG.md` has further runs.",
+            "Later commits take less CPU time: a day later this layer ran 1.06 times as fast as bf16 under delayed "
+            "scaling ([Which sizes gain](#which-sizes-of-a-linear-layer-gain)); further runs are in "
+            "`benchmarks/results/LOG.md`.",
             '`policy="auto"` measures each size on your GPU and keeps bf16 where it is faster.',
         ),
         "linear.csv",

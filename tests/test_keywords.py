@@ -114,6 +114,7 @@ def test_every_function_and_class_is_asked() -> None:
     [
         ("wieghts", "did you mean weights=?"),
         ("skipp", "did you mean skip=?"),
+        ("exclude", "did you mean skip=?"),
         ("head", "did you mean heads=?"),
         ("module_filter_fn", "use only= or skip=: names, patterns, or functions of (name, module)"),
     ],
@@ -161,3 +162,15 @@ def test_checked_calls_compile() -> None:
 
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
     assert torch.equal(compiled(logits), loss(logits))
+
+
+def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
+    with pytest.raises(TypeError, match="FusedAdam takes no 'learning_rate'; did you mean lr="):
+        nc.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(2))], learning_rate=1.0)
+    with pytest.raises(TypeError, match="NVFP4BlockScaling takes no 'rht'; did you mean disable_rht="):
+        nc.recipe.NVFP4BlockScaling(rht=True)
+
+
+def test_shard_without_ranks_names_the_remedy() -> None:
+    with pytest.raises(RuntimeError, match="there are no ranks .* start the script with torchrun"):
+        nc.distributed.shard(torch.nn.Sequential(nc.Linear(16, 16, device="cpu")))

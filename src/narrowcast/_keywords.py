@@ -25,6 +25,7 @@ _FOREIGN = {
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
 }
 """Keywords of other packages, and what to do about them."""
+_SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
 
 
 def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> None:
@@ -44,7 +45,9 @@ def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> No
 def _remedy(keyword: str, accepted: Collection[str]) -> str:
     if keyword in _FOREIGN:
         return _FOREIGN[keyword]
-    if near := difflib.get_close_matches(keyword, accepted, 1):
+    near = [_SYNONYMS[keyword]] if _SYNONYMS.get(keyword) in accepted else []
+    near += difflib.get_close_matches(keyword, accepted, 1) or [one for one in accepted if keyword in one]
+    if near:
         return f"did you mean {near[0]}=?"
     names = ", ".join(accepted)
     return f"it takes {names if len(names) <= _LISTED else names[:_LISTED].rpartition(',')[0] + ', ...'}"

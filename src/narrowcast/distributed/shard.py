@@ -91,8 +91,8 @@ def shard(
         ValueError: a layer has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients bypass FSDP2's
             reduction, ``reshard_after_forward`` is a number of ranks, or a block is not part of the model.
         TypeError: an argument is not a recipe, mesh, policy or list of blocks.
-        RuntimeError: the rows of a weight stored quantized are not equal shards of whole blocks, or a block's compiled
-            call would trace FSDP2's hooks.
+        RuntimeError: the rows of a weight stored quantized are not equal shards of whole blocks, a block's compiled
+            call would trace FSDP2's hooks, or there is neither a mesh nor a process group.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -103,6 +103,11 @@ def shard(
     _check_options(mesh, quantized_gather, options)
     policy, reshard = options.get("mp_policy"), options.get("reshard_after_forward")
     if mesh is None:
+        if not torch.distributed.is_initialized():
+            raise RuntimeError(
+                "shard: there are no ranks to share the parameters; start the script with torchrun and call "
+                "torch.distributed.init_process_group() first, or pass mesh="
+            )
         kind = next((p.device.type for p in model.parameters() if not p.is_meta), None)
         accelerator = torch.accelerator.current_accelerator() if kind is None else None
         kind = kind or (accelerator.type if accelerator is not None else "cpu")

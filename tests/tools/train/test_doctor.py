@@ -84,7 +84,9 @@ def test_a_gemm_that_nobody_has_run_says_so() -> None:
         assert "never run on such a GPU" in doctor._try_recipe(name, wired, "cpu").text
 
 
-def test_a_wrong_variable_is_what_is_wrong(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_what_is_wrong(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NARROWCAST_EMULATE", "maybe")
     assert cli.main(["doctor"]) == 1
     told = " ".join(capsys.readouterr().out.split())
