@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import narrowcast as nc
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
 from narrowcast_tools.plan.layout import BATCH
 
@@ -155,7 +156,10 @@ def draw() -> None:
 
     figure = Figure(figsize=(11, 4.8), dpi=130, layout="constrained")
     figure.suptitle(
-        "70B on H200s, 16 Mi tokens a step: where the GPUs' time goes", x=0.01, ha="left", weight="bold"
+        "Estimated by narrowcast plan: where the GPUs' time goes, 70B on H200s, 16 Mi tokens a step",
+        x=0.01,
+        ha="left",
+        weight="bold",
     )
     counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
     for axes, recipe in zip(figure.subplots(1, 2, sharey=True), ("bf16", "block")):
@@ -183,6 +187,11 @@ def draw() -> None:
         else:
             axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=8.5)
         axes.set_ylim(0, 1180)
+    told = (
+        f"Not measured: narrowcast {nc.__version__} computed it. Expect a dense plan, as this one, to be 5 to 15% "
+        "too fast, and one with experts a quarter or more."
+    )
+    figure.supxlabel(told, x=0.01, ha="left", size=8.5, color="0.35")
     figure.savefig(PICTURE)
 
 
