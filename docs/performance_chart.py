@@ -9,7 +9,7 @@ from narrowcast_tools.colors import color_of
 
 WIDTH, NAMES, END = 480, 152, 364  # the picture, where bars begin, and where the longest ends
 ROW, BAR = 24, 15
-HEAD, TITLE = 30, 34
+HEAD, TITLE, BELOW = 30, 34, 14
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
@@ -52,7 +52,7 @@ def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     ]
 
 
-def svg(heading: str, panels: list[Panel], scheme: str, versions: str) -> str:
+def svg(heading: str, panels: list[Panel], scheme: str, versions: str, fastest: float) -> str:
     """Return a picture of panels below each other.
 
     Args:
@@ -60,8 +60,9 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: str) -> str:
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
         versions: the line below them, which says with what they were measured.
+        fastest: the speed of the longest bar in all pictures, which have one scale.
     """
-    unit = (END - NAMES) / max([1.0, *(bar.speed for panel in panels for bar in panel.bars)])
+    unit = (END - NAMES) / fastest
     one = NAMES + unit
     y: float = HEAD
     parts = [_text(4, 17, heading, FAINT[scheme])]
@@ -76,6 +77,8 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: str) -> str:
         for bar in panel.bars:
             parts += _bar(bar, y, scheme, unit)
             y += ROW
+        parts.append(_text(one, end + 17, "bf16 = 1", FAINT[scheme], 'text-anchor="middle" font-size="11"'))
+        y += BELOW
     parts.append(_text(4, y + 17, versions, FAINT[scheme]))
     height = y + 26
     head = (
