@@ -10,6 +10,8 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from narrowcast._checks import counted
+
 from ..colors import color_of
 from .report import BASELINE, Row, judged
 
@@ -48,6 +50,8 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     """Draw a line of dots per recipe: curves of all steps would lie on each other."""
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (last_step, _) = baseline.held_out[0], baseline.held_out[-1]
+    # The gap of a recipe with fewer seeds counts from another mean of bf16 than the first row's.
+    uneven = len({len(row.seeds) for row in rows}) > 1
     fell = f", bf16 fell from {first:.2f}" if len(baseline.held_out) > 1 else ""
     _style(axes, f"Held-out loss after {last_step} steps, nats per {unit}{fell}", "x")
     axes.axvline(baseline.held_out_loss, color=color_of(BASELINE), linewidth=1, linestyle="--")
@@ -56,11 +60,18 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
         if len(row.seeds) > 1:
             axes.hlines(place, *row.spread, color=color, linewidth=2.5, alpha=0.5)
         axes.plot(row.held_out_loss, place, "o", color=color, markersize=8)
+        if uneven:
+            same = row.held_out_loss / (1 + row.gap_percent / 100)
+            if row is not baseline:
+                axes.plot(same, place, "|", color=color_of(BASELINE), markersize=14, markeredgewidth=2)
+            end, told = max(row.spread[1], same), f"  {counted(len(row.seeds), 'seed')}"
+            axes.text(end, place, told, va="center", size=8)
     axes.set_yticks(range(len(rows)), [f"{row.title}  {row.held_out_loss:.3f}" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.1)
     if _several(rows):
-        axes.set_xlabel("dot: mean of the seeds; line: lowest to highest seed", size=9)
+        same = "\ngray tick: bf16's mean over the same seeds, from which the gap counts" if uneven else ""
+        axes.set_xlabel(f"dot: mean of the seeds; line: lowest to highest seed{same}", size=9)
     elif len(rows) > 1:
         axes.set_xlabel("one seed: too short a comparison to rank recipes", size=9)
 
@@ -80,8 +91,9 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     last_step = baseline.held_out[-1][0]
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
     later = [gap for row in rows for gap in row.gaps[len(row.gaps) // 2 :]]
-    # The second half of each curve and the ranges of the last step are inside.
+    # The second half of each curve and of bf16's band, and the ranges of the last step are inside.
     shown = [gap[1] for gap in later] + [end for row in rows for end in row.gaps[-1][2:]]
+    shown += [end for gap in baseline.gaps[len(baseline.gaps) // 2 :] for end in gap[2:]]
     low, high = min(0.0, *shown), max(0.0, *shown)
     room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
     low, high = low - room, high + room

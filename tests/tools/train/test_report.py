@@ -140,6 +140,17 @@ def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
     assert label_ends < ranges < gaps.get_xlim()[1], "the range of the seeds lies right of the label"
 
 
+def test_a_recipe_with_fewer_seeds_stands_beside_bf16_of_these_seeds() -> None:
+    """A recipe of three seeds lay on bf16's line of eight in one panel, and above it in the other."""
+    runs = [("bf16", 0, 2.0), ("bf16", 1, 2.2), ("nvfp4", 0, 2.1)]
+    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    losses = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[0]
+    assert [text.get_text().strip() for text in losses.texts] == ["2 seeds", "1 seed"]
+    (tick,) = [line for line in losses.lines if line.get_marker() == "|"]
+    assert tick.get_xdata()[0] == pytest.approx(2.0)
+    assert "gray tick" in losses.get_xlabel()
+
+
 def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
     losses, gaps = figures(lambda: draw(rows, subtitle="one"))[0].axes
     assert losses.get_xlabel() == "one seed: too short a comparison to rank recipes"
