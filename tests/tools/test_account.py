@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.axes import Axes
 from rich.console import Console
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -188,6 +189,17 @@ def test_what_is_shown_and_written(tmp_path: Path) -> None:
     assert (casts["ms"], casts["share_of_floor"], casts["device"]) == ("2.000", "0.500", "one GPU")
     assert casts["copy_per_second"] == "1e+12"
     assert draw_account(ACCOUNTS, "narrowcast bench account: one GPU").startswith(b"\x89PNG")
+
+
+def test_the_picture_names_the_baseline_s_optimizer_where_the_recipes_have_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    labels: list[str] = []
+    drawn = Axes.barh
+    monkeypatch.setattr(Axes, "barh", lambda self, *a, **k: labels.append(k["label"]) or drawn(self, *a, **k))
+    draw_account(ACCOUNTS, "")
+    draw_account([ACCOUNTS[0], ACCOUNTS[1]._replace(contender="delayed, FusedAdam")], "")
+    assert labels[::2] == ["bf16: 9.0 ms", "bf16, PyTorch's AdamW, head in bf16: 9.0 ms"]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
         caption: command and machine.
     """
     groups = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
+    named = any("," in one.contender for one in accounts)  # the recipes' optimizer or head is another one
     height = 0.8 / len(accounts)
     rows = 0.16 * len(groups) * (len(accounts) + 1)
     figure = Figure(figsize=(8, 1.6 + rows), dpi=130, layout="constrained")
@@ -87,7 +88,8 @@ def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
         times = {row.group: row.ms for row in one.rows}
         places = [place + (index - (len(accounts) - 1) / 2) * height for place in range(len(groups))]
         lengths = [times.get(name, 0.0) for name in groups]
-        label = f"{one.contender}: {one.step_ms:.1f} ms"
+        plain = ", PyTorch's AdamW, head in bf16" if one is accounts[0] and named else ""
+        label = f"{one.contender}{plain}: {one.step_ms:.1f} ms"
         axes.barh(places, lengths, 0.9 * height, color=color_of(one.contender), label=label)
         for place, length in zip(places, lengths):
             axes.text(length, place, f" {length:.1f}" if length else " none", va="center", size=7.5)
