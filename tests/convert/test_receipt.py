@@ -191,7 +191,9 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
     bars = [one for tag, one in tags if tag == "rect" and one["height"] == "48"]
     assert len(bars) == len(receipt.gemms)
     assert sum(float(one["width"] or 0) for one in bars) == pytest.approx(900, abs=0.1)
-    assert "width: share of the FLOPs per token" in (tmp_path / "receipt.html").read_text()
+    told = (tmp_path / "receipt.html").read_text()
+    assert ">converted</text>" in told and ">narrowcast</text>" not in told, "a legend of what is there"
+    assert "width: share of the FLOPs per token" in told
     assert not any("src" in one or "href" in one for _, one in tags)
 
 

@@ -229,14 +229,16 @@ def _picture(receipt: Receipt) -> str:
             f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLORS[one.decision]}" '
             f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
         )
-        name = one.name.rpartition(".")[2] if len(one.name) * 7 > share else one.name
-        if len(name) * 7 <= share:
+        room = (share - 6) / 7  # characters between the edges
+        name = one.name.rpartition(".")[2] if len(one.name) > room else one.name
+        if len(name) <= room:
             inside = f'x="{left + share / 2:.2f}" y="28" text-anchor="middle" font-size="12"'
             ink = "black" if one.decision == "kept" else "white"
             parts.append(f'<text {inside} fill="{ink}">{html.escape(name)}</text>')
         left += share
-    for index, (decision, color) in enumerate(_COLORS.items()):
-        x = index * 120
+    made = {one.decision for one in receipt.gemms}
+    for index, decision in enumerate(decision for decision in _COLORS if decision in made):
+        x, color = index * 120, _COLORS[decision]
         parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12" fill="#777">{decision}</text>')
     told = "width: share of the FLOPs per token"
