@@ -48,8 +48,11 @@ def draw() -> str:
     parts = [f'<text x="{GAP}" y="16" fill="#7d8590">{key}</text>']
     for index, (title, options) in enumerate(PANELS):
         left, top = GAP + index % 3 * width, TITLE + index // 3 * (LENGTHS[0] * CELL + TITLE + GAP)
-        name = title + "".join(f", {value}" for key, value in options.items() if key == "window_size")
-        parts.append(f'<text x="{left}" y="{top - 8}" fill="#7d8590">{name}</text>')
+        names = [title]
+        if window := options.get("window_size"):
+            names = [f"{title}, window_size={window}:", "{} keys back, {} ahead".format(*window)]
+        for line, name in enumerate(reversed(names)):
+            parts.append(f'<text x="{left}" y="{top - 8 - 14 * line}" fill="#7d8590">{name}</text>')
         for i, row in enumerate(seen(title, options).tolist()):
             for j, visible in enumerate(row):
                 color = "#0f766e" if visible else "#d1d5db"
