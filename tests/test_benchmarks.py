@@ -277,7 +277,7 @@ def test_plot_of_the_kept_rows(tmp_path: Path) -> None:
 def test_plot_takes_the_newest_commit_and_the_last_of_equal_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     harness, plot = benchmark("harness"), benchmark("harness.plot")
-    where = {"device": "made up", "torch": "2", "triton": "3"}
+    where = {"device": "made up", "torch": "2", "triton": "3", "narrowcast": "0.1.0"}
     rows = [("old", "a", 0.1), ("new", "a", 0.2), ("new", "torchao: a", 0.3), ("new", "a", 0.4)]
     path = tmp_path / "quantize.csv"
     harness.append(

@@ -139,8 +139,9 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
     )
     where = rows[-1]
     figure.supxlabel(
-        f"{NOTES.get(stem, '')}Share of the bandwidth of a device copy, timed in the same rounds; higher is better.\n"
-        f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}{day(where['commit'])}",
+        f"{NOTES.get(stem, '')}Higher is better. The copy on the device was timed in the same rounds.\n"
+        f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
+        f"narrowcast {where['narrowcast']}{day(where['commit'])}",
         x=0.01,
         ha="left",
         size=8.5,
@@ -151,6 +152,7 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
 
 def _panel(axes: Axes, title: str, limit: float) -> None:
     axes.set_title(title, loc="left", size=10)
+    axes.set_xlabel("share of a copy's bandwidth", size=9)
     axes.set_xlim(0, 1.03 * limit)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "", "0.5", "", "1"])
     axes.axvline(1.0, color="0.6", linewidth=0.9, zorder=0)
