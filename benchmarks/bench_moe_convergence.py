@@ -12,14 +12,11 @@ plain wires whose initial weights are scaled by 1 + 1e-5: it shows how far a los
 from __future__ import annotations
 
 import argparse
-import csv
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from harness import Row, parser, report
-from harness.report import RESULTS
 from torch import Tensor, nn
 
 import narrowcast as nc
@@ -137,37 +134,6 @@ def train(name: str, corpus: Corpus, seed: int, steps: int) -> Row:
     return row | {"training_loss": sum(last) / len(last), "held_out_loss": held_out_loss}
 
 
-def draw(path: Path) -> None:
-    """Draw the held-out losses of the newest commit's rows relative to plain wires, a dot per seed."""
-    from matplotlib.figure import Figure
-
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
-    plain = {row["seed"]: float(row["held_out_loss"]) for row in rows if row["wires"] == "plain"}
-    figure = Figure(figsize=(7.5, 3.2), layout="constrained")
-    title = "Held-out loss of a small mixture by the format of its wires"
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
-    axes = figure.subplots()
-    names = [name for name in CONTENDERS if name != "plain"]
-    for seed, marker in zip(plain, "os^", strict=False):
-        mine = {row["wires"]: float(row["held_out_loss"]) for row in rows if row["seed"] == seed}
-        shares = [100 * (mine[name] / plain[seed] - 1) for name in names]
-        axes.plot(shares, range(len(names)), marker, color="0.25", label=f"seed {seed}")
-    axes.axvline(0, color="0.6", linewidth=0.9, zorder=0)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("held-out loss relative to plain bf16 wires, %; above 0 is worse")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside right upper")
-    where = rows[-1]
-    told = (
-        f"{where['device']}, torch {where['torch']}, narrowcast {where['narrowcast']}, {where['steps']} steps"
-    )
-    figure.supxlabel(told, x=0.01, ha="left", size=8, color="0.35")
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=STEPS)
@@ -177,8 +143,6 @@ def main() -> None:
     rows = [train(name, corpus, seed, chosen.steps) for name in names for seed in SEEDS]
     chosen.device = "cpu"
     report("moe_convergence", rows, chosen)
-    if chosen.save:
-        draw(RESULTS / "moe_convergence.csv")
 
 
 if __name__ == "__main__":
