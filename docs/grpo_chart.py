@@ -36,7 +36,7 @@ def measure(steps: int) -> None:
     torch.set_num_threads(1)
     commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True)
     where = {
-        "device": f"{cpu_model()}, 1 threads",
+        "device": f"{cpu_model()}, 1 thread",
         "torch": torch.__version__,
         "narrowcast": nc.__version__,
         "commit": commit.stdout.strip(),
