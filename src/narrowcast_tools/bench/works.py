@@ -334,8 +334,8 @@ class _Model(nn.Module):
         self.positions = tuple(positions)
 
     def compile_parts(self) -> None:
-        """Compile embedding, blocks and loss apart: what is compiled of some blocks serves the others, too."""
-        for part in (self.embedding, *self.parts, self.loss):
+        """Compile blocks and loss apart: what is compiled of some blocks serves the others, too."""
+        for part in (*self.parts, self.loss):  # PyTorch 2.13 compiles no module of its own so
             part.compile(fullgraph=True)
 
     def forward(self, tokens: Tensor, wanted: Tensor) -> Tensor:
