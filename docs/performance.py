@@ -637,7 +637,8 @@ def how_much() -> str:
         row = " | ".join(of_work.get(name, "") for of_work in cells)
         lines.append(f"| {names.get(name, name)} | {row} |")
     what = (
-        "The first column is a training step on two GPUs, the second the forward and backward of one block, the third "
+        "The first column is a training step on two GPUs, without embedding and head, the second the forward and "
+        "backward of one block, the third "
         "a training step of a Llama of Transformers, converted."
     )
     device, torch, ours = measured_with(HERO)
