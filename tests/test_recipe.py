@@ -766,7 +766,10 @@ def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
         expected = f"{owner}: .*{told}.*{none.get(owner, 'None is high precision')}$"
         with pytest.raises(ValueError, match=expected) as raised:
             call()
-        assert raised.value.__cause__ is None and raised.value.__suppress_context__, "told twice"
+        error = raised.value
+        assert error.__cause__ is None and (error.__suppress_context__ or error.__context__ is None), (
+            "told twice"
+        )
     with pytest.raises(
         TypeError, match=r"autocast got 'current' as a positional argument; write autocast\(recipe='"
     ):
