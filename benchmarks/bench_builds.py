@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_transformer import BF16, LENGTH, ONE_B, WIDE, Model, angles, blocks, layer
-from harness import Row, parser, report, seconds_of
+from bench_transformer import BF16, LENGTH, ONE_B, OPTIMIZERS, WIDE, Model, angles, blocks, layer
+from harness import Row, by_turns, parser, report, seconds_of
 from torch import nn
 
 import narrowcast as nc
 
 NEW = Path(__file__).parents[1] / "src"
-RECIPES: dict[str, Any] = {"delayed": nc.recipe.DelayedScaling, "current": nc.recipe.Float8CurrentScaling}
+RECIPES = ("delayed", "current")
 Step = Callable[[], Any]
 
 
@@ -37,7 +37,7 @@ def renew(model: nn.Module) -> None:
 
 
 def small(make: Callable[..., nn.Module], recipe: str, compiled: bool) -> Step:
-    model = nc.set_recipe(make(params_dtype=BF16, device="cuda"), RECIPES[recipe]())
+    model = nc.set_recipe(make(params_dtype=BF16, device="cuda"), recipe)
     run: Any = torch.compile(model, fullgraph=True) if compiled else model
     x = torch.randn(64, 256, dtype=BF16, device="cuda", requires_grad=True)
 
@@ -67,17 +67,10 @@ def block(recipe: str) -> Step:
     return step
 
 
-def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
-    moments = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
-    return nc.optimizers.FusedAdam(
-        model.parameters(), lr=1e-4, weight_decay=0.01, weight_codes=model, **moments
-    )
-
-
 def four_blocks(recipe: str) -> Step:
     model, positions = Model(recipe), angles(WIDE, LENGTH)
-    nc.set_recipe(model, {"blocks": RECIPES[recipe]()})
-    optimizer, run = fused_adam(model), torch.compile(model, fullgraph=True)
+    nc.set_recipe(model, {"blocks": recipe})
+    optimizer, run = OPTIMIZERS["FusedAdam"](model), torch.compile(model, fullgraph=True)
     words = torch.randint(32000, (4, LENGTH + 1), device="cuda")
 
     def step() -> None:
@@ -89,8 +82,8 @@ def four_blocks(recipe: str) -> Step:
 
 
 def one_b(recipe: str) -> Step:
-    model = nc.set_recipe(nn.ModuleList(layer(ONE_B, at) for at in range(1, 17)), RECIPES[recipe]())
-    optimizer, positions = fused_adam(model), angles(ONE_B, LENGTH)
+    model = nc.set_recipe(nn.ModuleList(layer(ONE_B, at) for at in range(1, 17)), recipe)
+    optimizer, positions = OPTIMIZERS["FusedAdam"](model), angles(ONE_B, LENGTH)
     runs = [torch.compile(one, fullgraph=True) for one in model]
     x = torch.randn(4, LENGTH, ONE_B[0], dtype=BF16, device="cuda")
 
@@ -137,6 +130,12 @@ def work(repeats: int) -> None:
         print(seconds_of(step, repeats) * 1e3, flush=True)  # type: ignore[arg-type]
 
 
+def timed(state: Any, row: str) -> float:
+    """Milliseconds of a row in the process of a state."""
+    print(row, file=state.stdin, flush=True)
+    return float(state.stdout.readline())
+
+
 def measure(chosen: argparse.Namespace) -> list[Row]:
     sources = {"old": chosen.old, "new": NEW} if chosen.old else {"new": NEW}
     states = {
@@ -151,16 +150,12 @@ def measure(chosen: argparse.Namespace) -> list[Row]:
     }
     rows: list[Row] = []
     for row in [one for one in ROWS if chosen.only in one]:
-        times: dict[str, list[float]] = {name: [] for name in states}
-        for turn in range(-1, chosen.turns):  # the first is not counted
-            for name in [*states][:: 1 if turn % 2 else -1]:
-                print(row, file=states[name].stdin, flush=True)
-                times[name].append(float(states[name].stdout.readline()))  # type: ignore[union-attr]
+        times = by_turns({name: partial(timed, state, row) for name, state in states.items()}, chosen.turns)
         found: Row = {"row": row, "turns": chosen.turns}
         for name, own in times.items():
-            found[f"{name} ms"] = statistics.median(own[1:])
+            found[f"{name} ms"] = statistics.median(own)
         if chosen.old:
-            found["times"] = statistics.median(a / b for a, b in zip(times["new"][1:], times["old"][1:]))
+            found["times"] = statistics.median(a / b for a, b in zip(times["new"], times["old"]))
         print(found, flush=True)
         rows.append(found)
     return rows

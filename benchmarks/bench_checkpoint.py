@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Row, parser, report
+from harness import Row, by_turns, parser, report
 
 import narrowcast as nc
 
@@ -112,11 +113,8 @@ def measure(chosen: argparse.Namespace) -> list[Row]:
             for state in states.values():
                 state.answers()
             for what in ("save", "load"):
-                times: dict[str, list[tuple[float, float]]] = {name: [] for name in states}
-                for turn in range(-1, chosen.pairs):  # the first pair is not counted
-                    for name in [*states][:: 1 if turn % 2 else -1]:
-                        times[name].append(states[name].run(what))
-                rows += rows_of(layout, what, {name: found[1:] for name, found in times.items()})
+                runs = {name: partial(state.run, what) for name, state in states.items()}
+                rows += rows_of(layout, what, by_turns(runs, chosen.pairs))
             for state in states.values():
                 state.end()
     return rows

@@ -73,6 +73,14 @@ def test_summarize_gives_shares_and_ratios() -> None:
     assert "vs_torchao" not in kernel
 
 
+def test_turns_change_their_order_and_the_first_is_not_counted() -> None:
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) or len(order) for name in ("old", "new")}
+    found = benchmark("harness").by_turns(runs, 2)
+    assert order == ["old", "new", "new", "old", "old", "new"]
+    assert found == {"old": [4, 5], "new": [3, 6]}
+
+
 def test_measure_takes_turns_around_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = benchmark("harness")
     monkeypatch.setattr(benchmark("harness.contenders"), "ring", lambda make: [make() for _ in range(3)])

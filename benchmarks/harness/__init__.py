@@ -8,7 +8,7 @@ from .report import append, parser, report, report_on_gpu
 from .shapes import FFN, HIDDEN, TENSORS, Shape
 from .steps import RECIPES, Step, captured, error_of, measure_steps, saved_mib, step_of
 from .streams import print_streams
-from .timing import rates, ring, seconds_of, spread, time_in_turns
+from .timing import by_turns, rates, ring, seconds_of, spread, time_in_turns
 
 __all__ = [
     "FFN",
@@ -21,6 +21,7 @@ __all__ = [
     "Step",
     "Table",
     "append",
+    "by_turns",
     "captured",
     "compare",
     "compiled",

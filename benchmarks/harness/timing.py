@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ LAUNCHES = 4  # per turn
 UNCOUNTED_TURNS = 2
 # Long enough for the host to queue a turn's launches behind it, so that its time stays out of the events.
 QUEUE_CYCLES = 4_000_000
+T = TypeVar("T")
 
 
 def seconds_of(step: Callable[[], object], count: int, device: str = "cuda") -> float:
@@ -37,6 +38,15 @@ def spread(times: Sequence[float], unit: str) -> Row:
         f"p20_{unit}": fifths[0],
         f"p80_{unit}": fifths[3],
     }
+
+
+def by_turns(runs: Mapping[str, Callable[[], T]], count: int) -> dict[str, list[T]]:
+    """What ``count`` calls of each return, in turns that change their order; a first turn is not counted."""
+    found: dict[str, list[T]] = {name: [] for name in runs}
+    for turn in range(-1, count):
+        for name in [*runs][:: 1 if turn % 2 else -1]:
+            found[name].append(runs[name]())
+    return {name: returned[1:] for name, returned in found.items()}
 
 
 def rates(where: Row, times: Mapping[str, Sequence[float]], operations: int) -> list[Row]:
