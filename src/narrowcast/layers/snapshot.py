@@ -27,21 +27,18 @@ class Snapshot:
 
     Args:
         modules: whose state is kept.
-        scales: the state of delayed scaling, and with it the fields of layers, is part of it.
-        grads: so is the ``grad`` of every parameter: the tensor and its values.
-        rest: so are other buffers, ``main_grad`` and the queues.
+        grads: the ``grad`` of every parameter is part of it: the tensor and its values.
+        rest: so are buffers besides those of delayed scaling, ``main_grad`` and the queues.
     """
 
-    def __init__(
-        self, modules: Iterable[nn.Module], *, scales: bool = True, grads: bool = False, rest: bool = True
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, grads: bool = False, rest: bool = True) -> None:
         self._of = list(dict.fromkeys(module for one in modules for module in one.modules()))
         tables = [own_parameters(module).values() for module in self._of]
         parameters = dict.fromkeys(one for table in tables for one in table if one is not None)
         self._grads = [(parameter, parameter.grad) for parameter in parameters] if grads else []
         self._marks = [(one, vars(one)[_MARK]) for one in parameters if rest and _MARK in vars(one)]
-        self._tables = [(module, _buffers_of(module, scales, rest)) for module in self._of]
-        owners = [module for module in self._of if isinstance(module, RecipeOwner) and scales]
+        self._tables = [(module, _buffers_of(module, rest)) for module in self._of]
+        owners = [module for module in self._of if isinstance(module, RecipeOwner)]
         self._fields = [(owner, _fields_of(owner)) for owner in owners]
         self._queues = [
             (store, store.waiting())
@@ -55,7 +52,7 @@ class Snapshot:
         kept = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self._values = [(one, one.detach().clone()) for one in kept.values()]
         self._versions = [-1 if one.is_inference() else version_of(one) for one in kept.values()]
-        layers = [module for module in self._of if isinstance(module, DelayedLayer) and scales]
+        layers = [module for module in self._of if isinstance(module, DelayedLayer)]
         self._without_state = [layer for layer in layers if not layer.delayed_slots()]
 
     def restore(self) -> None:
@@ -95,11 +92,9 @@ class Snapshot:
             store.put_back(waiting)
 
 
-def _buffers_of(module: nn.Module, scales: bool, rest: bool) -> dict[str, Tensor | None]:
+def _buffers_of(module: nn.Module, rest: bool) -> dict[str, Tensor | None]:
     state = set(module._state_names()) if isinstance(module, DelayedLayer) else set()
-    return {
-        name: buffer for name, buffer in own_buffers(module).items() if (scales if name in state else rest)
-    }
+    return {name: buffer for name, buffer in own_buffers(module).items() if rest or name in state}
 
 
 def _fields_of(owner: RecipeOwner) -> dict[str, tuple[Any, Any]]:
