@@ -27,7 +27,7 @@ def rule_of(unseen: float) -> str:
     return "own" if unseen < 0.0 else "given" if unseen else ""
 
 
-def words(like: Tensor, groups: int = 1) -> Tensor:
+def words_of(like: Tensor, groups: int = 1) -> Tensor:
     """Return the words of a launch on the device of ``like``."""
     return torch.zeros((3, groups), dtype=torch.float32, device=like.device)
 

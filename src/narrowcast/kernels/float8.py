@@ -32,7 +32,7 @@ from .codecs import (
     pack_codes,
     scaled_float32,
 )
-from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words_of
 from .graph_amax import amax_parts_in_graph
 from .launch import (
     INTERPRETING,
@@ -470,7 +470,7 @@ def _run_cast(
     if amax is not None:
         tensors.append(amax)
     if unseen < 0.0:
-        tensors.append(words(like))
+        tensors.append(words_of(like))
     if sums is not None and sums.numel():  # an empty source has no sums
         tensors.append(sums)
     launch(tensors)

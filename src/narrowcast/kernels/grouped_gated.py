@@ -17,7 +17,7 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_codes, magnitude, magnitudes_of_tile, pack_codes, round_to_dtype, to_float32
-from .first_scale import rule_of, words
+from .first_scale import rule_of, words_of
 from .grouped_quantize import (
     encoding_scale,
     group_ends,
@@ -270,7 +270,7 @@ def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups:
     if groups:
         _amax(
             (max(programs, 1), 1, 1),
-            (*operands, splits, scale, words(out, groups) if first else scale, out, T, F, groups, unseen),
+            (*operands, splits, scale, words_of(out, groups) if first else scale, out, T, F, groups, unseen),
             (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
-from .first_scale import ROWS_AT_ONCE, end_part, own_scales, rule_of, take_part, words
+from .first_scale import ROWS_AT_ONCE, end_part, own_scales, rule_of, take_part, words_of
 from .launch import INTERPRETING, Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import (
@@ -434,8 +434,8 @@ def _run_cast(
             (
                 x, scale if splits is None else splits, scale, x if data is None else data,
                 x if transpose is None else transpose, scale_inv, scale if amax is None else amax,
-                words(x, groups) if first == "own" else scale, x.shape[0], K, rows, groups, band_bits, float(epsilon),
-                unseen,
+                words_of(x, groups) if first == "own" else scale, x.shape[0], K, rows, groups, band_bits,
+                float(epsilon), unseen,
             ),
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
