@@ -1142,6 +1142,13 @@ def test_calibration_collects_what_a_step_would(dtype: torch.dtype, compiled: bo
     assert (layer.scale_fwd[:GROUPS] != initial[:GROUPS]).any()
 
 
+def test_calibration_collects_in_evaluation_without_gradients() -> None:
+    layer = make_layer().eval()
+    with torch.no_grad(), nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+        layer(make_input(), SPLITS)
+    assert (layer.amax_fwd > 0).sum() == GROUPS - 1
+
+
 def test_calibration_leaves_other_recipes_alone() -> None:
     layer = make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["mxfp8"]):

@@ -19,10 +19,9 @@ from .._checks import a_kind, flags, positive, shape_of, shown, text
 from .._tracing import can_return_quantized, has_addresses, host_reads, is_known
 from ..autograd import DelayedScales, LinearFwdArgs, LinearWgrad
 from ..autograd.groups import Groups, quantize_weights
-from ..functional import calibrate_, join_weights, splits_on_device
+from ..functional import join_weights, splits_on_device
 from ..quantizers import Operand, OperandBuffers, buffers_of
-from ..recipe import LinearPlan, Recipe, linear_plan
-from ..state import THREAD
+from ..recipe import LinearPlan, Recipe
 from ..tensors import (
     GroupedTensor,
     QuantizedTensor,
@@ -327,23 +326,6 @@ class GroupedLinearLayer(LinearLayer):
         ticket = None if store is None else store.ticket
         begins = begun_main_grads(wanted, is_first_microbatch)
         return LinearWgrad(main_grads, True in overwrites, dummies, store, ticket, *begins)
-
-    def _calibration_plan(self) -> LinearPlan | None:
-        """Return which amax an autocast that only calibrates collects; None under any other."""
-        calibrating = THREAD.state.calibrating
-        return (
-            None
-            if calibrating is None
-            else linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
-        )
-
-    def _calibrate_groups(self, amax: Tensor | None, x: Tensor, splits: Tensor) -> None:
-        """Overwrite the amax of every group's input, as the calibration plan says."""
-        plan = self._calibration_plan()
-        if plan is None or amax is None:
-            return
-        if plan.input.unseen is not None:
-            calibrate_(x.detach(), splits, amax)
 
     # -- checks ------------------------------------------------------------------------------------------------------
 

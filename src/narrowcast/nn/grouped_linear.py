@@ -12,6 +12,7 @@ from .._checks import flags
 from .._keywords import refuse_keywords
 from .._tracing import in_eager, refuse_in_transform
 from ..autograd import grouped_linear
+from ..functional import calibrate_
 from ..functional.collectives import group_name
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
@@ -19,6 +20,7 @@ from ..layers.neutral import GroupedOptions, check_neutral
 from ..layers.parameters import parameter_dtype
 from ..layers.tensor_parallel import checked_size, parallel_of
 from ..recipe import Recipe, linear_plan
+from ..state import THREAD
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
 
@@ -196,8 +198,10 @@ class GroupedLinear(GroupedLinearLayer):
         if self.save_original_input and recipe is not None and not plan.save_original_input:
             self._warn_of_delayed_input()
         plan = plan_for_rows(plan, x.shape[0], self.num_gemms)
-        scales = self._scales_of(("",), (self._calibration_plan() or plan,))[0]
-        self._calibrate_groups(scales.amax_fwd, x, splits)
+        calibrating = THREAD.state.calibrating
+        if calibrating is not None:
+            self._calibrate(calibrating, x, splits)
+        scales = self._scales_of(("",), (plan,))[0]
         needs_bias = grad and any(bias.requires_grad for bias in added)
         args, groups = self._grouped_args(
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
@@ -205,6 +209,13 @@ class GroupedLinear(GroupedLinearLayer):
         operands = (inp, splits, weights, added, args, groups)
         y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)
         return (y, biases) if self.return_bias else y
+
+    def _calibrate(self, recipe: Recipe, x: Tensor, splits: Tensor) -> None:
+        """Collect the amax of every group's input under an autocast that only calibrates."""
+        plan = linear_plan(recipe, self.name, True, True, module_type=self._module_type)
+        if plan.input.unseen is not None:
+            self._keep_states(("",), (plan,))
+            calibrate_(x.detach(), splits, self.amax_fwd)
 
 
 def _chosen(own: bool | None, common: bool) -> bool:

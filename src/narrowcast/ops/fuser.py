@@ -196,9 +196,8 @@ class OperationFuser:
         if observers:  # they look at plain operands, each time
             operands, key = self._operands(fused, observers), None
         if key is not None:
-            replays = not basic_op_kwargs and THREAD.state.calibrating is None
-            values = [op._values(op) for op in ops] if replays else ()  # type: ignore[misc]
-            key = (*key, first, input_requires_grad, *values) if replays else None
+            values = () if basic_op_kwargs else [op._values(op) for op in ops]  # type: ignore[misc]
+            key = None if basic_op_kwargs else (*key, first, input_requires_grad, *values)
         counts, wiring = list(map(len, params)), self.wiring
         return Call(
             ops,

@@ -172,7 +172,7 @@ class autocast:
 
     Args:
         enabled: False runs the layers in high precision.
-        calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax.
+        calibrating: with ``enabled=False`` and a delayed-scaling recipe, collect amax in modules of ``nc.nn``.
         recipe: a recipe or its name; None takes :func:`get_default_recipe`.
         amax_reduction_group: the result of :func:`get_fp8_group`. Nothing is reduced over it: a warning names the call
             that does.

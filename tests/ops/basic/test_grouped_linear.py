@@ -371,14 +371,6 @@ def test_torch_autocast(compiled: bool) -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_calibration() -> None:
-    op, x = make_op(), rows()
-    with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
-        y = op(x, splits_of())
-    assert torch.equal(y, make_op()(x, splits_of()))
-    assert (op.amax_fwd > 0).sum() == GROUPS - 1  # the inputs' but the empty group's
-
-
 @pytest.mark.parametrize("name", ["current", "mxfp8"])
 def test_quantized_parameters(name: str) -> None:
     options = {"single_grouped_weight": True}

@@ -16,7 +16,7 @@ from ...autograd import DelayedScales, LinearBwdArgs, LinearFwdArgs
 from ...autograd.gemms import linear_backward, linear_bwd_args, linear_forward, rows_of
 from ...autograd.operands import saved_operands
 from ...autograd.tensor_parallel import TensorParallel, local_features, tensor_parallel
-from ...functional import calibrate_, replay_of
+from ...functional import replay_of
 from ...functional.collectives import group_size
 from ...layers import LinearLayer, Stage, checked_input, parameter_device
 from ...layers.parameters import parameter_dtype, random_numbers_of
@@ -24,13 +24,11 @@ from ...layers.tensor_parallel import Split
 from ...quantizers import Operand
 from ...recipe import LinearPlan, Mode, Recipe, linear_plan
 from ...roles import QuantizerRole
-from ...state import THREAD
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
 from ..contract import TensorsToSave
 from ..handover import ScaledOperand
 from ..op import BasicOperation
-from .inputs import plain
 from .linear_functional import functional_backward, functional_forward
 
 
@@ -189,11 +187,8 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan_of(self._recipe_in_force(), requires_grad, input_requires_grad)
-        calibrating, scales = THREAD.state.calibrating, None
-        if calibrating is not None:  # in high precision, with the state that collects amax on the way
-            state = linear_plan(calibrating, self.name, True, True, module_type=self._module_type)
-            scales = self._scales_of(("",), (state,))[0]
-        elif plan.forward_state is not None or plan.backward_state is not None:
+        scales = None
+        if plan.forward_state is not None or plan.backward_state is not None:
             scales = self._scales_of(("",), (plan,))[0]
         weight, kind = self.weight, self.weight.device.type
         dtype = weight.dtype
@@ -259,13 +254,11 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
             bias: added where the GEMM ends; None with ``tensor_parallel_mode="row"``, whose sums come after that.
             args: as :meth:`forward_arguments` gives them.
         """
-        weight, plan, amax, args = self.weight, args.plan, args.scales.amax_fwd, _of_input(args, input_)
+        weight, plan, args = self.weight, args.plan, _of_input(args, input_)
         if isinstance(input_, Tensor):
             if input_.dtype != weight.dtype and input_.dtype in HIGH_PRECISION:
                 input_ = input_.to(args.dtype)
             input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
-            if not plan.quantized and amax is not None:
-                calibrate_(plain(input_), None, amax)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):

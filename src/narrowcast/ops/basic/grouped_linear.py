@@ -140,7 +140,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
 
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan_of(requires_grad, input_requires_grad)
-        return {"plan": plan, **self._state_arguments(self._calibration_plan() or plan)}
+        return {"plan": plan, **self._state_arguments(plan)}
 
     def _plan_of(
         self, requires_grad: bool, input_requires_grad: bool, save_original_input: bool = False
@@ -185,7 +185,6 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         covered = covered or (inside and own.get("output") is None)
         args, groups = self._call_args(inp.dtype, x.shape[0], own, requires_grad, save_input, covered)
         groups.out, groups.dgrad_out = self._checked_buffers(inp, **own)
-        self._calibrate_groups(args.scales.amax_fwd, x, splits)
         out, saved_input, saved_weight = grouped_forward(
             x, splits, weights, biases, args, groups, bias_scales, activation
         )
