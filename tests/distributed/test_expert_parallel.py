@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,17 +239,79 @@ def replicated(rank: int) -> dict[str, Any]:
         told(x)
     with torch.no_grad():
         told(x)
-    return {"both": step(both, x), "sharded": step(sharded, x)}
+    scales = {way: amaxes_of_replicas(way, mesh, x) for way in ("both", "sharded", "local")}
+    return {"both": step(both, x), "sharded": step(sharded, x), "scales": scales, "warned": warned(mesh)}
 
 
-def test_replicas_of_experts_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+def delayed_experts(mesh: Any) -> nn.Module:
+    """A mixture in which the experts alone scale with delay."""
+    model = nc.convert(
+        Mixture(nn.Linear(WIDTH, 4, bias=False), "stacked"), "delayed", skip=["*gate", "shared"]
+    )
+    nc.distributed.expert_parallel(model, mesh, quantizer=None, align_size=16)
+    return model
+
+
+def amaxes_of_replicas(way: str, mesh: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What a rank's experts have collected, before and after a reduction over all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    if way == "local":
+        experts = nc.GroupedLinear(2, WIDTH, WIDTH, device="cpu", recipe=nc.recipe.DelayedScaling())
+        nc.distributed.MoEDispatch(4, mesh["ep"].get_group()).local_experts(experts)
+        model: nn.Module = nn.ModuleDict({"experts": experts})
+        experts(x, torch.tensor([2, len(x) - 2])).square().mean().backward()
+    else:
+        model = delayed_experts(mesh if way == "both" else mesh["ep"])
+        if way == "sharded":
+            fully_shard(model.experts, mesh=mesh["dp"])
+        model(x).square().mean().backward()
+    amaxes = [one for name, one in model.named_buffers() if "amax" in name and "history" not in name]
+    before = [one.clone() for one in amaxes]
+    nc.reduce_delayed_scaling(model)
+    return before, amaxes
+
+
+def warned(mesh: Any) -> list[bool]:
+    """Whether ranks hear that nothing is reduced: of experts that no other rank has, and of those with replicas."""
+    found = []
+    for one in (mesh._flatten("every"), mesh):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            model = delayed_experts(one)
+            model(torch.ones(3, WIDTH)).sum().backward()
+            nc.renew_delayed_scaling(model)
+        found.append(any("there are several ranks" in str(one.message) for one in told))
+    return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(replicated, tmp_path_factory.mktemp("four"), 4, SECONDS)
+
+
+def test_replicas_of_experts_have_the_gradients_of_one_process(four: list[Any]) -> None:
     """With a mesh of both dims, or FSDP2 over the other one; without either a forward raises."""
     expected = step(model_of("mxfp8"), batch(slice(EVEN)))
-    for found in run_ranks(replicated, tmp_path, 4, SECONDS):
+    for found in four:
         for way in ("both", "sharded"):
             for name, grad in expected.items():
                 if ".experts." in name:
                     assert_close(found[way][name], grad, "fp8_flips")
+
+
+@pytest.mark.parametrize("way", ["both", "sharded", "local"])
+def test_replicas_of_experts_agree_on_amaxes_and_others_do_not_mix(four: list[Any], way: str) -> None:
+    found = [rank["scales"][way] for rank in four]
+    wanted = [[*map(torch.maximum, found[rank][0], found[(rank + 2) % 4][0])] for rank in range(4)]
+    for (before, after), both in zip(found, wanted):
+        assert before and all(map(torch.equal, after, both))
+    assert not any(map(torch.equal, wanted[0], wanted[1]))
+    assert not any(map(torch.equal, found[0][0], found[2][0]))
+
+
+def test_ranks_hear_that_nothing_is_reduced_if_they_hold_the_same_experts(four: list[Any]) -> None:
+    assert [rank["warned"] for rank in four] == [[False, True]] * 4
 
 
 def test_bad_arguments() -> None:

@@ -505,7 +505,7 @@ class Calls(nn.Module):
 def experts_of_replicas(one: Laid, experts: Any) -> list[nn.Module]:
     """Return an oracle's experts, once for each group of ranks that share them, with the scales that these have.
 
-    No state dict has them, and ranks reduce none.
+    No state dict has them.
     """
     own = {name: value for name, value in one.model.experts.named_buffers() if "scale_" in name}
     every = of_all_ranks(own)

@@ -12,7 +12,6 @@ from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
 from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import check_format, grouped_buffers_of, plan_for_rows
-from ..state import DelayedSlots
 from ..tensors import GroupedTensor, grouped_layout
 from ..upstream.modules import own_parameters
 
@@ -34,6 +33,7 @@ class Exchange(Protocol):
     """What sends rows to the ranks of their experts, as ``distributed.MoEDispatch`` does."""
 
     num_local_experts: int
+    part: tuple[int, int]
 
     def __call__(
         self, x: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int, experts: Any
@@ -108,16 +108,13 @@ class StackedExpertsLayer(LinearLayer):
         """
         # no submodule: it has no parameters, and the names of the model stay
         vars(self).update(_exchange=exchange, _gradient_factor=gradient_factor, _replicas=replicas)
-        self._groups, states = exchange.num_local_experts, self._delayed
+        self.part_of_experts, self._groups = exchange.part, exchange.num_local_experts
+        states = self._delayed
         self._delayed = {}
         for name in self._state_names():  # of this rank's experts; a checkpoint would hold those of one rank
             self.register_buffer(name, None, persistent=False)
         for prefix, delayed in states.items():
             self._keep_state(prefix, *delayed)
-
-    def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
-        # every rank has other experts: a maximum over ranks would be that of none
-        return [] if self._exchange is not None else super().amax_to_reduce()
 
     def _parts_of(self, name: str) -> list[Tensor]:
         parts: list[Any] = super()._parts_of(name)

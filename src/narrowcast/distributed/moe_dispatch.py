@@ -18,6 +18,7 @@ from ..layers.described import Experts
 from ..moe.permutation import checked_places
 from ..quantizers import MXFP8Quantizer, Quantizer
 from ..reference.moe_places import fitting
+from ..upstream.c10d import group_named
 from .moe_exchange import (
     Combine,
     Exchange,
@@ -92,6 +93,7 @@ class MoEDispatch(nn.Module):
             positive(capacity=capacity)
         self.num_experts, self.align_size, self.capacity = num_experts, align_size, capacity
         self.num_local_experts = num_experts // ranks
+        self.part = (group_named(name).rank() if name else 0, ranks)
         quantizers: dict[str, Any] = {
             "quantizer": quantizer,
             "combine_quantizer": combine_quantizer,
@@ -127,6 +129,8 @@ class MoEDispatch(nn.Module):
         group = self.wires.dispatch.group
         if group:
             vars(experts)["_local_experts"] = Experts(self.num_experts, group)
+            for layer in experts.modules():  # also those that are yet to be converted
+                vars(layer)["part_of_experts"] = self.part
         return experts
 
     def extra_repr(self) -> str:

@@ -71,6 +71,7 @@ class DelayedLayer(RecipeOwner):
     _stage_names: dict[str, str]
     _delayed: dict[str, Rules]
     _groups: int = 1  # slots of each tensor type
+    part_of_experts: tuple[int, int] = (0, 1)  # its number, and how many parts ranks hold
     _module_type: str = "linear"  # in quantizer roles
     _reduced: bool = False  # ranks have agreed on its amax at least once
     _forwards: int = 0  # in training and eager code
@@ -196,10 +197,10 @@ class DelayedLayer(RecipeOwner):
         return not self._reduced and any(slots is not None for _, slots in self.amax_to_reduce())
 
     def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
-        """Return how many scales each state has that the layer may have, and the state; None if it reduces none."""
-        states = [state.slots for state in self._states()]
+        """Return how many scales each state has that any rank's layer may have, and this one's, or None, to reduce."""
+        states, (own, parts) = [state.slots for state in self._states()], self.part_of_experts
         kept = [None if slots is None or not slots.recipe.reduce_amax else slots for slots in states]
-        return [(2 * self._groups, slots) for slots in kept]
+        return [(2 * self._groups, slots if part == own else None) for slots in kept for part in range(parts)]
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 

@@ -25,8 +25,7 @@ from ..upstream.modules import own_parameters
 from .delayed import DelayedLayer
 from .recipe_owner import forget_autocasts
 
-# Model -> (name of a group -> what its ranks have compared). Not an attribute of the model: a copy, or
-# a model that was loaded, must be compared again.
+# Model -> name of a group -> what its ranks have compared. No attribute: a copy or a loaded model is compared again.
 _AGREED: WeakKeyDictionary[nn.Module, dict[str, Agreement]] = WeakKeyDictionary()
 
 _MODELS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], int]] = WeakKeyDictionary()
@@ -101,8 +100,8 @@ def _reduce(model: nn.Module, layers: list[DelayedLayer], group: Any) -> None:
 
 
 def _renew(owners: Collection[Any], unless: Tensor | None = None) -> None:
-    layers = [owner for owner in owners if isinstance(owner, DelayedLayer)]
-    if group_size(None) > 1 and any(layer.lacks_reduction() for layer in layers):
+    ranks, layers = group_size(None), [owner for owner in owners if isinstance(owner, DelayedLayer)]
+    if any(ranks > layer.part_of_experts[1] and layer.lacks_reduction() for layer in layers):
         warn_of_no_reduction()
     renew(owners, unless=unless)
     for layer in layers:
