@@ -297,9 +297,3 @@ def test_refuses() -> None:
             ops.SiTUGLU(beta2=beta)
     with pytest.raises((TypeError, ValueError), match="gelu takes"):
         ops.GELU()(x.double())
-
-
-def test_prints_its_options() -> None:
-    assert repr(ops.GELU()) == "GELU()"
-    made = ops.SwiGLU(cache_quantized_input=True, glu_interleave_size=32)
-    assert repr(made) == "SwiGLU(cache_quantized_input=True, glu_interleave_size=32)"

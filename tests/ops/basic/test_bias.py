@@ -110,7 +110,7 @@ def test_it_quantizes_the_gradient_for_the_operation_in_front(name: str) -> None
 
 def test_state_and_errors() -> None:
     op = bias(7)
-    assert list(op.state_dict()) == ["bias"] and repr(op) == "Bias(size=7)"
+    assert list(op.state_dict()) == ["bias"]
     for size in (0, -3):
         with pytest.raises(ValueError, match=f"size is {size}; use a positive multiple of the 1 ranks"):
             Bias(size)

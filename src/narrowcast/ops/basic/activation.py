@@ -72,10 +72,6 @@ class ActivationOperation(SavesTensors, ActivationBase):
         flags(cache_quantized_input=cache_quantized_input)
         self.cache_quantized_input = bool(cache_quantized_input)
 
-    def extra_repr(self) -> str:
-        """Return options that are not the default, as printed by the module."""
-        return "cache_quantized_input=True" if self.cache_quantized_input else ""
-
     def op_forward_compute(
         self,
         input_: TensorOrQuantized,

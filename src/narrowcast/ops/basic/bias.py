@@ -63,10 +63,6 @@ class Bias(BasicOperation, values=("bias.requires_grad",)):
         if place.type != "meta":
             self.reset_parameters()
 
-    def extra_repr(self) -> str:
-        """Return the size, as printed by the module."""
-        return f"size={self.size}"
-
     def _split_of(self, name: str) -> Split | None:
         """Return how ranks share the bias."""
         return (

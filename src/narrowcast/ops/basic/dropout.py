@@ -35,10 +35,6 @@ class Dropout(BasicOperation, values=("p", "training")):
         super().__init__()
         self.p = float(p)
 
-    def extra_repr(self) -> str:
-        """Return the probability, as printed by the module."""
-        return f"p={self.p}"
-
     def implementation(
         self, training: bool, numel: int, dtype: torch.dtype, device: torch.device
     ) -> Literal["identity", "mask"]:

@@ -42,10 +42,6 @@ class Reshape(SavesTensors, BasicOperation, values=("shape",)):
         if self.shape.count(-1) > 1 or any(size < -1 for size in self.shape):
             raise ValueError(f"shape is {self.shape}; use sizes, and at most one -1")
 
-    def extra_repr(self) -> str:
-        """Return the shape, as printed by the module."""
-        return f"shape={self.shape}"
-
     def op_forward_compute(self, input_: Any, *, requires_grad: bool, **kwargs: Any) -> Any:
         # a tensor of the input's shape and without its memory: sizes may not be kept on the context
         shape = (input_.new_empty(()).expand_as(input_),) if requires_grad else ()
@@ -67,10 +63,6 @@ class ConstantScale(SavesTensors, BasicOperation, values=("scale",)):
         super().__init__()
         numbers(scale=scale)
         self.scale = float(scale)
-
-    def extra_repr(self) -> str:
-        """Return the factor, as printed by the module."""
-        return f"scale={self.scale}"
 
     def op_forward_compute(self, input_: Any, **kwargs: Any) -> Any:
         return input_ * self.scale, ()
@@ -96,10 +88,6 @@ class _InPlace(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
-
-    def extra_repr(self) -> str:
-        """Return the option, as printed by the module."""
-        return f"in_place={self.in_place}"
 
 
 class AddExtraInput(_InPlace, values=("in_place",)):

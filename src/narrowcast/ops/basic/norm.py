@@ -186,10 +186,6 @@ class L2Normalization(Normalization, metaclass=_OfHeadsToo, values=("eps",)):
         self.eps = float(eps)
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
 
-    def extra_repr(self) -> str:
-        """Return options, as printed by the module."""
-        return f"eps={self.eps}"
-
     def norm_of(self, x: Tensor) -> tuple[Any, Any, NormSettings]:
         if x.dim() == 0 or x.shape[-1] == 0:
             raise ValueError(f"input has shape {shape_of(x)}; there is nothing to normalize in its last dim")

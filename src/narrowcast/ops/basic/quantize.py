@@ -52,10 +52,6 @@ class Quantize(BasicOperation):
         self.quantizes_output, self.quantizes_grad_input = self.quantizes_forward, self.quantizes_backward
         self._add_delayed_state("", device)
 
-    def extra_repr(self) -> str:
-        """Return directions, as printed by the module."""
-        return f"forward={self.quantizes_forward}, backward={self.quantizes_backward}"
-
     def num_quantizers(self, mode: Mode) -> int:
         return int(self.quantizes_forward if mode == "forward" else self.quantizes_backward)
 

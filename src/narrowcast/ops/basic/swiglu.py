@@ -43,12 +43,6 @@ class SwiGLU(ActivationOperation, values=FOLLOWS_FROM):
         super().__init__(cache_quantized_input=cache_quantized_input)
         self.glu_interleave_size = checked_interleave_size(glu_interleave_size)
 
-    def extra_repr(self) -> str:
-        """Return options that are not the default, as printed by the module."""
-        size = self.glu_interleave_size
-        interleaved = "" if size is None else f"glu_interleave_size={size}"
-        return ", ".join(part for part in (super().extra_repr(), interleaved) if part)
-
 
 class ClampedSwiGLU(SwiGLU, values=FOLLOWS_FROM):
     """``y = (a' * sigmoid(alpha * a')) * (b' + glu_linear_offset)`` with a' = min(a, limit), b' = clamp(b, ±limit).
