@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..plan.layout import BATCH, BATCH_PER_GPU
-from ..train.asked import Choice, demo_settings, generate_settings, train_settings
+from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
@@ -167,7 +167,7 @@ def train(
     """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
 
 
-@_command("train.commands")
+@_command("train.commands", check=compare_settings)
 def compare(
     context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their parent folders.")],

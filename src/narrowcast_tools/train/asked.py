@@ -10,10 +10,12 @@ from typing import Any
 
 from .config import RANDOM, TrainConfig, override
 from .errors import SettingsError
+from .folder import finished_runs, require_checkpoints
 from .names import AUTO, MODES, device_word, one_of, recipe_name, recipe_names
 from .presets import DEMO, QUICK, find_preset, with_steps
 
 MOST_SEEDS = 1000
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,19 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
     if given["parallel"] is not None:
         one_of(MODES, given["parallel"], "--parallel")
     found_text(given["data"])
+    if given["recipe_table"] is not None:
+        text_of(given["recipe_table"], "--recipe-table", "an existing JSON file")
+    if given["tokenizer"] is not None:
+        text_of(given["tokenizer"], "--tokenizer", "a tokenizer.json")
+    if given["graphs"]:
+        require_graphs(given["device"], compiled=given["compile"], by_block=given["by_block"])
+    if given["by_block"] and not given["compile"]:
+        raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     shape = start.model
     if given["init"] == RANDOM:
         shape = override(shape, **taken(given, shape))
+    else:
+        config_text(Path(given["init"]))
     first = "bf16" if recipes == [AUTO] else recipes[0]
     later = {"recipe": first, "recipe_table": None, "device": None, "model": shape}
     return override(start, **{**taken(given, start), **later}), recipes
@@ -85,12 +97,71 @@ def generate_settings(given: Mapping[str, Any]) -> tuple[Choice, str | None]:
     """
     device_word(given["device"])
     recipe = None if given["recipe"] is None else recipe_name(given["recipe"])
-    return Choice(given["temperature"], given["top_k"]), recipe
+    choice = Choice(given["temperature"], given["top_k"])
+    for name in ("tokens", "samples"):
+        if given[name] < 1:
+            raise SettingsError(f"--{name} is {given[name]}; it must be at least 1")
+    override(TrainConfig(), seed=given["seed"])
+    if not given["prompt"]:
+        raise SettingsError("--prompt is empty; give it some text to continue")
+    if given["graphs"]:
+        require_graphs(given["device"], compiled=given["compile"])
+    require_checkpoints(given["run"])
+    return choice, recipe
+
+
+def compare_settings(given: Mapping[str, Any]) -> None:
+    """Check that there are runs to compare.
+
+    Raises:
+        SettingsError: there are none.
+    """
+    finished_runs(given["runs"])
+
+
+def require_graphs(device: str, *, compiled: bool, by_block: bool = False) -> None:
+    """Check that CUDA graphs can be replayed.
+
+    Raises:
+        SettingsError: the device is the CPU, or the step is not compiled as a whole.
+    """
+    if device == "cpu":
+        raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
+    if not compiled:
+        raise SettingsError(
+            "--graphs replays what the compiler made, and --compile is not given; add --compile"
+        )
+    if by_block:
+        raise SettingsError(
+            "--graphs replays the whole step, and --by-block compiles parts; leave one of them out"
+        )
 
 
 def taken(given: Mapping[str, Any], settings: object) -> dict[str, Any]:
     """Return the options that are settings of a part."""
     return {name: value for name, value in given.items() if name in vars(settings)}
+
+
+def text_of(path: Path, option: str, what: str) -> str:
+    """Return the text of a file that an option names.
+
+    Raises:
+        SettingsError: it cannot be read; `what` says what to give instead.
+    """
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise SettingsError(f"{option} is {path}, which cannot be read ({why}); give {what}") from error
+
+
+def config_text(folder: Path) -> str:
+    """Return the text of the configuration in a folder that `--init` names.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    return text_of(folder / CONFIG, "--init", "random, or the folder of a model that Transformers saved")
 
 
 def found_text(data: Path | None) -> tuple[Path, str]:

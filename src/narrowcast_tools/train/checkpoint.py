@@ -21,9 +21,9 @@ from torch import Tensor
 
 from . import atomic
 from .errors import SettingsError
+from .folder import DESCRIPTION
 
 FORMAT = 2
-DESCRIPTION = "checkpoint.json"
 LARGEST_DESCRIPTION = 2**30  # bytes: losses of some thirty million steps
 KEPT = 2  # the newest, and one to fall back to
 PREFIX = "step-"

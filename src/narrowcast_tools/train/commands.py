@@ -11,15 +11,15 @@ from rich.console import Console
 from narrowcast._checks import counted
 
 from . import automatic
-from .asked import demo_settings, generate_settings, taken, train_settings
+from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, TrainConfig, override
 from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
-from .device import require_compiler, require_graphs, resolve_device
+from .device import require_compiler, resolve_device
 from .errors import SettingsError
-from .folder import run_folder
+from .folder import COMPARED, run_folder
 from .generate import Answer, load_trained
 from .names import AUTO
 from .pace import format_pace
@@ -28,7 +28,7 @@ from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table
 from .report import Row, remarks, terminal_table
-from .session import COMPARED, describe_runs, run_in, series
+from .session import describe_runs, run_in, series
 from .tokens import TOKENIZER, load_tokens
 
 
@@ -75,8 +75,6 @@ def train(
         require_graphs(config.device, compiled=compile, by_block=by_block)
     if compile:
         require_compiler(config.device)
-    elif by_block:
-        raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     require_ranks(config, parallel, tp_size, command=context.obj)
     corpus = load_corpus(data, seq_len=config.seq_len, tokens=tokens)
     choice = ""

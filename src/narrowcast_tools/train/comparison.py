@@ -13,13 +13,13 @@ from narrowcast._checks import counted
 from .atomic import write_bytes, write_json
 from .config import TrainConfig, compared_fields, setting_of
 from .errors import SettingsError
+from .folder import COMPARED, finished_runs
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
 from .picture import draw
 from .recipes import CHOICES
 from .report import BASELINE, Row, compare, rows_to_json
-from .session import COMPARED, RESULT
 
 TITLE = "One Transformer on one text, in each recipe"
 # Options in which compared runs may differ; the result lists them.
@@ -71,12 +71,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     Raises:
         SettingsError: there is no finished run or none in bf16, one appears twice, or they differ in more than `FREE`.
     """
-    paths = sorted({path for folder in folders for path in folder.rglob(RESULT)})
-    if not paths:
-        names = ", ".join(map(str, folders))
-        raise SettingsError(
-            f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
-        )
+    paths = finished_runs(folders)
     contents = [_read(path) for path in paths]
     for path, content in zip(paths, contents):
         _require_comparable(paths[0], contents[0], path, content)

@@ -14,11 +14,12 @@ from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
 from .errors import SettingsError
+from .folder import COMPARED, RESULT
 from .picture import draw
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
-from .session import COMPARED, RESULT, describe_runs, series
+from .session import describe_runs, series
 
 UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)

@@ -30,24 +30,6 @@ def resolve_device(word: str) -> str:
     return word
 
 
-def require_graphs(device: str, *, compiled: bool, by_block: bool = False) -> None:
-    """Check that CUDA graphs can be replayed.
-
-    Raises:
-        SettingsError: the device is the CPU, or the step is not compiled as a whole.
-    """
-    if device == "cpu":
-        raise SettingsError("--graphs replays CUDA graphs, and --device is cpu; leave --graphs out")
-    if not compiled:
-        raise SettingsError(
-            "--graphs replays what the compiler made, and --compile is not given; add --compile"
-        )
-    if by_block:
-        raise SettingsError(
-            "--graphs replays the whole step, and --by-block compiles parts; leave one of them out"
-        )
-
-
 def require_compiler(device: str) -> None:
     """Check that `torch.compile` finds what it needs.
 

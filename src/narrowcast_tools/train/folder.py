@@ -1,8 +1,11 @@
-"""The folder of a run: found or made, held by one process, and gone again if nothing was written into it."""
+"""The folder of a run: found or made, held by one process, and gone again if nothing was written into it.
+
+Without PyTorch, as `names` says.
+"""
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +19,51 @@ except ModuleNotFoundError:  # Windows, where no lock is taken
 RUNS = Path("runs")
 PREFIX = "train-"
 LOCK = ".lock"
+RESULT = "result.json"
+COMPARED = "results.json"  # of a comparison
+CHECKPOINTS = "checkpoints"
+DESCRIPTION = "checkpoint.json"  # of a checkpoint
+
+
+def finished_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the results of the runs in folders, at any depth.
+
+    Raises:
+        SettingsError: there is none.
+    """
+    found = sorted({path for folder in folders for path in folder.rglob(RESULT)})
+    if not found:
+        names = ", ".join(map(str, folders))
+        raise SettingsError(
+            f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
+        )
+    return found
+
+
+def runs_below(folder: Path) -> str:
+    """Return that a folder holds the runs of a comparison, as part of a message; "" if it holds none."""
+    runs = sorted(found.parent for found in folder.glob(f"*/{CHECKPOINTS}"))
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
+
+
+def require_checkpoints(path: Path) -> None:
+    """Check that a folder is one of a run or of a checkpoint; whether that can be read is seen later.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    if not any((path / name).exists() for name in (DESCRIPTION, CHECKPOINTS)):
+        raise SettingsError(without_checkpoint(path))
+
+
+def without_checkpoint(path: Path) -> str:
+    """Return why a folder has nothing to load, and what to give instead."""
+    if several := runs_below(path):
+        return f"{path} {several}"
+    if (path / COMPARED).exists():
+        return f"{path} holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
+    return f"{path} holds no checkpoint that can be read; give the folder of a run"
 
 
 @contextmanager

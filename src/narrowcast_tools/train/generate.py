@@ -16,9 +16,9 @@ from . import checkpoint
 from .asked import Choice
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
+from .folder import CHECKPOINTS, DESCRIPTION, without_checkpoint
 from .model import Decoder, Generation, rope_tables
 from .recipes import HEAD, build_recipe, recipe_table, set_recipes
-from .session import CHECKPOINTS, COMPARED, runs_below
 from .snapshot import MODEL, restore_model
 from .tokens import TOKENIZER, Tokens, load_tokens
 
@@ -65,7 +65,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     Raises:
         SettingsError: there is no checkpoint, it is damaged, or the device has no kernels for the recipe.
     """
-    if (path / checkpoint.DESCRIPTION).exists():
+    if (path / DESCRIPTION).exists():
         try:
             found, run = checkpoint.load(path), path.parent.parent
         except checkpoint.DamagedCheckpoint as error:
@@ -74,7 +74,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         try:
             found, run = checkpoint.load_newest(path / CHECKPOINTS)[0], path
         except SettingsError as error:
-            raise SettingsError(f"{path} {_without_checkpoint(path)}") from error
+            raise SettingsError(without_checkpoint(path)) from error
     settings = found.meta["settings"]
     model_settings = {
         field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings
@@ -104,15 +104,6 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
         set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
     model.to(device=device, dtype=torch.bfloat16).eval()
     return Trained(model, replace(config, compile=False), tokens, found.step)
-
-
-def _without_checkpoint(path: Path) -> str:
-    """Return why a folder has nothing to load, and what to give instead."""
-    if several := runs_below(path):
-        return several
-    if (path / COMPARED).exists():
-        return "holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
-    return "holds no checkpoint that can be read; give the folder of a run"
 
 
 @torch.no_grad()
@@ -167,13 +158,10 @@ class Answer:
         prompt: text to continue; at least a token.
 
     Raises:
-        SettingsError: a number is not positive, or the prompt is empty.
+        SettingsError: the prompt has no token.
     """
 
     def __init__(self, trained: Trained, prompt: str, count: int, *, samples: int) -> None:
-        for option, value in (("--tokens", count), ("--samples", samples)):
-            if value < 1:
-                raise SettingsError(f"{option} is {value}; it must be at least 1")
         self._trained, self._prompt, self._count, self._samples = trained, prompt, count, samples
         self._start = trained.tokens.encode([prompt.encode()]).long()
         if not len(self._start):

@@ -15,11 +15,11 @@ from torch import Tensor
 from narrowcast._checks import shown
 from narrowcast.serving.load import only_pickles
 
+from .asked import CONFIG, config_text
 from .config import ModelConfig
 from .errors import SettingsError
 from .model import NORM_EPS, Decoder
 
-CONFIG = "config.json"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norm", "lm_head.weight": "head"}
 _INNER = {
@@ -37,11 +37,10 @@ def shape_of(folder: Path, start: ModelConfig) -> ModelConfig:
         SettingsError: there is none, or it is no Llama as `Decoder` has it; the message names the field.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
+        found: dict[str, Any] = json.loads(config_text(folder))
+    except ValueError as error:
         raise SettingsError(
-            f"cannot read {folder / CONFIG} ({error}); give --init random, or the folder of a model that Transformers "
-            "saved"
+            f"--init: {folder / CONFIG} is no JSON ({error}); save the model again"
         ) from error
     heads = found.get("num_attention_heads", 0)
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}

@@ -10,6 +10,7 @@ import narrowcast as nc
 from narrowcast._checks import shown
 from narrowcast.recipe import NAMES
 
+from .asked import text_of
 from .errors import SettingsError
 
 
@@ -141,12 +142,7 @@ def read_recipe_table(path: Path | None) -> str:
     """
     if path is None:
         return ""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise SettingsError(
-            f"--recipe-table is {path}, which cannot be read ({error.strerror}); give an existing JSON file"
-        ) from error
+    text = text_of(path, "--recipe-table", "an existing JSON file")
     try:
         return nc.recipe.recipes_to_json(nc.recipe.recipes_from_json(text))
     except (TypeError, ValueError, KeyError) as error:

@@ -17,6 +17,7 @@ from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .errors import SettingsError
+from .folder import CHECKPOINTS, RESULT, runs_below
 from .history import RunResult
 from .interrupt import Interrupted
 from .loop import Run
@@ -27,9 +28,6 @@ from .ranks import ALONE, Ranks
 from .report import BASELINE
 from .tokens import TOKENIZER
 
-RESULT = "result.json"
-COMPARED = "results.json"  # of a comparison
-CHECKPOINTS = "checkpoints"
 BOARD = "tensorboard"
 
 
@@ -159,12 +157,6 @@ def series(
         except Interrupted as error:
             raise Interrupted(str(error), resumable=True, code=error.code) from error
         remarks = False
-
-
-def runs_below(folder: Path) -> str:
-    """Return that a folder holds the runs of a comparison, as part of a message; "" if it holds none."""
-    runs = sorted(found.parent for found in folder.glob(f"*/{CHECKPOINTS}"))
-    return f"holds {counted(len(runs), 'run')}; give the folder of one, such as {runs[-1]}" if runs else ""
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:

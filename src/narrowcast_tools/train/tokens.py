@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .asked import text_of
 from .config import VOCABULARY
 from .errors import SettingsError
 
@@ -106,8 +107,4 @@ def load_tokens(path: Path | None) -> Tokens:
     """
     if path is None:
         return Bytes()
-    try:
-        content = path.read_text()
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot read {path} ({error}); give --tokenizer a tokenizer.json") from error
-    return FileTokenizer(content, str(path))
+    return FileTokenizer(text_of(path, "--tokenizer", "a tokenizer.json"), str(path))

@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from narrowcast_tools.train import trainer
+from narrowcast_tools.train.asked import require_graphs
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.data import Corpus
-from narrowcast_tools.train.device import require_graphs
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.loop import Run
 from narrowcast_tools.train.progress import Progress
