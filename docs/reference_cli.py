@@ -40,7 +40,7 @@ def page() -> str:
     lines = ["# Command line", "", same, ""]
     for name, command in commands.items():
         lines += [f"## narrowcast {name}", "", command.help or "", ""]
-        shown = [one for one in command.params if one.name != "help"]
+        shown = [one for one in command.params if one.name != "help" and one.help]  # others are hidden
         if shown:
             lines += ["| option | default | meaning |", "| --- | --- | --- |", *map(_row, shown), ""]
     return "\n".join(lines)

@@ -27,8 +27,9 @@ from narrowcast_tools.bench.account import (
     take_account,
 )
 from narrowcast_tools.bench.account_show import account_table, draw_account, write_account
+from narrowcast_tools.bench.asked import MODELS, TINY, Work
 from narrowcast_tools.bench.measure import Contender
-from narrowcast_tools.bench.works import MODELS, OPTIMIZERS, TINY, Work, build, phases_of
+from narrowcast_tools.bench.works import OPTIMIZERS, build, phases_of
 
 BF16, FP8 = "c10::BFloat16", "c10::Float8_e4m3fn"
 CEILINGS = Ceilings(copy=1e12, bf16=1e12, fp8=2e12)

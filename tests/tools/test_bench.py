@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from narrowcast_tools import cli
-from narrowcast_tools.bench import measure as run
-from narrowcast_tools.bench import show, works
+from narrowcast_tools.bench import show
+from narrowcast_tools.bench.asked import works
 from narrowcast_tools.bench.measure import Contender, Result, contenders
+from narrowcast_tools.bench.measure import measure as run
 from narrowcast_tools.bench.worker import Worker
 from narrowcast_tools.bench.works import build, step_of
 

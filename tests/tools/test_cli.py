@@ -554,6 +554,8 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
         assert option in printed
     assert main([]) == 0
     assert "doctor" in capsys.readouterr().out
+    assert main(["demo", "--help"]) == 0
+    assert "--write-docs" not in capsys.readouterr().out, "it writes this package's own page"
 
 
 WITHOUT_PYTORCH = """
@@ -610,6 +612,13 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["generate", "run", "--graphs"], 2, "--compile is not given; add --compile"),
         (["generate", "absent"], 2, "absent holds no checkpoint that can be read; give the folder of a run"),
         (["generate", __file__], 2, "holds no checkpoint that can be read; give the folder of a run"),
+        (["bench", "some"], 2, "suite is 'some'; use one of layers, models, all, tiny, account"),
+        (["bench", "tiny", "--recipes", "fp7"], 2, "--recipes is 'fp7'; use one of delayed"),
+        (["bench", "layers", "--only", "Conv"], 2, "--only is 'Conv', which no work of suite 'layers' has"),
+        (["bench", "--device", "tpu"], 2, "--device is 'tpu'; use one of auto, cpu, cuda"),
+        (["bench", "--minutes", "nan"], 2, "--minutes is nan; use 0 or more"),
+        (["bench", "--resume"], 2, "--resume needs --out, the folder with"),
+        (["bench", "account", "--device", "cpu"], 2, "bench account needs a GPU, and takes"),
         (["compare", "absent"], 2, "no finished run in absent; give folders that hold a result.json"),
         (["train", "--graphs"], 2, "--compile is not given; add --compile"),
         (["train", "--graphs", "--compile", "--device", "cpu"], 2, "--device is cpu; leave --graphs out"),

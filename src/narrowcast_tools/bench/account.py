@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .asked import Work
 from .measure import MODES, Contender
-from .works import VOCABULARY, Step, Work, build, phases_of
+from .works import VOCABULARY, Step, build, phases_of
 
 GROUPS = (
     "GEMM, fprop",

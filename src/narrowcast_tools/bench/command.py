@@ -11,24 +11,23 @@ import torch
 import typer
 from rich.console import Console
 
-from narrowcast._checks import not_among, shown
 from narrowcast._version import __version__
 
+from ..words import AUTO
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account
+from .asked import ACCOUNT_MODELS, bench_settings, works
 from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
 from .worker import Chosen, Worker
-from .works import ACCOUNT_MODELS, works
 
 
 def bench(
+    context: typer.Context,
     suite: str,
     *,
     model: str,
     only: str,
-    recipes: str,
-    modes: str,
     in_parts: bool,
     optimizer: str,
     head: str,
@@ -37,28 +36,19 @@ def bench(
     seconds: int,
     minutes: float,
     resume: bool,
+    **_: str,
 ) -> int:
     """Run `narrowcast bench`; return its exit code."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device is cuda, and torch finds no CUDA device; use --device cpu")
+    recipes, modes = bench_settings({**context.params, "device": device})
     suite = suite or ("tiny" if device == "cpu" else "all")
-    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise typer.BadParameter(f"--device is {shown(device)}; use cuda with a GPU that torch sees, or cpu")
-    if seconds < 0 or minutes < 0:
-        raise typer.BadParameter(f"--seconds is {seconds} and --minutes {minutes}; use 0 or more")
-    if resume and out is None:
-        raise typer.BadParameter("--resume needs --out, the folder with the results to go on from")
     if suite == "account":
-        if device == "cpu" or only or resume:
-            raise typer.BadParameter(
-                "bench account needs a GPU, and takes --model, --recipes, --optimizer, --head, --in-parts, --out alone"
-            )
-        return _account(model, (_words(recipes), ["compiled"], False, optimizer, head), out, in_parts)
-    words = _words(recipes), _words(modes), device == "cpu", optimizer, head
-    try:
-        chosen = works(suite, only)
-        running = list(contenders(*words))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        return _account(model, (recipes, ["compiled"], False, optimizer, head), out, in_parts)
+    words = recipes, modes, device == "cpu", optimizer, head
+    chosen, running = works(suite, only), list(contenders(*words))
     machine = _machine(device)
     title = _title(suite, machine)
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
@@ -111,12 +101,7 @@ def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
 
 def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> int:
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
-    if model not in ACCOUNT_MODELS:
-        raise typer.BadParameter(f"--model of bench account is {not_among(model, ACCOUNT_MODELS)}")
-    try:
-        running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
     machine, console = _machine("cuda"), Console()
     caption = _title(f"account --model {model}", machine)
     ceilings, accounts = measure_ceilings(), []
@@ -152,7 +137,3 @@ def _title(what: str, machine: dict[str, str]) -> str:
 def _told(result: Result) -> str:
     memory = "" if result.memory is None else f", {result.memory:,.0f} MiB"
     return result.note if result.ms is None else f"{result.ms:.3f} ms{memory}"
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from narrowcast import nn as own_layers
-from narrowcast._checks import not_among
 from narrowcast.layers import set_recipe
 from narrowcast.recipe import NAMES, Recipe
 
-from .works import OPTIMIZERS, Step, Work, build, step_of
+from . import asked
+from .asked import Work
+from .works import Step, build, step_of
 
-RECIPES: dict[str, Callable[..., Recipe]] = {name: NAMES[name] for name in ("delayed", "current", "block")}
-HEADS = ("bf16", "current", "block")  # recipes without state
+RECIPES: dict[str, Callable[..., Recipe]] = {name: NAMES[name] for name in asked.RECIPES}
 SECONDS = 0.25  # seconds of a round
 ROUNDS = 5
 MIB = 2**20
@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
 class Contender(NamedTuple):
     """``layers``, ``head``: as ``build`` takes them. ``prepare``: done to the module. ``around``: entered by each step.
-    ``optimizer``: of ``OPTIMIZERS``."""
+    ``optimizer``: of ``works.OPTIMIZERS``."""
 
     name: str
     mode: str
@@ -69,24 +69,11 @@ def contenders(
 
     Args:
         recipes: names in ``RECIPES``.
-        modes: of "eager", "compiled", "graphs".
+        modes: names in ``MODES``.
         emulate: GEMMs without hardware.
         optimizer: of models under a recipe; the others have PyTorch's AdamW.
         head: "bf16", or the recipe of the head of models under a recipe.
-
-    Raises:
-        ValueError: an unknown recipe, mode or optimizer, or a head under a recipe with state.
     """
-    checks = (
-        (recipes, RECIPES, "--recipes"),
-        (modes, MODES, "--modes"),
-        ([optimizer], OPTIMIZERS, "--optimizer"),
-        ([head], HEADS, "--head"),
-    )
-    for given, known, what in checks:
-        for name in given:
-            if name not in known:
-                raise ValueError(f"{what} is {not_among(name, known)}")
     yield Contender("bf16", "compiled", None)
     own: dict[str, Any] = {"optimizer": optimizer}
     own["head"] = None if head == "bf16" else RECIPES[head](emulate=emulate)
@@ -108,11 +95,12 @@ def contenders(
         yield Contender("Liger, bf16", "eager", None, _by_liger)
 
 
-MODES: dict[str, Callable[[nn.Module], Any]] = {
-    "eager": lambda module: module,
-    "compiled": lambda module: torch.compile(module, fullgraph=True),
-    "graphs": lambda module: torch.compile(module, fullgraph=True, mode="reduce-overhead"),
-}
+_WAYS: tuple[Callable[[nn.Module], Any], ...] = (
+    lambda module: module,
+    lambda module: torch.compile(module, fullgraph=True),
+    lambda module: torch.compile(module, fullgraph=True, mode="reduce-overhead"),
+)
+MODES = dict(zip(asked.MODES, _WAYS))
 
 
 def _installed(name: str) -> bool:

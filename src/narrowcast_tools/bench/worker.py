@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .asked import Work
 from .measure import Contender, Result, contenders, measure
-from .works import Work
 
 Chosen = tuple[Sequence[str], Sequence[str], bool, str, str]
 """Arguments of ``contenders``, which makes the same list in every process."""

@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowcast import renew_delayed_scaling
-from narrowcast._checks import not_among, shown
 from narrowcast.losses import linear_cross_entropy
 from narrowcast.optimizers import FusedAdam
 from narrowcast.recipe import Recipe
+
+from . import asked
+from .asked import Work
 
 BF16 = torch.bfloat16
 VOCABULARY = 32000
 RATE = 3e-4
 BLOCKS_AT_ONCE = 4  # of a model that is compiled in parts
 Step = Callable[[], Any]
-
-
-class Work(NamedTuple):
-    """A piece of work. ``sizes``: of a layer (rows, in, out, groups), or of a model, as its builder reads them."""
-
-    name: str
-    kind: str
-    sizes: tuple[int, ...]
-
-
-LAYERS = (
-    Work("Linear 8192x4096->14336", "linear", (8192, 4096, 14336)),
-    Work("Linear 8192x4096->4096", "linear", (8192, 4096, 4096)),
-    Work("Linear 128x256->256", "linear", (128, 256, 256)),
-    Work("feed-forward 8192x4096/14336", "feed-forward", (8192, 4096, 14336)),
-    Work("grouped 8x(4096->14336), 16384 rows", "grouped", (16384, 4096, 14336, 8)),
-    Work("grouped 32x(2048->1408), 16384 rows", "grouped", (16384, 2048, 1408, 32)),
-)
-# layers, width, hidden, heads, heads of keys, batch, tokens
-MODELS = (
-    Work("small: 12 layers of 1024", "model", (12, 1024, 2816, 16, 8, 8, 1024)),
-    Work("4 layers of the 8B shape", "model", (4, 4096, 14336, 32, 8, 4, 2048)),
-    Work("1B: 16 layers of 2048", "model", (16, 2048, 8192, 32, 8, 4, 2048)),
-)
-TINY = (
-    Work("Linear 32x64->64", "linear", (32, 64, 64)),
-    Work("feed-forward 32x64/64", "feed-forward", (32, 64, 64)),
-    Work("grouped 2x(64->64), 32 rows", "grouped", (32, 64, 64, 2)),
-    Work("model: 1 layer of 64", "model", (1, 64, 64, 2, 1, 1, 32)),
-)
-ACCOUNT_MODELS = dict(zip(("small", "8b-4", "1b"), MODELS))
-"""Models whose step `narrowcast bench account` takes apart."""
-SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TINY}
-
-
-def works(suite: str, only: str = "") -> list[Work]:
-    """Return the works of a suite whose name contains ``only``.
-
-    Raises:
-        ValueError: an unknown suite, or nothing of that name.
-    """
-    if suite not in SUITES:
-        raise ValueError(f"suite is {not_among(suite, (*SUITES, 'account'))}")
-    found = [work for work in SUITES[suite] if only in work.name]
-    if not found:
-        raise ValueError(
-            f"--only is {shown(only)}, which no work of suite {shown(suite)} has in its name; leave it out for all"
-        )
-    return found
 
 
 def build(work: Work, layers: Any, device: str, head: Recipe | None = None) -> nn.Module:
@@ -111,7 +64,7 @@ def _fused_adam(module: nn.Module, device: str, capturable: bool) -> torch.optim
     return FusedAdam(module.parameters(), lr=RATE, **options)
 
 
-OPTIMIZERS = {"AdamW": _adamw, "FusedAdam": _fused_adam}
+OPTIMIZERS = dict(zip(asked.OPTIMIZERS, (_adamw, _fused_adam)))
 """PyTorch's, fused on a GPU, and narrowcast's; they store the same bytes."""
 
 

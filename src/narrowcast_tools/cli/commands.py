@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..bench.asked import bench_settings
 from ..plan.layout import BATCH, BATCH_PER_GPU
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
@@ -236,8 +237,9 @@ def demo(
     """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
 
 
-@_command("bench.command")
+@_command("bench.command", check=bench_settings)
 def bench(
+    context: typer.Context,
     suite: Annotated[
         str,
         typer.Argument(
@@ -262,7 +264,7 @@ def bench(
     head: Annotated[
         str, typer.Option(help="Head of models under a recipe: bf16, current or block.")
     ] = "bf16",
-    device: Annotated[str, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = "",
+    device: o.Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
     seconds: Annotated[
         int,

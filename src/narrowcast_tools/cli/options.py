@@ -7,8 +7,9 @@ import typer
 
 from ..plan.hardware import OPTIMIZERS
 from ..train.config import TrainConfig
-from ..train.names import ALIASES, DEVICES, MODES, RECIPES, TP_SIZE
+from ..train.names import ALIASES, MODES, RECIPES, TP_SIZE
 from ..train.presets import PRESETS
+from ..words import DEVICES
 
 SEED = TrainConfig.seed
 OF_PRESET = "preset's"
@@ -37,9 +38,8 @@ RunFolder = Annotated[
         default=False,
     ),
 ]
-Document = Annotated[
-    Path | None, _option("Also write the result as a Markdown page, with its picture in assets/ beside it.")
-]
+Document = Annotated[Path | None, typer.Option(hidden=True)]
+"""A Markdown page of the result, with its picture in assets/ beside it: that of this package's pages."""
 Parallel = Annotated[
     str | None,
     _option(

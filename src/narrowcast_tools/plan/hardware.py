@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+from ..words import find
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
-
-
-T = TypeVar("T")
 
 
 class Gpu(NamedTuple):
@@ -65,27 +61,6 @@ ATTENTION = 350 * TERA
 ELEMENTWISE = 0.75  # share of a copy's bandwidth that norms, activations and quantizing reach
 STOLEN = 20 / 132  # share of the multiprocessors that communication takes while it is overlapped
 RESERVE = 0.92  # share of the memory that a plan may fill
-
-
-def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, suggest: bool = True) -> T:
-    """Return the entry of a name.
-
-    Args:
-        option: that takes the name, for the message.
-        why: what is wrong with a name that has no entry, after the name.
-        suggest: whether the message has the name that looks like it.
-
-    Raises:
-        ValueError: there is none; the message lists the names, and the nearest one, with the same numbers if it
-            has any: another size is another model.
-    """
-    if name in known:
-        return known[name]
-    numbers = re.findall(r"\d+", name)
-    same = [one for one in known if numbers in ([], re.findall(r"\d+", one))]
-    alike = difflib.get_close_matches(name.lower(), same, 1) if suggest else []
-    near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
-    raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {', '.join(known)}")
 
 
 def find_gpu(name: str) -> Gpu:

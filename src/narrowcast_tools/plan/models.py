@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .hardware import find
+from ..words import find
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..words import AUTO
 from .config import RANDOM, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints
-from .names import AUTO, MODES, device_word, one_of, recipe_name, recipe_names
+from .names import MODES, device_word, one_of, recipe_name, recipe_names
 from .presets import DEMO, QUICK, find_preset, with_steps
 
 MOST_SEEDS = 1000

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from narrowcast._checks import counted
 
+from ..words import AUTO
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
@@ -21,7 +22,6 @@ from .device import require_compiler, resolve_device
 from .errors import SettingsError
 from .folder import COMPARED, run_folder
 from .generate import Answer, load_trained
-from .names import AUTO
 from .pace import format_pace
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress

@@ -6,8 +6,9 @@ import torch
 
 from narrowcast import _environment as environment
 
+from ..words import AUTO
 from .errors import SettingsError
-from .names import AUTO, device_word
+from .names import device_word
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
 

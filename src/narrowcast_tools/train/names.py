@@ -2,13 +2,11 @@
 
 from collections.abc import Collection
 
-from ..plan.hardware import find
+from ..words import AUTO, DEVICES, find
 from .errors import SettingsError
 
 RECIPES = ("bf16", "delayed", "current", "rowwise", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4")
 ALIASES = {"none": "bf16", "tensorwise": "current"}
-AUTO = "auto"  # of the recipe and of the device
-DEVICES = (AUTO, "cpu", "cuda")
 MODES = ("fsdp", "tp", "fsdp+tp")
 TP_SIZE = 2  # default of fsdp+tp
 
