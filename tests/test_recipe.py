@@ -149,7 +149,6 @@ DEFAULTS: dict[type[Recipe], dict[str, Any]] = {
         "nvfp4_4over6": "none",
         "nvfp4_4over6_e4m3_use_256": "all",
         "nvfp4_4over6_err_mode": "MAE",
-        "nvfp4_4over6_err_use_fast_math": False,
         "fp4_format": Format.E2M1,
         "fp8_format": Format.E4M3,
         **COMMON,
@@ -493,7 +492,6 @@ VARIABLES = [
     ("NVFP4_4OVER6", "weights", NVFP4BlockScaling, "nvfp4_4over6", "weights"),
     ("NVFP4_4OVER6_E4M3_USE_256", "none", NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", "none"),
     ("NVFP4_4OVER6_ERR_MODE", "mse", NVFP4BlockScaling, "nvfp4_4over6_err_mode", "MSE"),
-    ("NVFP4_4OVER6_ERR_USE_FAST_MATH", "1", NVFP4BlockScaling, "nvfp4_4over6_err_use_fast_math", True),
 ]
 
 

@@ -25,7 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "4over6_mae": {"four_over_six": True, "e4m3_max": 256},
     "4over6_mse_2d": {"four_over_six": True, "two_d": True, "error_mode": "MSE"},
     "4over6_row_scaled": {"four_over_six": True, "row_scaled": True},
-    "4over6_fast": {"four_over_six": True, "row_scaled": True, "error_mode": "MSE", "fast_error": True},
     "sr": {"seed": 123456789012345},
     "sr_rht": {"seed": 2**62 + 5, "rht": True},
 }

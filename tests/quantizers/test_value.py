@@ -50,7 +50,6 @@ FIELDS: dict[type[nc.Quantizer], tuple[str, ...]] = {
         "nvfp4_use_4over6",
         "nvfp4_e4m3_max",
         "nvfp4_4over6_err_mode",
-        "nvfp4_4over6_err_use_fast_math",
         "rht_matrix_random_sign_mask_t",
     ),
     nc.IdentityQuantizer: ("hp_dtype",),

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import golden_vectors
-import ml_dtypes
 import pytest
 import torch
 from torch import Tensor
@@ -138,32 +137,6 @@ def test_random_data_as_the_oracle(options: dict[str, Any], std: float) -> None:
         assert_bitwise(outputs[2 * index], torch.from_numpy(expected[f"{side}_data"]))
         assert_bitwise(outputs[2 * index + 1], torch.from_numpy(expected[f"{side}_scale_inv"]))
         assert_bitwise(outputs[4 + index], torch.from_numpy(expected[f"amax_{side}"]))
-
-
-@pytest.mark.parametrize("mode", ["MAE", "MSE"])
-def test_fast_error_of_four_over_six(mode: str) -> None:
-    """The mapping of each block errs less over its elements as the global scale enlarges them."""
-    x = normal((32, 64), torch.float32)
-    blocks, enlarge = x.view(32, 4, 16), torch.full((), 6.0 * 448.0) / x.abs().amax()
-    base = blocks.abs().amax(-1) / torch.full((), 6.0) * enlarge
-    candidates = []
-    for expand in (1.5, 1.0):
-        scale = (base * expand).to(torch.float8_e4m3fn)
-        factor = 1.0 / (scale.float() * (1.0 / enlarge))
-        elements = (blocks * factor[..., None]).clamp(-6.0, 6.0).numpy().astype(ml_dtypes.float4_e2m1fn)
-        difference = (
-            torch.from_numpy(elements.astype("float32")) * scale.float()[..., None] - blocks * enlarge
-        )
-        error = difference.square() if mode == "MSE" else difference.abs()
-        total = torch.zeros(())
-        for term in error.unbind(-1):
-            total = total + term
-        candidates.append((total, scale.view(torch.uint8)))
-    (error4, scale4), (error6, scale6) = candidates
-    outputs = both(x, four_over_six=True, error_mode=mode, fast_error=True)
-    expected = torch.where(error4 < error6, scale4, scale6)
-    assert torch.equal(outputs[1][:32, :4], expected)
-    assert 0 < (expected == scale4).sum() < expected.numel(), "one mapping is better everywhere"
 
 
 def test_rht_quantizes_the_rotated_transpose() -> None:

@@ -205,7 +205,6 @@ def _nvfp4_encode_kernel(
     FOUR_OVER_SIX: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    FAST_ERROR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -241,7 +240,7 @@ def _nvfp4_encode_kernel(
         amax = _load_amax(row_amaxes, row_amax_ptr, m0, row, row < rows_left, copies, ROW_SCALED)
         index = (own_tile * TILE_M + row) * blocks_k + (tile_k * GROUPS_K + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
         )
         words = tl.reshape(tl.join(low, high), (TILE_M, 2 * GROUPS_K))
         first = tile_k * GROUPS_K
@@ -259,7 +258,7 @@ def _nvfp4_encode_kernel(
         )
         index = (k0 + column) * height + (own_tile * GROUPS_M + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, FAST_ERROR, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
         )
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE_K, 2 * GROUPS_M))
         first = tile_m * GROUPS_M
@@ -316,7 +315,6 @@ def quantize(
     four_over_six: bool = False,
     e4m3_max: int = 448,
     error_mode: str = "MAE",
-    fast_error: bool = False,
     seed: Tensor | None = None,
     groups: tuple[Tensor, int] | None = None,
 ) -> list[Tensor]:
@@ -363,8 +361,7 @@ def quantize(
             count, band_bits,
         ),
         (
-            rowwise, columnwise, two_d, *kind, four_over_six, e4m3_max, error_mode == "MSE", fast_error,
-            seed is not None, *tile,
+            rowwise, columnwise, two_d, *kind, four_over_six, e4m3_max, error_mode == "MSE", seed is not None, *tile,
         ),
     )  # fmt: skip
     if blocks is None:

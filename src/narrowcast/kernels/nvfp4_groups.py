@@ -209,18 +209,13 @@ def _encode_candidate(
     xs,
     base,
     amax,
-    global_scale,
     global_inverse,
     EXPAND: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    FAST: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Return one of the two mappings of "4 over 6": block scales, words, and the error of each group.
-
-    ``FAST``: errors of the elements as the global scale enlarges them, which need no division.
-    """
+    """Return one of the two mappings of "4 over 6": block scales, words, and the error of each group."""
     block_scale = fp8_code(base * EXPAND, False, EMULATE)
     factor, decoded = _element_scale(block_scale, global_inverse, EMULATE)
     divisor = tl.full(base.shape, 6.0 * E4M3_MAX, tl.float32)
@@ -236,10 +231,7 @@ def _encode_candidate(
         # Code to value: the bits are an fp32 with a two-bit exponent, moved into place and scaled up by 2**126.
         bits = ((size & 7) << 22) | (sign & 0x80000000)
         value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
-        if FAST:  # the product of code and scale is exact
-            difference = value * decoded - product(xs[j], global_scale, EMULATE)
-        else:
-            difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
+        difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
         term = product(difference, difference, EMULATE) if MSE else tl.abs(difference)
         error = term if j == 0 else error + term
     low, high = _pack_words(sizes, signs, EMULATE)
@@ -257,16 +249,11 @@ def _encode_four_over_six(
     TWO_D: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    FAST: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
-    scale4, low4, high4, error4 = _encode_candidate(
-        xs, base, amax, scale, inverse, 1.5, E4M3_MAX, MSE, FAST, EMULATE
-    )
-    scale6, low6, high6, error6 = _encode_candidate(
-        xs, base, amax, scale, inverse, 1.0, E4M3_MAX, MSE, FAST, EMULATE
-    )
+    scale4, low4, high4, error4 = _encode_candidate(xs, base, amax, inverse, 1.5, E4M3_MAX, MSE, EMULATE)
+    scale6, low6, high6, error6 = _encode_candidate(xs, base, amax, inverse, 1.0, E4M3_MAX, MSE, EMULATE)
     if TWO_D:
         error4 = _over_tile(error4, AXIS, False)
         error6 = _over_tile(error6, AXIS, False)
@@ -320,7 +307,6 @@ def encode(
     FOUR_OVER_SIX: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    FAST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -339,7 +325,7 @@ def encode(
     scale, inverse = _global_scales(amax, E4M3_MAX, EMULATE)
     if FOUR_OVER_SIX:
         return _encode_four_over_six(
-            xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, FAST, EMULATE
+            xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, EMULATE
         )
     else:
         return _encode_standard(

@@ -54,7 +54,6 @@ class NVFP4Quantizer(AmaxReducing):
         nvfp4_use_4over6: per block, map the amax to 6 or to 4, whichever errs less.
         nvfp4_e4m3_max: 448 or 256, the block-scale value that the tensor's amax maps to.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
-        nvfp4_4over6_err_use_fast_math: compare errors of the scaled elements, without a division.
         with_random_sign_mask: fixed random signs in the rotation.
     Raises:
         ValueError: a combination the format does not define; the message names both options.
@@ -69,7 +68,6 @@ class NVFP4Quantizer(AmaxReducing):
     nvfp4_use_4over6: bool
     nvfp4_e4m3_max: int
     nvfp4_4over6_err_mode: str
-    nvfp4_4over6_err_use_fast_math: bool
     rht_matrix_random_sign_mask_t: int
 
     _storage_class = NVFP4TensorStorage
@@ -101,7 +99,6 @@ class NVFP4Quantizer(AmaxReducing):
         nvfp4_e4m3_max: int = 448,
         nvfp4_4over6_err_mode: str = "MAE",
         with_random_sign_mask: bool = True,
-        nvfp4_4over6_err_use_fast_math: bool = False,
     ) -> None:
         flags(
             with_amax_reduction=with_amax_reduction, with_rht=with_rht, with_post_rht_amax=with_post_rht_amax
@@ -109,7 +106,6 @@ class NVFP4Quantizer(AmaxReducing):
         flags(with_2d_quantization=with_2d_quantization, stochastic_rounding=stochastic_rounding)
         flags(row_scaled_nvfp4=row_scaled_nvfp4, nvfp4_use_4over6=nvfp4_use_4over6)
         flags(with_random_sign_mask=with_random_sign_mask)
-        flags(nvfp4_4over6_err_use_fast_math=nvfp4_4over6_err_use_fast_math)
         whole(nvfp4_e4m3_max=nvfp4_e4m3_max)
         self._freeze(
             dtype=element_dtype_of("fp4_dtype", fp4_dtype, *self._elements),
@@ -122,7 +118,6 @@ class NVFP4Quantizer(AmaxReducing):
             nvfp4_use_4over6=bool(nvfp4_use_4over6),
             nvfp4_e4m3_max=int(nvfp4_e4m3_max),
             nvfp4_4over6_err_mode=nvfp4_4over6_err_mode,
-            nvfp4_4over6_err_use_fast_math=bool(nvfp4_4over6_err_use_fast_math),
             rht_matrix_random_sign_mask_t=RHT_SIGN_MASK if with_random_sign_mask else 0,
         )
         if amax_reduction_group is not None:
@@ -187,7 +182,6 @@ class NVFP4Quantizer(AmaxReducing):
             "four_over_six": self.nvfp4_use_4over6,
             "e4m3_max": self.nvfp4_e4m3_max,
             "error_mode": self.nvfp4_4over6_err_mode,
-            "fast_error": self.nvfp4_4over6_err_use_fast_math,
             "seed": seed,
         }
 

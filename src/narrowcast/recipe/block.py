@@ -111,7 +111,6 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6: "none", "weights", "activations" or "all"; the last two need ``disable_rht=True``.
         nvfp4_4over6_e4m3_use_256: for which of those the tensor amax maps to 256 instead of 448.
         nvfp4_4over6_err_mode: "MAE" or "MSE".
-        nvfp4_4over6_err_use_fast_math: compare errors of the scaled elements, without a division.
         fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad: rotation, rounding and tiles per operand; default
             follows the ``disable_`` fields.
 
@@ -138,7 +137,6 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6_err_mode: str = field(
         default_factory=lambda: environment.read_text("NVFP4_4OVER6_ERR_MODE", "MAE").upper()
     )
-    nvfp4_4over6_err_use_fast_math: bool = flag_field("NVFP4_4OVER6_ERR_USE_FAST_MATH")
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -214,5 +212,4 @@ class NVFP4BlockScaling(Recipe):
             nvfp4_use_4over6=four_over_six,
             nvfp4_e4m3_max=256 if use_256 else 448,
             nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode,
-            nvfp4_4over6_err_use_fast_math=self.nvfp4_4over6_err_use_fast_math,
         )

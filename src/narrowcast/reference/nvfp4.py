@@ -66,7 +66,6 @@ class _Options:
     four_over_six: bool
     e4m3_max: int
     error_mode: str
-    fast_error: bool
     seed: Tensor | None
     amaxes: tuple[Tensor, Tensor] | None
     groups: tuple[Tensor, int] | None
@@ -111,7 +110,6 @@ def quantize(
     four_over_six: bool = False,
     e4m3_max: int = 448,
     error_mode: str = "MAE",
-    fast_error: bool = False,
     seed: Tensor | None = None,
     amaxes: tuple[Tensor, Tensor] | None = None,
     groups: tuple[Tensor, int] | None = None,
@@ -129,7 +127,6 @@ def quantize(
         four_over_six: choose per block, or per tile, between mapping its amax to 4 and to 6.
         e4m3_max: the block scale that the tensor's amax maps to, 448 or 256.
         error_mode: what "4 over 6" minimizes, "MAE" or "MSE".
-        fast_error: of the elements as the global scale enlarges them, without a division.
         seed: int64 [1] for stochastic rounding of the elements, None for round to nearest even.
         amaxes: fp32 [1] each, row-wise and column-wise, to scale by instead of the tensor's own.
         groups: of a matrix whose groups of rows are quantized each as if it were alone: int64 (3, M / 128), for every
@@ -156,7 +153,6 @@ def quantize(
         four_over_six,
         e4m3_max,
         error_mode,
-        fast_error,
         seed,
         amaxes,
         groups,
@@ -341,9 +337,8 @@ def _encode_four_over_six(
     scratch: _Scratch,
 ) -> tuple[Tensor, Tensor]:
     base = block_amax.div(torch.full_like(block_amax, E2M1.max)).mul_(global_scale)
-    of_elements, scale_of_elements = amax, global_scale
-    if rows > 1 and amax.shape[0] > 1:  # of groups: one for every block of rows
-        of_elements, scale_of_elements = (spread(x, rows, 1) for x in (amax, global_scale))
+    # of groups: one for every block of rows
+    of_elements = spread(amax, rows, 1) if rows > 1 and amax.shape[0] > 1 else amax
 
     def candidate(expand: float) -> tuple[Tensor, Tensor, Tensor]:
         scales = encode_float8(base * expand, E4M3)
@@ -354,12 +349,9 @@ def _encode_four_over_six(
         )
         value = decode_subbyte(codes, E2M1)
         multiply_groups(value, decoded, rows, columns, out=value)
-        if options.fast_error:
-            value.sub_(matrix * scale_of_elements)
-        else:
-            # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
-            divisor = torch.full_like(of_elements, E2M1.max * options.e4m3_max)
-            value.mul_(of_elements).div_(divisor).sub_(matrix)
+        # A tensor as the divisor: by a number, an accelerator multiplies with the reciprocal.
+        divisor = torch.full_like(of_elements, E2M1.max * options.e4m3_max)
+        value.mul_(of_elements).div_(divisor).sub_(matrix)
         error = _block_sum(value.mul_(value) if options.error_mode == "MSE" else value.abs_(), rows, columns)
         return codes, scales, _tile_sum(error, 0 if columns > 1 else 1) if options.two_d else error
 
