@@ -280,7 +280,13 @@ def bench(
 
 @_command("plan.command")
 def plan(
-    model: Annotated[str, typer.Option(help="8b, 70b, 405b (Llama 3) or 671b (DeepSeek-V3).")] = "8b",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="8b, 70b, 405b (Llama 3), 671b (DeepSeek-V3), or the path of a model's config.json, with the names "
+            "that Transformers has."
+        ),
+    ] = "8b",
     gpus: Annotated[int, typer.Option(help="GPUs, 8 per host.")] = 8,
     recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "current",
     gpu: Annotated[str, typer.Option(help="h100, h200 or h800.")] = "h200",

@@ -1,8 +1,11 @@
-"""Shapes of published models, and the parameters and operations that follow from them."""
+"""Shapes of models, published or of a configuration, and the parameters and operations that follow from them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..words import find
 
@@ -113,5 +116,73 @@ MODELS = {
 
 
 def find_model(name: str) -> Model:
-    """Return the shape of a published model; ValueError for an unknown name."""
-    return find(name, MODELS, "--model")
+    """Return the shape of a published model, or of one's configuration; ValueError for what is neither."""
+    path = Path(name)
+    if name not in MODELS and (path.suffix == ".json" or path.is_dir()):
+        return _read(path / "config.json" if path.is_dir() else path)
+    known: dict[str, Any] = {**MODELS, "the path of a model's config.json": None}
+    return find(name, known, "--model")
+
+
+def _read(path: Path) -> Model:
+    """Return the shape that Transformers' configuration of a decoder says.
+
+    Raises:
+        ValueError: it cannot be read, or does not say the shape.
+    """
+    try:
+        found = json.loads(path.read_text())
+        found |= found.get("text_config") or {}
+        return _shape_of(found, path.absolute().parent.name if path.name == "config.json" else path.stem)
+    except KeyError as error:
+        raise ValueError(
+            f"--model is {path}, which has no {error.args[0]}; give the config.json of a model like Llama, Mixtral or "
+            f"DeepSeek, or one of {', '.join(MODELS)}"
+        ) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = getattr(error, "strerror", None) or f"no configuration: {error}"
+        raise ValueError(
+            f"--model is {path}, which cannot be read ({why}); give a model's config.json"
+        ) from None
+
+
+def _shape_of(found: dict[str, Any], name: str) -> Model:
+    layers, dim, hidden = (found[key] for key in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    heads, width = found["num_attention_heads"], found.get("moe_intermediate_size") or hidden
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((found[key] for key in counts if found.get(key)), 0)
+    every = found.get("interleave_moe_layer_step") or found.get("decoder_sparse_step") or 1
+    dense = (
+        found.get("first_k_dense_replace")
+        or len(found.get("mlp_only_layers") or ())
+        or layers - layers // every
+    )
+    shared = (found.get("shared_expert_intermediate_size") or 0) // width
+    shared = shared or int(found.get("model_type", "").startswith("llama4"))  # each layer has one, unsaid
+    head_dim = found.get("head_dim") or dim // heads
+    key_dim, attention = head_dim, 0
+    if latent := found.get("kv_lora_rank"):
+        rotary, head_dim = found["qk_rope_head_dim"], found["v_head_dim"]
+        key_dim = found["qk_nope_head_dim"] + rotary
+        narrow = found.get("q_lora_rank")
+        attention = dim * narrow + narrow * heads * key_dim if narrow else dim * heads * key_dim
+        attention += (
+            dim * (latent + rotary) + latent * heads * (key_dim - rotary + head_dim) + heads * head_dim * dim
+        )
+    return Model(
+        name,
+        layers,
+        dim,
+        found.get("intermediate_size_mlp") or hidden,
+        heads,
+        found.get("num_key_value_heads") or heads,
+        found["vocab_size"],
+        head_dim,
+        key_dim,
+        attention,
+        experts,
+        found["num_experts_per_tok"] if experts else 0,
+        found.get("n_shared_experts") or shared,
+        width if experts else 0,
+        dense if experts else 0,
+    )

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from narrowcast_tools import cli
-from narrowcast_tools.plan import GPUS, MODELS, OPTIMIZERS, Layout, estimate, held, plan
+from narrowcast_tools.plan import GPUS, MODELS, OPTIMIZERS, Layout, estimate, find_model, held, plan
 from narrowcast_tools.plan.hardware import RESERVE
 from narrowcast_tools.plan.layout import default_batch
 
@@ -45,6 +45,76 @@ def test_predictions_stay_within_the_stated_error(case) -> None:
 )
 def test_parameters_are_the_published_ones(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+CONFIGS = {
+    "8b": {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"},
+    "671b": {"num_hidden_layers": 61, "hidden_size": 7168, "intermediate_size": 18432, "num_attention_heads": 128,
+             "num_key_value_heads": 128, "vocab_size": 129280, "kv_lora_rank": 512, "q_lora_rank": 1536,
+             "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 256,
+             "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+             "first_k_dense_replace": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_says_the_shape(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIGS[name]))
+    for path in (file, tmp_path):
+        assert find_model(str(path)) == replace(MODELS[name], name=tmp_path.name)
+    (tmp_path / "own.json").write_text(json.dumps({"text_config": CONFIGS[name]}))
+    assert find_model(str(tmp_path / "own.json")) == replace(MODELS[name], name="own")
+
+
+# Parameters in billions, and those that a token meets: of the model cards.
+MIXTURES = {
+    "Qwen3-30B-A3B": (30.5, 3.3, 48, 2048, 6144, 32, 4, 151936, {"head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": []}),
+    "Mixtral-8x7B": (46.7, 12.9, 32, 4096, 14336, 32, 8, 32000, {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "Llama-4-Scout": (109.0, 17.0, 48, 5120, 8192, 40, 8, 202048, {"head_dim": 128, "num_local_experts": 16,
+        "num_experts_per_tok": 1, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1,
+        "model_type": "llama4_text"}),
+}  # fmt: skip
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_parameters_of_a_configured_mixture_are_the_published_ones(name: str, tmp_path: Path) -> None:
+    whole, active, *sizes, more = MIXTURES[name]
+    (tmp_path / "config.json").write_text(json.dumps({**dict(zip(SIZES, sizes)), **more}))
+    model = find_model(str(tmp_path))
+    assert model.parameters / 1e9 == pytest.approx(whole, rel=0.015)
+    met = model.layers * model.active_layer_weights + 2 * model.dim * model.vocabulary
+    assert met / 1e9 == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"which cannot be read \(No such file or directory\); give a model's config\.json"),
+        ("[1]", r"which cannot be read \(no configuration: .*\); give a model's"),
+        ("{", r"which cannot be read \(no configuration: .*\); give a model's"),
+        ('{"n_embd": 768}', r"has no num_hidden_layers; give the config\.json of a model like Llama"),
+    ],
+)
+def test_what_says_no_shape_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"--model is .*, {told}|--model is .*, which {told}"):
+        plan(str(tmp_path / "config.json"), 8)
+    with pytest.raises(
+        ValueError, match=r"--model is '13b'; use one of 8b, .*, the path of a model's config"
+    ):
+        plan("13b", 8)
 
 
 def test_active_parameters_of_a_mixture() -> None:
