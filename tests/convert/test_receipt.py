@@ -190,9 +190,11 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
     assert sum(tag == "tr" for tag, _ in tags) == 1 + len(receipt.gemms)
     bars = [one for tag, one in tags if tag == "rect" and one["height"] == "48"]
     assert len(bars) == len(receipt.gemms)
-    assert sum(float(one["width"] or 0) for one in bars) == pytest.approx(900, abs=0.1)
+    assert sum(float(one["width"] or 0) for one in bars) == pytest.approx(640, abs=0.1)
     told = (tmp_path / "receipt.html").read_text()
-    assert ">converted</text>" in told and ">narrowcast</text>" not in told, "a legend of what is there"
+    covered = f"{receipt.flops_covered:.1%}"
+    assert f">converted {covered}</text>" in told and ">narrowcast " not in told, "a legend of what is there"
+    assert f">{receipt.gemms[0].flops_share:.1%}</text>" in told, "a part says how large it is"
     assert "width: share of the FLOPs per token" in told
     assert not any("src" in one or "href" in one for _, one in tags)
 

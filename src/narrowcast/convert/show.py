@@ -28,7 +28,7 @@ _BUDGET = (
     "activation_memory_budget is below 1: torch.compile takes quantized GEMMs for cheap and repeats each in the "
     "backward; set torch._functorch.config.is_non_builtin_to_include = True, too"
 )
-_COLORS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#c9c9c9"}
+_COLORS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#b5b5b5"}
 
 
 def as_text(receipt: Receipt) -> str:
@@ -221,31 +221,32 @@ def as_html(receipt: Receipt) -> str:
 
 def _picture(receipt: Receipt) -> str:
     """Return a bar of the FLOPs per token: one part per weight, as wide as its share, in the color of its decision."""
-    width, height, left, parts = 900.0, 48, 0.0, []
+    width, height, left, parts = 640.0, 48, 0.0, []
+    shares: dict[str, float] = {}
     for one in receipt.gemms:
         share = one.flops_share * width
-        title = html.escape(f"{one.name}: {one.flops_share:.1%}, {one.decision}")
+        shares[one.decision] = shares.get(one.decision, 0.0) + one.flops_share
+        percent = f"{one.flops_share:.1%}"
+        title = html.escape(f"{one.name}: {percent}, {one.decision}")
         parts.append(
             f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLORS[one.decision]}" '
-            f'stroke="white" stroke-width="0.5"><title>{title}</title></rect>'
+            f'stroke="#ffffff" stroke-width="0.5"><title>{title}</title></rect>'
         )
-        room = (share - 6) / 7  # characters between the edges
+        room = (share - 6) / 7.5  # characters between the edges
         name = one.name.rpartition(".")[2] if len(one.name) > room else one.name
-        if len(name) <= room:
-            inside = f'x="{left + share / 2:.2f}" y="28" text-anchor="middle" font-size="12"'
-            ink = "black" if one.decision == "kept" else "white"
-            parts.append(f'<text {inside} fill="{ink}">{html.escape(name)}</text>')
+        for told, y in ((name, 21), (percent, 37)):
+            if len(told) <= room:
+                inside = f'x="{left + share / 2:.2f}" y="{y}" text-anchor="middle" font-size="13"'
+                ink = "black" if one.decision == "kept" else "white"
+                parts.append(f'<text {inside} fill="{ink}">{html.escape(told)}</text>')
         left += share
-    made = {one.decision for one in receipt.gemms}
-    for index, decision in enumerate(decision for decision in _COLORS if decision in made):
-        x, color = index * 120, _COLORS[decision]
-        parts.append(f'<rect x="{x}" y="{height + 10}" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{x + 18}" y="{height + 20}" font-size="12" fill="#777">{decision}</text>')
+    for index, decision in enumerate(decision for decision in _COLORS if decision in shares):
+        x, told = index * 150, f"{decision} {shares[decision]:.1%}"
+        parts.append(f'<rect x="{x}" y="{height + 11}" width="13" height="13" fill="{_COLORS[decision]}"/>')
+        parts.append(f'<text x="{x + 20}" y="{height + 22}" font-size="13" fill="#333333">{told}</text>')
     told = "width: share of the FLOPs per token"
-    parts.append(
-        f'<text x="{width:.0f}" y="{height + 20}" text-anchor="end" font-size="12" fill="#777">{told}</text>'
-    )
+    parts.append(f'<text x="0" y="{height + 44}" font-size="13" fill="#333333">{told}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 28}" width="{width:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 52}" width="{width:.0f}" '
         f'font-family="sans-serif" role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'
     )
