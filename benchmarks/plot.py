@@ -1,4 +1,4 @@
-"""Draw results/<benchmark>.png from every results/<benchmark>.csv that has shares of a copy's bandwidth."""
+"""Draw results/<benchmark>-light.svg and -dark.svg from the results/<benchmark>.csv of which there is a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     chosen = options.parse_args()
     for path in chosen.csv or sorted(RESULTS.glob("*.csv")):
         picture = plot(path, chosen.folder)
-        print(f"{path.name}: " + (f"drew {picture}" if picture else "no shares to draw"))
+        print(f"{path.name}: " + (f"drew {picture}" if picture else "has no picture"))
 
 
 if __name__ == "__main__":

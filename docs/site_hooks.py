@@ -15,7 +15,7 @@ BESIDE = (
     *ROOT_PAGES,
     "examples/*.py",
     "benchmarks/README.md",
-    *(f"{RESULTS}/*.{kind}" for kind in ("png", "csv", "log")),
+    *(f"{RESULTS}/*.{kind}" for kind in ("svg", "csv", "log")),
 )
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")

@@ -277,44 +277,45 @@ def test_plot_of_the_kept_rows(tmp_path: Path) -> None:
         shutil.copy(path, tmp_path)
         picture = plot(tmp_path / path.name)
         if picture is not None:
-            assert picture.read_bytes().startswith(b"\x89PNG")
-            drawn.append(picture.stem)
-    assert "quantize" in drawn
+            assert "shorter is better" in picture.read_text()
+            assert (tmp_path / f"{path.stem}-dark.svg").exists()
+            drawn.append(path.stem)
+    assert drawn == ["activation", "norm", "quantize"]
 
 
-def test_plot_takes_the_newest_commit_and_the_last_of_equal_rows(tmp_path: Path) -> None:
+def test_plot_takes_the_newest_commit_and_shape_and_the_last_of_equal_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     harness, plot = benchmark("harness"), benchmark("harness.plot")
-    where = {"device": "made up", "torch": "2", "triton": "3", "narrowcast": "0.1.0"}
-    rows = [("old", "a", 0.1), ("new", "a", 0.2), ("new", "torchao: a", 0.3), ("new", "a", 0.4)]
+    where = {"device": "made up", "torch": "2", "triton": "3", "narrowcast": "0.1.0", "name": "n"}
+    rows = [
+        ("old", "4x4", "mxfp8", 1.0),
+        ("new", "8x8", "mxfp8", 9.0),
+        ("new", "4x4", "copy", 5.0),
+        ("new", "4x4", "mxfp8", 2.0),
+        ("new", "4x4", "torchao: mxfp8", 3.0),
+        ("new", "4x4", "mxfp8", 4.0),
+    ]
     path = tmp_path / "quantize.csv"
     harness.append(
-        path, [{"shape": "4x4", "kernel": k, "share": share, "commit": c, **where} for c, k, share in rows]
+        path,
+        [
+            {"shape": shape, "kernel": k, "us_p50": us, "share": 0.5, "commit": c, **where}
+            for c, shape, k, us in rows
+        ],
     )
-    assert [(row["kernel"], row["share"]) for row in plot.newest(path)] == [
-        ("a", "0.4"),
-        ("torchao: a", "0.3"),
+    assert [(row["kernel"], row["us_p50"]) for row in plot.newest(path)] == [
+        ("copy", "5.0"),
+        ("mxfp8", "4.0"),
+        ("torchao: mxfp8", "3.0"),
     ]
-    assert plot.plot(path) == tmp_path / "quantize.png"
+    assert plot.plot(path) == tmp_path / "quantize-light.svg"
     harness.append(tmp_path / "train.csv", [{"recipe": "bf16", "loss": 1.0}])
     assert plot.plot(tmp_path / "train.csv") is None
 
 
-def test_plot_knows_the_targets() -> None:
+def test_plot_tells_peers_from_kernels() -> None:
     pytest.importorskip("matplotlib")
     plot = benchmark("harness.plot")
-    wanted = {
-        "fp8 given scale + amax": 0.90,
-        "fp8 current": 0.88,
-        "fp8 128-block 2-D": 0.85,
-        "mxfp8 1-D": 0.85,
-        "nvfp4 RHT": 0.60,
-        "nvfp4 RHT + SR": 0.0,
-        "nvfp4 1-D": 0.0,
-    }
-    assert {kernel: plot.target("quantize", kernel) for kernel in wanted} == wanted
-    assert plot.target("norm", "rmsnorm -> mxfp8") == 0.85
-    assert plot.target("transpose", "transpose fp8") == 0.0
     assert plot.split_peer("torchao: fp8 current") == ("torchao", "fp8 current")
     assert plot.split_peer("fp8 current") == ("", "fp8 current")
 

@@ -1,77 +1,86 @@
-"""The picture of a benchmark: each kernel's share of a copy's bandwidth, beside its peers."""
+"""The picture of a benchmark: the time of each kernel and of its peers, beside that of a copy."""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from narrowcast_tools.colors import PEERS, RECIPES, color_of
+from narrowcast_tools.schemes import svg, write
 
 from .contenders import COPY, RATIOS, SWEEP
 
 OURS = RECIPES["current"][0]  # the kernel's name says which recipe it belongs to
 RESULTS = Path(__file__).parents[1] / "results"
-# The target share of a kernel, by the first part of its name that matches.
-TARGETS: dict[str, tuple[tuple[str, float], ...]] = {
-    "quantize": (
-        ("nvfp4 RHT + SR", 0.0),
-        ("given scale", 0.90),
-        ("current", 0.88),
-        ("128-block", 0.85),
-        ("mxfp8", 0.85),
-        ("nvfp4 RHT", 0.60),
+# What is drawn: the title, and that of the panel of each operation, which a kernel's name starts with.
+PICTURES: dict[str, tuple[str, dict[str, str]]] = {
+    "quantize": ("Quantizing a bf16 tensor in both directions", {"": ""}),
+    "norm": (
+        "RMSNorm with a quantized result, in both directions",
+        {
+            "rmsnorm": "Forward",
+            "add+rmsnorm": "Forward, after the sum with the residual",
+            "drmsnorm": "Backward",
+        },
     ),
-    "activation": (("", 0.85),),
-    "norm": (("", 0.85),),
+    "activation": (
+        "SwiGLU with a quantized result, in both directions",
+        {"swiglu": "Forward", "dswiglu": "Backward"},
+    ),
 }
-TITLES = {
-    "quantize": "Quantizing bf16 in both directions",
-    "dequantize": "Dequantizing to bf16",
-    "transpose": "Transposing FP8 codes",
-    "activation": "SwiGLU, quantized in both directions",
-    "norm": "RMSNorm, quantized in both directions",
+FORMATS = {
+    "fp8 given scale + amax": "FP8, given scale (delayed)",
+    "fp8 given scale": "FP8, given scale (delayed)",
+    "fp8 current": "FP8, its own scale (current)",
+    "fp8 128-block": "FP8 128-block",
+    "fp8 128-block 1-D": "FP8 128-block, 1x128",
+    "fp8 128-block 2-D": "FP8 128-block, 128x128",
+    "mxfp8": "MXFP8",
+    "mxfp8 1-D": "MXFP8, 1x32",
+    "mxfp8 2-D": "MXFP8, 32x32",
+    "nvfp4 1-D": "NVFP4, 1x16",
+    "nvfp4 2-D": "NVFP4, 16x16",
+    "nvfp4 RHT": "NVFP4, Hadamard transform",
+    "nvfp4 RHT + SR": "the same, stochastic rounding",
 }
-
-NOTES = {
-    "norm": "rmsnorm: forward; add+rmsnorm: with the sum of the residual; drmsnorm: backward.\n"
-    "unfused: the norm's kernel, then the quantizing one.\n"
-}
+EXPLAINED = {"unfused": "narrowcast, unfused"}
+THICK, THIN, APART = 0.8, 0.62, 0.45
 
 Row = dict[str, str]
 
 
 def plot(path: Path, folder: Path | None = None) -> Path | None:
-    """Draw ``<folder>/<stem>.png`` from the newest commit's rows of ``<stem>.csv``.
+    """Draw ``<folder>/<stem>-light.svg`` and ``<stem>-dark.svg`` from the newest rows of ``<stem>.csv``.
 
     Args:
         path: the rows.
-        folder: where the picture goes; None means beside the rows.
+        folder: where the pictures go; None means beside the rows.
 
     Returns:
-        The picture's path; None where the rows have no share of a copy's bandwidth.
+        The picture of light pages; None for a benchmark without a picture.
     """
-    rows = [row for row in newest(path) if {"shape", "kernel", "share"} <= row.keys()]
-    rows = [row for row in rows if row["kernel"] != COPY and not row["kernel"].startswith(SWEEP)]
-    if not rows:
+    if path.stem not in PICTURES:
         return None
-    picture = (folder or path.parent) / f"{path.stem}.png"
-    _draw(path.stem, rows).savefig(picture, dpi=150)
-    return picture
+    folder = folder or path.parent
+    write(svg(_draw(path.stem, newest(path))), folder, path.stem)
+    return folder / f"{path.stem}-light.svg"
 
 
 def newest(path: Path) -> list[Row]:
-    """Return the rows of the last commit and device; of equal measurements the last."""
+    """Return the rows of the last row's commit, device and shape; of equal measurements the last."""
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    same = [row for row in rows if all(row.get(key) == rows[-1].get(key) for key in ("commit", "device"))]
-    return list({(row.get("shape"), row.get("kernel")): row for row in same}.values()) if same else []
+        rows = [row for row in csv.DictReader(file) if not row.get("kernel", "").startswith(SWEEP)]
+    same = [
+        row for row in rows if all(row.get(key) == rows[-1].get(key) for key in ("commit", "device", "shape"))
+    ]
+    return list({row.get("kernel"): row for row in same}.values())
 
 
 def day(commit: str) -> str:
@@ -81,11 +90,6 @@ def day(commit: str) -> str:
     return f", {days[commit]}" if commit in days else ""
 
 
-def target(stem: str, kernel: str) -> float:
-    """Return the target share of a kernel, 0 without a target."""
-    return next((share for part, share in TARGETS.get(stem, ()) if part in kernel), 0.0)
-
-
 def split_peer(name: str) -> tuple[str, str]:
     """Return peer and kernel: ``torchao: fp8 current`` -> (``torchao``, ``fp8 current``); no peer for narrowcast."""
     peer, separator, kernel = name.partition(": ")
@@ -93,110 +97,81 @@ def split_peer(name: str) -> tuple[str, str]:
 
 
 def _draw(stem: str, rows: Sequence[Row]) -> Figure:
-    shares = {(row["shape"], *split_peer(row["kernel"])): float(row["share"]) for row in rows}
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    kernels = list(dict.fromkeys(kernel for _, _, kernel in shares))
-    peers = [peer for peer in PEERS if any(found == peer for _, found, _ in shares)]
-    names = {row["shape"]: row.get("name") or "" for row in rows}
-
-    # A kernel without a measured peer takes less room than one with several.
-    lines = {
-        kernel: ["", *(p for p in peers if any((s, p, kernel) in shares for s in shapes))]
-        for kernel in kernels
-    }
-    heights = {kernel: 1.0 + 0.55 * (len(found) - 1) + 0.55 for kernel, found in lines.items()}
-    across = min(len(shapes), 2)  # more would be too narrow for a phone
-    down = -(-len(shapes) // across)
-    figure = Figure(
-        figsize=(5.8 + 2.4 * across, down * (0.21 * sum(heights.values()) + 0.6) + 1.6), layout="constrained"
-    )
-    panels = figure.subplots(down, across, sharey=True, squeeze=False)
-    for axes in panels.flat[len(shapes) :]:
-        axes.set_visible(False)
-    limit = max(1.0, *shares.values())
-    for axes, shape in zip(panels.flat, shapes):
-        size = shape.replace("x", "\N{MULTIPLICATION SIGN}")
-        _panel(axes, ", ".join(filter(None, (size, names[shape]))), limit)
-        top = 0.0
-        for kernel in kernels:
-            _bars(
-                axes, stem, kernel, {peer: shares.get((shape, peer, kernel)) for peer in lines[kernel]}, top
-            )
-            top += heights[kernel]
-        axes.set_ylim(top - 0.3, -0.75)
-    tops = [sum(list(heights.values())[:index]) for index in range(len(kernels))]
-    for axes in panels[:, 0]:
-        axes.set_yticks(tops, [kernel.replace("->", "→") for kernel in kernels])
+    title, operations = PICTURES[stem]
+    found = {split_peer(row["kernel"]): row for row in rows}
+    copy = float(found.pop(("", COPY))["us_p50"])
+    peers = ["", *(peer for peer in PEERS if any(peer == one for one, _ in found))]
+    kernels: dict[str, dict[str, dict[str, Row]]] = {operation: {} for operation in operations}
+    for (peer, kernel), row in found.items():
+        operation, _, made = kernel.rpartition(" -> ")
+        kernels[operation].setdefault(made, {})[peer] = row
+    heights = [sum(_height(of_format) for of_format in one.values()) for one in kernels.values()]
+    figure = Figure(figsize=(6.2, 0.18 * sum(heights) + 0.4 * len(heights) + 1.75), layout="constrained")
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, operation, height in zip(panels, operations, heights):
+        axes.set_title(operations[operation], loc="left", size=10.5)
+        _panel(axes, kernels[operation], peers, copy)
+        axes.set_ylim(height - APART, -0.7)
+    panels[-1].set_xlabel("microseconds a call; shorter is better")
+    panels[-1].set_xlim(0, 1.12 * max(float(row["us_p50"]) for row in found.values()))
+    where = rows[-1]
+    size = where["shape"].replace("x", "\N{MULTIPLICATION SIGN}")
     figure.legend(
-        handles=_legend(stem, kernels, peers),
-        title=TITLES.get(stem, stem),
-        title_fontproperties={"size": 15, "weight": "bold"},
+        handles=_legend(peers),
+        title=f"{title}\n{size}, {where['name']}",
+        title_fontproperties={"size": 12, "weight": "bold"},
         alignment="left",
         loc="outside upper left",
-        ncols=4,
+        ncols=2,
         frameon=False,
         fontsize=9,
     )
-    where = rows[-1]
     figure.supxlabel(
-        f"{NOTES.get(stem, '')}Higher is better. The copy on the device was timed in the same rounds.\n"
         f"{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"narrowcast {where['narrowcast']}{day(where['commit'])}",
         x=0.01,
         ha="left",
-        size=8.5,
+        size=8,
         color="0.35",
     )
     return figure
 
 
-def _panel(axes: Axes, title: str, limit: float) -> None:
-    axes.set_title(title, loc="left", size=10)
-    axes.set_xlabel("share of a copy's bandwidth", size=9)
-    axes.set_xlim(0, 1.03 * limit)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "", "0.5", "", "1"])
-    axes.axvline(1.0, color="0.6", linewidth=0.9, zorder=0)
+def _height(of_format: dict[str, Row]) -> float:
+    return THICK + THIN * (len(of_format) - ("" in of_format)) + APART
+
+
+def _panel(axes: Axes, kernels: dict[str, dict[str, Row]], peers: Sequence[str], copy: float) -> None:
+    """Draw the bars of each format: narrowcast's, and the peers' thinner ones below."""
+    axes.axvline(copy, color="0.45", linewidth=1, linestyle="--", zorder=3)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="0.93", linewidth=0.8)
-    axes.set_axisbelow(True)
+    places, top = [], 0.0
+    for of_format in kernels.values():
+        places.append(top)
+        y = top
+        for peer in (peer for peer in peers if peer in of_format):
+            row, thick = of_format[peer], THIN if peer else THICK
+            time, color = float(row["us_p50"]), color_of(peer) if peer else OURS
+            y += 0 if not peer else (THIN + thick) / 2 if y > top else (THICK + thick) / 2
+            axes.barh(y, time, height=0.92 * thick, color=color, alpha=1 if peer else 0.5, linewidth=0)
+            if not peer:  # the share of a copy's bandwidth is that of the least time
+                axes.barh(
+                    y, time * min(float(row["share"]), 1.0), height=0.92 * thick, color=color, linewidth=0
+                )
+            told = f"{time:.0f}" if time >= 100 else f"{time:.1f}"
+            style = {"size": 7.5, "color": "0.35"} if peer else {"size": 9, "weight": "bold"}
+            axes.annotate(told, (time, y), (3, 0), textcoords="offset points", va="center", **style)
+        top += _height(of_format)
+    axes.set_yticks(
+        places,
+        [re.sub(r"(\d)x(\d)", "\\1\N{MULTIPLICATION SIGN}\\2", FORMATS[name]) for name in kernels],
+        size=9,
+    )
 
 
-def _bars(axes: Axes, stem: str, kernel: str, shares: dict[str, float | None], top: float) -> None:
-    """Draw narrowcast's bar with its number and its target, and the peers' thinner bars below."""
-    wanted = target(stem, kernel)
-    y = top
-    for peer, share in shares.items():
-        bar = 0.92 if not peer else 0.48
-        if share is not None:
-            color = color_of(peer) if peer else OURS
-            axes.barh(y, share, height=bar, color=color, linewidth=0)
-            # At the left end, where no target's mark can cover it.
-            inside = not peer and share > 0.16
-            axes.text(
-                0.015 if inside else share + 0.015,
-                y,
-                f"{share:.2f}",
-                va="center",
-                color=_ink(color) if inside else "0.1" if not peer else "0.4",
-                size=7 if peer else 8.5,
-                weight="normal" if peer else "bold",
-            )
-        y += 0.78 if not peer else 0.55
-    if wanted and shares.get("") is not None:
-        axes.plot([wanted, wanted], [top - 0.46, top + 0.46], color="black", linewidth=1.6, zorder=3)
-
-
-def _ink(color: str) -> str:
-    """Return the color of text on a bar."""
-    red, green, blue = to_rgb(color)
-    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
-
-
-def _legend(stem: str, kernels: Sequence[str], peers: Sequence[str]) -> list[Patch | Line2D]:
-    handles: list[Patch | Line2D] = [Patch(color=OURS, label="narrowcast")]
-    handles += [Patch(color=color_of(peer), label=peer) for peer in peers]
-    if any(target(stem, kernel) for kernel in kernels):
-        mark = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": ""}
-        handles.append(Line2D([], [], color="black", label="target: what narrowcast aims for", **mark))
-    return handles
+def _legend(peers: Sequence[str]) -> list[Patch | Line2D]:
+    ours = [Patch(color=OURS, label="narrowcast: least time for its bytes")]
+    ours.append(Patch(color=OURS, alpha=0.5, linewidth=0, label="narrowcast: the rest of the time"))
+    others = [Patch(color=color_of(peer), label=EXPLAINED.get(peer, peer)) for peer in peers if peer]
+    return [*ours, *others, Line2D([], [], color="0.45", linestyle="--", label="a copy of the input")]

@@ -24,10 +24,12 @@ PEERS = {
     "te": ("#8a9a45", "#a8b866"),
     "liger": ("#b3a284", "#c9b79c"),
     "torch.compile": ("#a8a8a8", "#a8a8a8"),
-    "unfused": ("#9dbbd0", "#9dbbd0"),
+    "unfused": ("#b79aa6", "#c4a9b4"),
     "torch": ("#d0d0d0", "#d0d0d0"),
 }
 PLAIN = ("#44546a", "#8fa3bd")  # narrowcast's work that belongs to no recipe
+# The colors of dark pages by those of light ones.
+DARK = dict((*RECIPES.values(), *PEERS.values(), PLAIN))
 # What pictures and benchmarks call a recipe besides its name.
 _ALSO = {"given scale": "delayed", "128-block": "block", "1x128": "block", "per-tensor": "current"}
 

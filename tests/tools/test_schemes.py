@@ -1,0 +1,48 @@
+"""A picture for dark pages is that for light ones in other colors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.figure import Figure
+
+from narrowcast_tools.colors import RECIPES
+from narrowcast_tools.schemes import INK, dark, svg, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_figure_is_written_twice(tmp_path: Path) -> None:
+    figure = Figure()
+    axes = figure.subplots()
+    axes.barh(["a row"], [1.0], color=RECIPES["current"][0])
+    axes.axvline(1.0, color="0.9")
+    light = svg(figure)
+    assert svg(figure) == light
+    write(light, tmp_path, "bars")
+    assert (tmp_path / "bars-light.svg").read_text() == light
+    written = (tmp_path / "bars-dark.svg").read_text()
+    assert "a row</text>" in light and "a row</text>" in written
+    for scheme, text in enumerate((light, written)):
+        assert RECIPES["current"][scheme] in text and RECIPES["current"][1 - scheme] not in text
+    assert f'fill="{INK["dark"]}"' in written and INK["light"] not in written
+    assert "#e6e6e6" in light, "the gray line"
+
+
+def test_grays_are_mirrored_and_other_colors_stay() -> None:
+    assert [dark(color) for color in ("#ffffff", "#808080", "#0f9488")] == ["#202020", "#838383", "#0f9488"]
+
+
+def test_every_picture_of_the_pages_has_both_schemes() -> None:
+    for light in [
+        *(ROOT / "docs" / "assets").glob("*.svg"),
+        *(ROOT / "benchmarks" / "results").glob("*.svg"),
+    ]:
+        stem = re.sub("-(light|dark)$", "", light.stem)
+        told = light.with_name(f"{stem}-light.svg").read_text()
+        assert light.with_name(f"{stem}-dark.svg").read_text() == dark(told), stem
