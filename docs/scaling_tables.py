@@ -1,4 +1,4 @@
-"""Writes the tables of ``docs/scaling.md`` and draws ``docs/assets/scaling.png``, from ``narrowcast_tools.plan``.
+"""Writes the tables of ``docs/scaling.md`` and draws ``docs/assets/scaling-*.svg``, from ``narrowcast_tools.plan``.
 
 python docs/scaling_tables.py
 """
@@ -6,16 +6,20 @@ python docs/scaling_tables.py
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.figure import Figure
+
 import narrowcast as nc
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
 from narrowcast_tools.plan.layout import BATCH
+from narrowcast_tools.schemes import svg, write
 
 DOCS = Path(__file__).resolve().parent
-PAGE, PICTURE = DOCS / "scaling.md", DOCS / "assets" / "scaling.png"
+PAGE = DOCS / "scaling.md"
 GIB = 2**30
 COLORS = {
     "GEMMs": "#0072B2",
@@ -24,6 +28,16 @@ COLORS = {
     "norms, activations, copies": "#999999",
     "communication": "#D55E00",
     "pipeline bubble": "#E69F00",
+}
+
+TITLE = "Estimated by narrowcast plan: where the GPUs' time goes\n70B on H200s, 16 Mi tokens a step"
+LEGEND = {
+    "title_fontproperties": {"size": 12, "weight": "bold"},
+    "alignment": "left",
+    "loc": "outside upper left",
+    "ncols": 3,
+    "frameon": False,
+    "fontsize": 9,
 }
 
 
@@ -63,7 +77,7 @@ CASES = (
     Case("4 layers of 8B, 1 H200, bf16", SLICE, ONE, "bf16", "h200", "tokens/s/GPU", 90521, 0.1, 11.9),
     Case("the same, delayed", SLICE, ONE, "delayed", "h200", "tokens/s/GPU", 128852, 0.1, 11.6),
     Case("the same, current", SLICE, ONE, "current", "h200", "tokens/s/GPU", 126481, 0.1, 11.6),
-    Case("the same, block", SLICE, ONE, "block", "h200", "tokens/s/GPU", 116041, 0.1, 11.6),
+    Case("the same, 128-block", SLICE, ONE, "block", "h200", "tokens/s/GPU", 116041, 0.1, 11.6),
     Case(
         "4 layers of 8B, 2 H200, FSDP2, bf16", STACK, TWO, "bf16", "h200", "tokens/s/GPU", 89043, 0.1, 10.89
     ),
@@ -112,38 +126,41 @@ def compared() -> str:
     return "\n".join(rows)
 
 
-def planned() -> str:
-    """The plans of all models."""
-    rows = [
-        "| model | GPUs | recipe | layout | microbatches | GiB | of it activations | GB received | step, s "
-        "| GEMMs | exposed and bubble | tokens/s/GPU | MFU |",
-        "| --- | ---: | --- | --- | ---: " + "| ---: " * 8 + "|",
-    ]
+def planned() -> tuple[str, str]:
+    """The plans of all models: how fast they are, and what a step and the memory hold."""
+    speed = ["| model | GPUs | recipe | layout | step, s | tokens/s/GPU | MFU |"]
+    speed.append("| --- | ---: | --- | --- | ---: | ---: | ---: |")
+    parts = ["| model | GPUs | recipe | microbatches | GiB | activations | GB received | GEMMs | waiting |"]
+    parts.append("| --- | ---: | --- | ---: " + "| ---: " * 5 + "|")
     for model in MODELS:
         for gpus in (8, 64, 256, 1024, 4096):
             for recipe in ("bf16", "block"):
+                name = f"| {model} | {gpus} | {'128-block' if recipe == 'block' else recipe}"
                 try:
                     e = plan(model, gpus, recipe, batch=BATCH)
                 except ValueError as error:
                     missing = re.search(r"[\d.,]+ GiB more", str(error))
                     assert missing
-                    rows.append(f"| {model} | {gpus} | {recipe} | does not fit: {missing[0]} {'| ' * 10}|")
+                    speed.append(f"{name} | does not fit: {missing[0]} | | | |")
                     continue
                 lost = sum(t for name, t in e.seconds.items() if "exposed" in name or "bubble" in name)
-                layout = f"{e.layout}{', recomputing' if e.layout.recompute else ''}"
-                rows.append(
-                    f"| {model} | {gpus} | {recipe} | {layout} | {e.layout.micro_batches} x {e.layout.micro_batch} "
+                layout = re.sub(r" x (TP|PP) 1\b", "", str(e.layout))
+                layout += ", recomputing" if e.layout.recompute else ""
+                speed.append(f"{name} | {layout} | {e.step:.2f} | {e.tokens_per_second:,.0f} | {e.mfu:.0%} |")
+                parts.append(
+                    f"{name} | {e.layout.micro_batches} x {e.layout.micro_batch} "
                     f"| {e.total_memory / GIB:.0f} | {e.memory['activations'] / GIB:.0f} "
-                    f"| {sum(e.wire.values()) / 1e9:,.0f} | {e.step:.2f} | {e.seconds['GEMMs'] / e.step:.0%} "
-                    f"| {lost / e.step:.0%} | {e.tokens_per_second:,.0f} | {e.mfu:.0%} |"
+                    f"| {sum(e.wire.values()) / 1e9:,.0f} | {e.seconds['GEMMs'] / e.step:.0%} "
+                    f"| {lost / e.step:.0%} |"
                 )
-    return "\n".join(rows)
+    return "\n".join(speed), "\n".join(parts)
 
 
 def page() -> str:
     """The page with the tables that the model gives now."""
     text = PAGE.read_text()
-    for name, table in (("compared", compared()), ("planned", planned())):
+    speed, parts = planned()
+    for name, table in (("compared", compared()), ("planned", speed), ("parts", parts)):
         mark = f"<!-- {name}: docs/scaling_tables.py -->"
         before, after = text.split(mark + "\n")
         text = f"{before}{mark}\n{table}\n\n" + after.split("\n\n", 1)[1]
@@ -152,17 +169,9 @@ def page() -> str:
 
 def draw() -> None:
     """What one million tokens of the 70B model cost, by part, over the number of GPUs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), dpi=130, layout="constrained")
-    figure.suptitle(
-        "Estimated by narrowcast plan: where the GPUs' time goes, 70B on H200s, 16 Mi tokens a step",
-        x=0.01,
-        ha="left",
-        weight="bold",
-    )
+    figure = Figure(figsize=(6.5, 8.2), layout="constrained")
     counts = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-    for axes, recipe in zip(figure.subplots(1, 2, sharey=True), ("bf16", "block")):
+    for axes, recipe in zip(figure.subplots(2, 1, sharey=True), ("bf16", "block")):
         bottom = [0.0] * len(counts)
         results = [plan("70b", gpus, recipe, batch=BATCH) for gpus in counts]
         for part, color in COLORS.items():
@@ -180,19 +189,18 @@ def draw() -> None:
             axes.text(place, top + 8, told, ha="center", size=7.5, color="0.3")
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
         axes.set_title({"bf16": "bf16", "block": "FP8 128-block, FP8 gather"}[recipe], loc="left", size=10)
-        axes.set_xlabel("GPUs   (above the bars: MFU of the bf16 peak, layout)", size=8.5)
+        axes.set_xlabel("GPUs   (above the bars: MFU of the bf16 peak, layout)", size=9)
         axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylabel("GPU-seconds per million tokens", size=9)
         if recipe == "bf16":
-            axes.set_ylabel("GPU-seconds per million tokens")
-        else:
-            axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=8.5)
-        axes.set_ylim(0, 1180)
+            figure.legend(*axes.get_legend_handles_labels(), title=TITLE, **LEGEND)
+        axes.set_ylim(0, 1000)
     told = (
         f"Not measured: narrowcast {nc.__version__} computed it. Expect a dense plan, as this one, to be 5 to 15% "
         "too fast, and one with experts a quarter or more."
     )
-    figure.supxlabel(told, x=0.01, ha="left", size=8.5, color="0.35")
-    figure.savefig(PICTURE)
+    figure.supxlabel(textwrap.fill(told, 95), x=0.01, ha="left", size=8.5, color="0.35")
+    write(svg(figure), DOCS / "assets", "scaling")
 
 
 if __name__ == "__main__":
