@@ -1,4 +1,4 @@
-"""Draws ``docs/assets/attention-masks.svg``: which keys a query sees, as the library's own masks say.
+"""Draws ``docs/assets/attention-masks-*.svg``: which keys a query sees, as the library's own masks say.
 
 python docs/attention_masks.py
 """
@@ -9,10 +9,15 @@ from pathlib import Path
 
 import torch
 
-from narrowcast.attention.masks import geometry, hidden_pairs, mask_rule, packed, padded_rows, rows
+from narrowcast.attention.masks import distances, geometry, hidden_pairs, mask_rule, packed, padded_rows, rows
+from narrowcast_tools.schemes import FONTS, INK, write
 
-PICTURE = Path(__file__).resolve().parent / "assets" / "attention-masks.svg"
-CELL, GAP, TITLE = 13, 34, 52
+ASSETS = Path(__file__).resolve().parent / "assets"
+CELL, GAP, TITLE, LEFT = 16, 50, 48, 8
+KEY = (
+    "Row: a query. Column: a key. Filled: the query sees the key.",
+    "White dot: the query's own key, which the mask counts from.",
+)
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
     ("causal", {}),
@@ -24,8 +29,11 @@ PANELS = (
 )
 
 
-def seen(title: str, options: dict) -> torch.Tensor:
-    """(queries, keys) bools of a panel: padded ones have 4 queries and 6 keys, packed ones sequences of 3, 2 and 1."""
+def seen(title: str, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bools (queries, keys) of a panel: what a query sees, and its own key, from which windows count.
+
+    Padded panels have 4 queries and 6 keys, packed ones sequences of 3, 2 and 1.
+    """
     rule = mask_rule(**{"attn_mask_type": title, **options})
     if title.startswith("thd"):
         cu_seqlens = torch.tensor([0, 3, 5, 6])
@@ -38,33 +46,41 @@ def seen(title: str, options: dict) -> torch.Tensor:
         places = geometry(sides[0], sides[1], rule, *LENGTHS)
     hidden = hidden_pairs(places, rule, None)
     assert hidden is not None
-    return ~hidden[0, 0]
+    shown = ~hidden[0, 0]
+    own = distances(places)[0] == 0
+    return shown, own & shown if rule.bounded else torch.zeros_like(shown)
 
 
 def draw() -> str:
-    """The picture: one square per pair, a row per query, a column per key."""
-    width = LENGTHS[1] * CELL + GAP * 2 + 20
-    key = "rows: queries; columns: keys; green: the query sees the key"
-    parts = [f'<text x="{GAP}" y="16" fill="#7d8590">{key}</text>']
+    """The picture for light pages: one square per pair, a row per query, a column per key."""
+    width = LENGTHS[1] * CELL + GAP * 2
+    parts = []
+    for line, key in enumerate(KEY):
+        parts.append(f'<text x="{LEFT}" y="{16 + 15 * line}">{key}</text>')
     for index, (title, options) in enumerate(PANELS):
-        left, top = GAP + index % 3 * width, TITLE + index // 3 * (LENGTHS[0] * CELL + TITLE + GAP)
+        left, top = LEFT + index % 2 * width, TITLE + 34 + index // 2 * (LENGTHS[0] * CELL + TITLE)
         names = [title]
         if window := options.get("window_size"):
             names = [f"{title}, window_size={window}:", "{} keys back, {} ahead".format(*window)]
         for line, name in enumerate(reversed(names)):
-            parts.append(f'<text x="{left}" y="{top - 8 - 14 * line}" fill="#7d8590">{name}</text>')
-        for i, row in enumerate(seen(title, options).tolist()):
+            parts.append(f'<text x="{left}" y="{top - 8 - 15 * line}">{name}</text>')
+        shown, own = seen(title, options)
+        for i, row in enumerate(shown.tolist()):
             for j, visible in enumerate(row):
-                color = "#0f766e" if visible else "#d1d5db"
-                place = f'x="{left + j * CELL}" y="{top + i * CELL}" width="{CELL - 2}" height="{CELL - 2}"'
-                parts.append(f'<rect {place} fill="{color}"/>')
-    height = 2 * (LENGTHS[0] * CELL + TITLE + GAP)
+                x, y = left + j * CELL, top + i * CELL
+                look = 'fill="#0f9488"' if visible else 'fill="none" stroke="#b8b8b8"'
+                parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 3}" height="{CELL - 3}" {look}/>')
+                if own[i, j]:
+                    middle = (CELL - 3) / 2
+                    parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="3" fill="white"/>')
+    height = TITLE + 34 + 3 * (LENGTHS[0] * CELL + TITLE) - TITLE + 6
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * width + GAP} {height}" font-family="sans-serif" '
-        'font-size="11" role="img" aria-label="Visible keys by mask type">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" width="{2 * width * 1.3:g}" '
+        f'font-family="{FONTS}" fill="{INK["light"]}" font-size="12" role="img" '
+        'aria-label="Visible keys by mask type">'
     )
     return "\n".join((head, *parts, "</svg>\n"))
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
+    write(draw(), ASSETS, "attention-masks")

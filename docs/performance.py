@@ -414,9 +414,11 @@ def panel(section: Section) -> Panel:
 
 
 def measured_with(keys: Collection[str]) -> list[str]:
-    """Return the devices and the versions of PyTorch and narrowcast of sections' rows."""
+    """Return the devices, the versions of PyTorch and narrowcast, and the days of sections' rows."""
     rows = [row for section in SECTIONS if section.key in keys for row in chosen(section).values()]
-    return [" and ".join(sorted({row[name] for row in rows})) for name in ("device", "torch", "narrowcast")]
+    dates = sorted({days()[row["commit"]] for row in rows})
+    told = [" and ".join(sorted({row[name] for row in rows})) for name in ("device", "torch", "narrowcast")]
+    return [*told, " to ".join(dict.fromkeys((dates[0], dates[-1])))]
 
 
 def charts() -> dict[str, str]:
@@ -432,7 +434,7 @@ def charts() -> dict[str, str]:
             heading,
             [panels[key] for key in keys],
             scheme,
-            "PyTorch {1}, narrowcast {2}".format(*measured_with(keys)),
+            [line.format(*measured_with(keys)) for line in ("PyTorch {1}, narrowcast {2}", "{3}")],
             fastest,
         )
         for name, keys in pictures.items()
@@ -440,11 +442,9 @@ def charts() -> dict[str, str]:
     }
 
 
-def picture(name: str, alternative: str) -> list[str]:
-    """Return the Markdown of a chart, in the variant of the page's color scheme."""
-    return [
-        f"![{alternative}](assets/perf/{name}-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark")
-    ]
+def picture(path: str, alternative: str) -> list[str]:
+    """Return the Markdown of a picture, in the variant of the page's color scheme."""
+    return [f"![{alternative}]({path}-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark")]
 
 
 HEAD = """# Performance
@@ -467,7 +467,7 @@ after 1500 steps of 8192 bytes, the mean over seeds. A gap compares runs of the 
 NVIDIA H200; MXFP8 and NVFP4 emulated. Rows: `benchmarks/results/train_125m_summary.csv`. The preset `125m` has 125M
 parameters with a vocabulary of some 50,000 tokens, and 85M on bytes.
 
-![Held-out loss of 85M parameters by recipe and seed, and gap to bf16 over the steps](assets/losses-h200.png)
+{picture}
 
 Reproduce on one H200: `narrowcast train --preset 125m --compile --by-block --recipe bf16,delayed --seeds 8`
 
@@ -490,10 +490,9 @@ blocks at a time and replayed as a CUDA graph. A step takes {plain:.1f} ms in bf
 the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, it takes {steps} ms:
 {speeds} times as fast.
 """
-ACCOUNT_NOTES = """![Where the time of a step goes, bf16 and the recipes](assets/account.png)
-
-A bar is the time of a group of kernels. The GEMMs save the most time. Casts take a part of it back, and attention saves
-nothing.
+ACCOUNT_NOTES = """A bar is the time of a group of kernels. The GEMMs save the most time. Casts take a part of it
+back, and attention saves nothing. The second panel has the groups that another optimizer and another head change, and
+not the recipe.
 
 Reproduce on one H200:
 `narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts --out account`
@@ -508,18 +507,18 @@ Reproduce on one H200:
 
 KERNELS = """## How close are the kernels to a copy?
 
-The pictures show each kernel's bandwidth as a share of a device copy's, beside its peers. Higher is better.
-In the norms' picture, `rmsnorm` is the forward, `add+rmsnorm` also sums the residual, and `drmsnorm` is the
-backward. A row quantizes with a scale that is given (delayed scaling), with the tensor's own scale (current), with a
-scale per 128-element block, in MXFP8, or in NVFP4 with a random Hadamard transform (RHT). `unfused` is the same norm
-followed by the kernel that quantizes. `make plots` draws them from the files of the same names in
-`benchmarks/results/`.
+The pictures show the time of one call on one tensor, beside peers: shorter is better. The strong part of
+narrowcast's bar is the least time: the bytes that the kernel has to move, as fast as a copy on the device moved bytes
+in the same rounds. The faint part is the rest. A row quantizes with a scale that is given (delayed scaling), with the
+tensor's own scale (current), with a scale per 128-element block, in MXFP8, or in NVFP4, with a random Hadamard
+transform where it says so. *Unfused* is the same norm or activation in a kernel of its own, followed by the kernel that
+quantizes. `make plots` draws the pictures from the files of the same names in `benchmarks/results/`.
 
-![Quantizing kernels and their peers](../benchmarks/results/quantize.png)
+{quantize}
 
-![RMSNorm that quantizes its result, and its peers](../benchmarks/results/norm.png)
+{norm}
 
-![SwiGLU that quantizes its result, and its peers](../benchmarks/results/activation.png)
+{activation}
 
 `benchmarks/results/LOG.md` in the repository is the log of all measurements, with raw output and commits.
 `docs/performance.py` writes this page from `benchmarks/results/*.csv`.
@@ -554,9 +553,12 @@ def losses() -> str:
         mean, least, most = fmean(found.values()), min(found.values()), max(found.values())
         gaps[recipe] = mean / fmean(plain[seed] for seed in found) - 1
         gap = "-" if recipe == "bf16" else f"{gaps[recipe]:+.2%}"
-        lines.append(f"| {recipe} | {len(found)} | {mean:.4f} | {least:.4f} to {most:.4f} | {gap} |")
+        name = "128-block" if recipe == "block" else recipe
+        lines.append(f"| {name} | {len(found)} | {mean:.4f} | {least:.4f} to {most:.4f} | {gap} |")
     apart = (max(plain.values()) - min(plain.values())) / fmean(plain.values())
-    return LOSSES.format(gap=gaps["delayed"], apart=apart, rows="\n".join(lines))
+    alternative = "Held-out loss of 85M parameters by recipe and seed, and gap to bf16 over the steps"
+    drawn = "\n".join(picture("assets/losses-h200", alternative))
+    return LOSSES.format(gap=gaps["delayed"], apart=apart, rows="\n".join(lines), picture=drawn)
 
 
 def account() -> list[str]:
@@ -572,7 +574,8 @@ def account() -> list[str]:
     device, torch, narrowcast, date = runs.pop()
     steps: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
-        steps.setdefault(row["contender"].partition(",")[0], {})[row["group"]] = row
+        name = row["contender"].partition(",")[0]
+        steps.setdefault("128-block" if name == "block" else name, {})[row["group"]] = row
     times = {name: float(next(iter(groups.values()))["step_ms"]) for name, groups in steps.items()}
     plain, *recipes = times
     best = min(recipes, key=times.__getitem__)
@@ -589,7 +592,21 @@ def account() -> list[str]:
     run = (
         f"{device}, PyTorch {torch}, narrowcast {narrowcast}, {date}. Rows: `benchmarks/results/account.csv`."
     )
-    return [*lines, "", run, "", ACCOUNT_NOTES]
+    drawn = picture("assets/account", "Where the time of a step goes, bf16 and the recipes")
+    return [*lines, "", run, "", *drawn, "", ACCOUNT_NOTES]
+
+
+def kernels() -> str:
+    """Return the section of kernels beside their peers."""
+    told = {
+        "quantize": "Quantizing kernels and their peers",
+        "norm": "RMSNorm that quantizes its result, and its peers",
+        "activation": "SwiGLU that quantizes its result, and its peers",
+    }
+    drawn = {
+        name: picture(f"../benchmarks/results/{name}", alternative) for name, alternative in told.items()
+    }
+    return KERNELS.format(**{name: "\n".join(lines) for name, lines in drawn.items()})
 
 
 def page() -> str:
@@ -599,10 +616,13 @@ def page() -> str:
         lines += [f"## {section.title}", "", f"{answer(section)} {section.what}", "", *table(section), ""]
         lines += [caption(section), ""]
         if section.key in CHARTED:
-            lines += [*picture(section.key, f"{SHORT[section.key]}: times as fast as bf16"), ""]
+            lines += [
+                *picture(f"assets/perf/{section.key}", f"{SHORT[section.key]}: times as fast as bf16"),
+                "",
+            ]
         lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]
         lines += [*(f"- {note}" for note in section.notes), ""]
-    return "\n".join([*lines, *account(), *sizes(), losses(), KERNELS])
+    return "\n".join([*lines, *account(), *sizes(), losses(), kernels()])
 
 
 def break_even() -> str:
@@ -641,8 +661,8 @@ def how_much() -> str:
         "backward of one block, the third "
         "a training step of a Llama of Transformers, converted."
     )
-    device, torch, ours = measured_with(HERO)
-    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}"
+    device, torch, ours, dates = measured_with(HERO)
+    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}"
     told += "; these rows were not measured with later releases."
     return "\n".join([*lines, "", *wrap(f"{what} {told}", 80), ""])
 

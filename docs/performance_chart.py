@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -52,14 +53,14 @@ def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     ]
 
 
-def svg(heading: str, panels: list[Panel], scheme: str, versions: str, fastest: float) -> str:
+def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str], fastest: float) -> str:
     """Return a picture of panels below each other.
 
     Args:
         heading: the line above them.
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
-        versions: the line below them, which says with what they were measured.
+        versions: the lines below them, which say with what and when they were measured.
         fastest: the speed of the longest bar in all pictures, which have one scale.
     """
     unit = (END - NAMES) / fastest
@@ -79,8 +80,10 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: str, fastest: 
             y += ROW
         parts.append(_text(one, end + 17, "bf16 = 1", FAINT[scheme], 'text-anchor="middle" font-size="11"'))
         y += BELOW
-    parts.append(_text(4, y + 17, versions, FAINT[scheme]))
-    height = y + 26
+    for line in versions:
+        y += 17
+        parts.append(_text(4, y, line, FAINT[scheme]))
+    height = y + 9
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH * 1.5:g}" '
         f'height="{height * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'

@@ -1,5 +1,5 @@
-"""Draw pictures of the pages: the account of a step and two comparisons of recipes from recorded rows, and a watch of a
-small model, which this script trains in seconds.
+"""Draw pictures of the pages: the account of a step and two comparisons of recipes from recorded rows, the watch of a
+small model, which this script trains in seconds, and the receipt of a model that it converts.
 
     python docs/pictures.py
 
@@ -10,31 +10,40 @@ The other pictures have a script each: ``performance.py``, ``scaling_tables.py``
 from __future__ import annotations
 
 import csv
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.inspect.picture import figure as watch_figure
 from narrowcast_tools.bench.account import Account, Row
-from narrowcast_tools.bench.account_show import draw_account
+from narrowcast_tools.bench.account_show import account_figure
+from narrowcast_tools.schemes import svg, write
 from narrowcast_tools.train.comparison import TITLE
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
+from narrowcast_tools.train.picture import ON_A_CPU, figure
 from narrowcast_tools.train.picture import TITLE as FIRST_TITLE
-from narrowcast_tools.train.picture import draw
 from narrowcast_tools.train.report import compare
 
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
+ACCOUNT = (
+    "narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts: "
+    "{device}, torch {torch}, narrowcast {narrowcast}, {date}"
+)
 H200 = (
+    "MXFP8 and NVFP4 emulated. "
     "Preset 125m: 85,347,072 parameters on bytes, 125M with a vocabulary of some 50,000 tokens. "
     "1500 steps of 8 sequences of 1024, the Python standard library's sources. "
     "NVIDIA H200, Linux x86_64, Python 3.12.3, torch 2.11.0+cu130, narrowcast 0.1.0"
 )
 FIRST = (
-    "434,816 parameters, bytes of the Python standard library's sources. "
+    f"{ON_A_CPU}434,816 parameters, bytes of the Python standard library's sources. "
     "Intel(R) Xeon(R) Processor, 2 cores (torch uses 1), Linux x86_64, Python 3.11.7, torch 2.13.0+cpu, "
     "narrowcast 0.3.0.dev0"
 )
@@ -46,7 +55,7 @@ def rows_of(file: str) -> list[dict[str, str]]:
         return list(csv.DictReader(opened))
 
 
-def account() -> bytes:
+def account() -> Figure:
     """Return the picture of ``account.csv``."""
     groups: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows_of("account.csv"):
@@ -64,11 +73,10 @@ def account() -> bytes:
         for name, rows in groups.items()
     ]
     where = next(iter(groups.values()))[0]
-    caption = "narrowcast bench account --model 1b: {device}, torch {torch}, narrowcast {narrowcast}, {date}"
-    return draw_account(accounts, caption.format(**where))
+    return account_figure(accounts, ACCOUNT.format(**where))
 
 
-def comparison(file: str, trained: str, title: str, *, strict: bool) -> bytes:
+def comparison(file: str, trained: str, title: str, *, strict: bool) -> Figure:
     """Return the picture of a file of held-out losses, by recipe, seed and step."""
     curves: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for row in rows_of(file):
@@ -77,7 +85,25 @@ def comparison(file: str, trained: str, title: str, *, strict: bool) -> bytes:
         RunResult(recipe, History([], curve), curve[-1][0], 0, Pace(0.0), 0.0, seed)
         for (recipe, seed), curve in curves.items()
     ]
-    return draw(compare(runs, strict=strict), subtitle=trained, title=title)
+    return figure(compare(runs, strict=strict), subtitle=trained, title=title)
+
+
+class Plain(nn.Module):
+    """A block of ``docs/convert.md``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+def receipt() -> str:
+    """Return the picture of the receipt of the model of ``docs/convert.md``, for light pages."""
+    model = nn.Sequential(Plain(64), Plain(64), nn.Linear(64, 10))
+    told = nc.receipt(nc.convert(model, nc.recipe.Float8CurrentScaling()))
+    with tempfile.TemporaryDirectory() as folder:
+        told.to_html(Path(folder) / "receipt.html")
+        page = (Path(folder) / "receipt.html").read_text()
+    return page[page.index("<svg") : page.index("</svg>")] + "</svg>\n"
 
 
 class Block(nn.Module):
@@ -113,9 +139,19 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
     return watch
 
 
-if __name__ == "__main__":
-    watched().plot(ASSETS / "watch.png")
-    (ASSETS / "account.png").write_bytes(account())
+def main() -> None:
+    """Write each picture for light pages and for dark ones."""
     first = comparison("first_light.csv", FIRST, FIRST_TITLE, strict=False)
-    (ASSETS / "first-light.png").write_bytes(first)
-    (ASSETS / "losses-h200.png").write_bytes(comparison("train_125m.csv", H200, TITLE, strict=True))
+    figures = {
+        "account": account(),
+        "first-light": first,
+        "losses-h200": comparison("train_125m.csv", H200, TITLE, strict=True),
+        "watch": watch_figure(watched().records),
+    }
+    for name, drawn in figures.items():
+        write(svg(drawn), ASSETS, name)
+    write(receipt(), ASSETS, "receipt")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.axes import Axes
 from rich.console import Console
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -26,7 +25,7 @@ from narrowcast_tools.bench.account import (
     read_kernels,
     take_account,
 )
-from narrowcast_tools.bench.account_show import account_table, draw_account, write_account
+from narrowcast_tools.bench.account_show import account_figure, account_table, draw_account, write_account
 from narrowcast_tools.bench.asked import MODELS, TINY, Work
 from narrowcast_tools.bench.measure import Contender
 from narrowcast_tools.bench.works import OPTIMIZERS, build, phases_of
@@ -192,15 +191,23 @@ def test_what_is_shown_and_written(tmp_path: Path) -> None:
     assert draw_account(ACCOUNTS, "narrowcast bench account: one GPU").startswith(b"\x89PNG")
 
 
-def test_the_picture_names_the_baseline_s_optimizer_where_the_recipes_have_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    labels: list[str] = []
-    drawn = Axes.barh
-    monkeypatch.setattr(Axes, "barh", lambda self, *a, **k: labels.append(k["label"]) or drawn(self, *a, **k))
-    draw_account(ACCOUNTS, "")
-    draw_account([ACCOUNTS[0], ACCOUNTS[1]._replace(contender="delayed, FusedAdam")], "")
-    assert labels[::2] == ["bf16: 9.0 ms", "bf16, PyTorch's AdamW, head in bf16: 9.0 ms"]
+def test_the_picture_has_a_panel_for_what_another_optimizer_and_head_change() -> None:
+    titles = [axes.get_title(loc="left") for axes in account_figure(ACCOUNTS, "").axes]
+    assert titles == [""]
+    head = Row("head and loss", 0.5, 2, 0, 0.0)
+    others = [
+        ACCOUNTS[0]._replace(rows=(*ACCOUNTS[0].rows, head)),
+        ACCOUNTS[1]._replace(contender="block, head in current", rows=(*ACCOUNTS[1].rows, head)),
+    ]
+    drawn = account_figure(others, "")
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == [
+        "What the recipe changes",
+        "Other changes: head in bf16 → current",
+    ]
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == [
+        "bf16: 9.0 ms, 9.0 of them in the first panel",
+        "128-block: 7.0 ms, 7.0 of them in the first panel",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich.table import Table
 
 from ..colors import color_of
@@ -71,36 +74,74 @@ def write_account(
 
 
 def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
-    """Return a PNG image: the time of each group, a bar per contender.
+    """Return a PNG image of ``account_figure``."""
+    image = io.BytesIO()
+    account_figure(accounts, caption).savefig(image, format="png", dpi=130)
+    return image.getvalue()
+
+
+def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
+    """Return the time of each group, a bar per contender. What another optimizer or head changes has its own panel.
 
     Args:
         accounts: bf16's first.
         caption: command and machine.
     """
     groups = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
-    named = any("," in one.contender for one in accounts)  # the recipes' optimizer or head is another one
+    changed: dict[str, str] = {}
+    for choice in accounts[-1].contender.split(", ")[1:]:
+        if choice.startswith("head in "):
+            changed["head and loss"] = f"head in bf16 → {choice.removeprefix('head in ')}"
+        else:
+            changed["optimizer"] = f"PyTorch's AdamW → {choice}"
+    panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
+    panels = [names for names in panels if names]
+    rows = 0.15 * len(groups) * (len(accounts) + 1)
+    figure = Figure(figsize=(6.2, 1.7 + 0.4 * len(panels) + rows), layout="constrained")
+    shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
+    drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
+    for axes, names in zip(drawn, panels):
+        _bars(axes, accounts, names)
+    if changed:
+        drawn[0].set_title("What the recipe changes", loc="left", size=10.5)
+        drawn[-1].set_title(f"Other changes: {', '.join(changed.values())}", loc="left", size=9.5)
+    drawn[-1].set_xlabel(
+        "milliseconds of the step; shorter is better\nnone: fused into the casts, or no casts in bf16"
+    )
+    figure.legend(
+        handles=[Patch(color=_color(one), label=_total(one, changed)) for one in accounts],
+        title="Where the time of a training step goes",
+        title_fontproperties={"size": 12, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        frameon=False,
+        fontsize=9,
+    )
+    figure.supxlabel(textwrap.fill(caption, 95), x=0.01, ha="left", size=8, color="0.35")
+    return figure
+
+
+def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> None:
     height = 0.8 / len(accounts)
-    rows = 0.16 * len(groups) * (len(accounts) + 1)
-    figure = Figure(figsize=(8, 1.6 + rows), dpi=130, layout="constrained")
-    figure.suptitle("Where the time of a training step goes", x=0.01, ha="left", weight="bold", size=14)
-    axes = figure.subplots()
     for index, one in enumerate(accounts):
         times = {row.group: row.ms for row in one.rows}
         places = [place + (index - (len(accounts) - 1) / 2) * height for place in range(len(groups))]
         lengths = [times.get(name, 0.0) for name in groups]
-        plain = ", PyTorch's AdamW, head in bf16" if one is accounts[0] and named else ""
-        label = f"{one.contender}{plain}: {one.step_ms:.1f} ms"
-        axes.barh(places, lengths, 0.9 * height, color=color_of(one.contender), label=label)
+        axes.barh(places, lengths, 0.9 * height, color=_color(one), label=one.contender)
         for place, length in zip(places, lengths):
             axes.text(length, place, f" {length:.1f}" if length else " none", va="center", size=7.5)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
     axes.set_yticks(range(len(groups)), groups, size=9)
-    axes.tick_params(axis="x", labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.08, y=0.01)
-    axes.set_xlabel("ms of the step; none: fused into the casts, or no casts in bf16", size=9)
     axes.invert_yaxis()
-    figure.supxlabel(caption, x=0.01, ha="left", size=8.5, color="0.35")
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+
+
+def _color(one: Account) -> str:
+    return color_of(one.contender.partition(",")[0])
+
+
+def _total(one: Account, changed: Collection[str]) -> str:
+    """Return a contender's name and step, and what the step takes without groups that another choice changes."""
+    name, rest = one.contender.partition(",")[0], sum(row.ms for row in one.rows if row.group not in changed)
+    told = f"{'128-block' if name == 'block' else name}: {one.step_ms:.1f} ms"
+    return f"{told}, {rest:.1f} of them in the first panel" if changed else told

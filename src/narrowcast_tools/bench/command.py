@@ -103,7 +103,9 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
     """Print the account of a model's step in bf16 and with each recipe; write account.csv and account.png."""
     running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
     machine, console = _machine("cuda"), Console()
-    caption = _title(f"account --model {model}", machine)
+    recipes, _, _, optimizer, head = chosen
+    asked = f"account --model {model} --recipes {','.join(recipes)} --optimizer {optimizer} --head {head}"
+    caption = _title(f"{asked}{' --in-parts' if in_parts else ''}", machine)
     ceilings, accounts = measure_ceilings(), []
     for contender in running:
         with console.status(f"{contender.name}: compiling and profiling"):

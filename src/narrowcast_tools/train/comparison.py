@@ -17,7 +17,7 @@ from .folder import COMPARED, finished_runs
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
-from .picture import draw
+from .picture import ON_A_CPU, draw
 from .recipes import CHOICES
 from .report import BASELINE, Row, compare, rows_to_json
 
@@ -99,7 +99,8 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
     shared = comparison.shared
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
     subtitle = (
-        f"{shared['parameters']:,} parameters, {counted(settings['steps'], 'step')} of "
+        f"{'' if comparison.timed else ON_A_CPU}{shared['parameters']:,} parameters, "
+        f"{counted(settings['steps'], 'step')} of "
         f"{counted(settings['batch_size'], 'sequence')} of "
         f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
     )

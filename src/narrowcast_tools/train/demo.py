@@ -7,6 +7,7 @@ from pathlib import Path
 
 from narrowcast._checks import counted
 
+from ..schemes import svg, write
 from . import machine
 from .atomic import write_bytes, write_json
 from .comparison import compare_runs
@@ -15,7 +16,7 @@ from .data import Corpus
 from .document import compose
 from .errors import SettingsError
 from .folder import COMPARED, RESULT
-from .picture import draw
+from .picture import ON_A_CPU, draw, figure
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
@@ -89,10 +90,8 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     corpus = demo.corpus
     settings = {name: value for name, value in compared_fields(demo.config) if name != "recipe"}
     data = {"source": corpus.source, "files": corpus.files, "digest": corpus.digest}
-    picture = draw(
-        demo.rows,
-        subtitle=f"{demo.parameters:,} parameters, bytes of {corpus.source}. {machine.one_line(facts)}",
-    )
+    emulated = "" if "gpu" in facts else ON_A_CPU
+    told = f"{emulated}{demo.parameters:,} parameters, bytes of {corpus.source}. {machine.one_line(facts)}"
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command,
@@ -103,18 +102,16 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
         "runs": rows_to_json(demo.rows),
     }
     write_json(folder / COMPARED, content)
-    write_bytes(folder / "loss.png", picture)
+    write_bytes(folder / "loss.png", draw(demo.rows, subtitle=told))
     if document is not None:
-        _write_document(demo, facts, picture, command, document)
+        _write_document(demo, facts, svg(figure(demo.rows, subtitle=told)), command, document)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
 
-def _write_document(
-    demo: Demo, facts: dict[str, str | int], picture: bytes, command: str, path: Path
-) -> None:
+def _write_document(demo: Demo, facts: dict[str, str | int], picture: str, command: str, path: Path) -> None:
     assets = path.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    write_bytes(assets / f"{path.stem}.png", picture)
+    write(picture, assets, path.stem)
     text = compose(
         demo.rows,
         config=demo.config,
@@ -122,6 +119,6 @@ def _write_document(
         parameters=demo.parameters,
         machine=facts,
         command=command,
-        picture=f"assets/{path.stem}.png",
+        picture=f"assets/{path.stem}",
     )
     write_bytes(path, text.encode())

@@ -15,35 +15,38 @@ from narrowcast._checks import counted
 from ..colors import color_of
 from .report import BASELINE, Row, judged
 
-RANGES = 1.38  # of the last step: the lines of the seeds, right of the labels
+RANGES = 1.48  # of the last step: the lines of the seeds, right of the labels
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 
+ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
 TITLE = "A Transformer learns real text in every recipe"
 
 
 def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> bytes:
+    """Return a PNG image of ``figure``."""
+    image = io.BytesIO()
+    figure(rows, subtitle=subtitle, title=title, unit=unit).savefig(image, format="png")
+    return image.getvalue()
+
+
+def figure(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> Figure:
     """Draw a comparison. With several seeds, a recipe's mean is a large dot, and its seeds show how far they lie apart.
 
     Args:
         rows: the comparison; the baseline among them.
         subtitle: what was trained, where.
         unit: what a token is called.
-
-    Returns:
-        a PNG image.
     """
     ends = 0.9 + 0.27 * len(rows)
-    figure = Figure(figsize=(8, ends + 4.9), dpi=150, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
-    losses, gaps = figure.subplots(2, 1, height_ratios=[ends, 4.2])
+    drawn = Figure(figsize=(7, ends + 4.6), dpi=175, layout="constrained")
+    drawn.suptitle(title, x=0.01, ha="left", size=13, weight="bold")
+    losses, gaps = drawn.subplots(2, 1, height_ratios=[ends, 3.9])
     _draw_losses(losses, rows, unit)
     _draw_gaps(gaps, rows)
-    figure.supxlabel(textwrap.fill(subtitle, 115), x=0.01, ha="left", size=8.5, color="0.35")
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    drawn.supxlabel(textwrap.fill(subtitle, 100), x=0.01, ha="left", size=8.5, color="0.35")
+    return drawn
 
 
 def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
@@ -71,9 +74,10 @@ def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     axes.margins(x=0.1)
     if _several(rows):
         same = "\ngray tick: bf16's mean over the same seeds, from which the gap counts" if uneven else ""
-        axes.set_xlabel(f"dot: mean of the seeds; line: lowest to highest seed{same}", size=9)
+        told = f"dot: mean of the seeds; line: lowest to highest seed; dashed: bf16's mean{same}"
+        axes.set_xlabel(told, size=9)
     elif len(rows) > 1:
-        axes.set_xlabel("one seed: too short a comparison to rank recipes", size=9)
+        axes.set_xlabel("dashed: bf16; one seed is too short a comparison to rank recipes", size=9)
 
 
 def _several(rows: Sequence[Row]) -> bool:
@@ -100,7 +104,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     for percent, dashes in zip(tolerances, (":", "--")) if judged(rows) else ():
         if percent < high:
             held = [row.title for row in rows if row.tolerance_percent == percent]
-            told = f"allowed{f' for {held[0]}' if len(held) == 1 else ''}: {percent:g}%"
+            told = f"{f'{held[0]}: ' if len(held) == 1 else ''}up to {percent:g}% counts as equal"
             axes.hlines(percent, 0, last_step, color="0.45", linewidth=1, linestyle=dashes, label=told)
     axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
     ends = []
@@ -139,7 +143,6 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             size=9,
             va="center",
             annotation_clip=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the grid
             # The line ends at the label's left edge; from the middle it would strike through others.
             arrowprops={
                 "arrowstyle": "-",

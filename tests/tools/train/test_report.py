@@ -128,7 +128,7 @@ def test_the_seeds_of_bf16_and_of_a_recipe_are_inside_the_picture() -> None:
     low, high = gaps.get_ylim()
     assert low < min(row.gaps[-1][2] for row in rows) and high > max(row.gaps[-1][3] for row in rows) > 14
     assert [text.get_text() for text in gaps.get_legend().get_texts()] == [
-        "allowed for NVFP4: 1.5%",
+        "NVFP4: up to 1.5% counts as equal",
         "bf16's seeds around their mean",
         "a recipe's lowest to highest seed, last step",
     ]
@@ -153,7 +153,7 @@ def test_a_recipe_with_fewer_seeds_stands_beside_bf16_of_these_seeds() -> None:
 
 def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
     losses, gaps = figures(lambda: draw(rows, subtitle="one"))[0].axes
-    assert losses.get_xlabel() == "one seed: too short a comparison to rank recipes"
+    assert losses.get_xlabel() == "dashed: bf16; one seed is too short a comparison to rank recipes"
     low, high = gaps.get_ylim()
     assert low < -5.0 and 5.0 < high < 10.0
     better = compare([result("bf16", 2.0), result("nvfp4", 1.9)])
@@ -232,7 +232,7 @@ def test_the_page_names_machine_command_and_misses(
         "parameters": 1000,
         "machine": FACTS,
         "command": "narrowcast demo --seed 3",
-        "picture": "assets/first-light.png",
+        "picture": "assets/first-light",
     }
     page = compose(rows, **arguments)
     for part in (
@@ -240,7 +240,7 @@ def test_the_page_names_machine_command_and_misses(
         "2 cores",
         "torch 2.13",
         "narrowcast demo --seed 3",
-        "](assets/first-light.png)",
+        "](assets/first-light-light.svg#only-light)",
     ):
         assert part in page
     assert "Not every recipe met its allowed gap in this run: MXFP8 (+5.00%)." in page
@@ -259,7 +259,7 @@ def test_the_page_has_the_command_for_readers(rows: list[Row], config: TrainConf
             "corpus": corpus,
             "parameters": 1000,
             "machine": FACTS,
-            "picture": "a.png",
+            "picture": "a",
         }
         page = compose(rows, command=f"narrowcast demo {option} --seed 3", **arguments)
         assert "```sh\nnarrowcast demo --seed 3\n```" in page
