@@ -72,7 +72,9 @@ def figure(records: Sequence[Record]) -> Figure:
         above = {"xytext": (0, 20), "textcoords": "offset points", "fontsize": 9}
         row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row
         extend = "both" if limits[0] else "max"
-        drawn.colorbar(row[0].images[0], ax=list(row), label=unit, extend=extend).solids.set_rasterized(True)
+        bar = drawn.colorbar(row[0].images[0], ax=list(row), label=unit, extend=extend)
+        assert bar.solids is not None
+        bar.solids.set_rasterized(True)  # hundreds of parts otherwise
     gaps = "; gray: no record" if missing else ""
     drawn.supxlabel(f"step{gaps}; narrowcast {__version__}, torch {torch.__version__}", fontsize=9)
     return drawn
