@@ -13,7 +13,6 @@ _SCALES = (
     "narrowcast.renew_delayed_scaling"
 )
 _CPP = "it belongs to Transformer Engine's C++ extension; narrowcast's operators are torch.ops.narrowcast.*"
-_MASTER = "use narrowcast.optimizers.FusedAdam(master_weights=True), or copy_ into the quantized parameter"
 _OWN_GEMM = "a quantizer has no GEMM of its own; derive one whose codes are decoded for the GEMM"
 _DPA = "attention runs in high precision; use the factories of narrowcast.custom_recipes for the layers"
 _BACKENDS = "use narrowcast.DotProductAttention; NVTE_FLASH_ATTN and the others like it choose its backend"
@@ -54,10 +53,6 @@ ABSENT: dict[str, str] = {
     "distributed_weight": "use narrowcast.distributed.shard; a weight's own gathering has no place in a layer",
     "dynamo": "every layer and operation compiles with fullgraph=True as it is",
     "triton": "narrowcast's kernels are torch.ops.narrowcast.*; hyper-connections are not here",
-    "apply_recipe": "use narrowcast.set_recipe(model, recipe)",
-    "quantizer_factory": "the factories are in narrowcast.custom_recipes",
-    "MXFP4QATMXFP8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
-    "MXFP4QATFloat8BlockScaling": "quantization-aware training is not here; use a CustomRecipe",
     "CPLoadBalancingStrategy": "DotProductAttention.set_context_parallel_group shares sequences by all-gather",
     "get_workspace": _CPP,
     "get_dummy_wgrad": _CPP,
@@ -68,10 +63,8 @@ ABSENT: dict[str, str] = {
     "gemm": _OWN_GEMM,
     "GEMMType": _OWN_GEMM,
     "nvfp4_linear_fp8_dpa_factory": _DPA,
-    "nvfp4_linear_mixed_fp8_dpa_factory": _DPA,
     "nvfp4_linear_mxfp8_dpa_factory": _DPA,
     "FusedRoPEFunc": "use narrowcast.apply_rotary_pos_emb",
-    "fp8_primary_weights_cast_helper": _MASTER,
     "te_translation_table": "quantized layers have no ONNX form; use narrowcast.export",
     "FP8GlobalState": _SCALES,
     "quantization_state": _SCALES,
