@@ -1,4 +1,4 @@
-"""What `bench` may be asked for: works and words, checked before PyTorch is imported."""
+"""The works and words that `bench` may be asked for, checked before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def works(suite: str, only: str = "") -> list[Work]:
     found = [work for work in SUITES[suite] if only in work.name]
     if not found:
         raise typer.BadParameter(
-            f"--only is {only!r:.60}, which no work of suite {suite!r} has in its name; leave it out for all"
+            f"--only is {only!r:.60}, which no work of suite {suite!r:.60} has in its name; leave it out for all"
         )
     return found
 
