@@ -121,7 +121,11 @@ def _register_formulas() -> None:
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Registers the formulas when torch's FLOP counter is imported: importing it here would import triton, too."""
+    """Registers the formulas when torch's FLOP counter is imported: importing it here would import triton, too.
+
+    The compiler imports it under a memory budget, where no user can register. A counter copies what is registered when
+    it is made, so the first call of an operator would be too late.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != _FLOP_COUNTER:
