@@ -171,6 +171,25 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
         nc.recipe.NVFP4BlockScaling(rht=True)
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: nc.convert(nn.Linear(2, 2)), "convert lacks recipe; call convert(model, 'current')"),
+        (lambda: nc.convert(), "convert lacks model, recipe; call convert(model, 'current')"),
+        (lambda: nc.convert(recipe="current"), "convert lacks model; call convert(model, 'current')"),
+        (lambda: nc.Linear(8), "Linear lacks out_features; call Linear(in_features, out_features)"),
+        (
+            lambda: nc.reduce_delayed_scaling(),
+            "reduce_delayed_scaling lacks model; call reduce_delayed_scaling(model)",
+        ),
+    ],
+)
+def test_a_missing_argument_is_told_with_a_call(call: Any, told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value) == told
+
+
 def test_shard_without_ranks_names_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="there are no ranks .* start the script with torchrun"):
         nc.distributed.shard(torch.nn.Sequential(nc.Linear(16, 16, device="cpu")))

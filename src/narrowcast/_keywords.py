@@ -1,6 +1,6 @@
-"""Wrong keywords of public functions and classes: the message names the nearest one.
+"""Wrong keywords of public functions and classes, whose message names the nearest one, and missing arguments.
 
-Python names the keyword alone, before any line of the function runs. So :func:`check_public` puts a function that
+Python names the argument alone, before any line of the function runs. So :func:`check_public` puts a function that
 compares names in front of each public one, at the doors that users call; the package's own calls do not pass it.
 A module's ``forward`` is called too often for a function in front: it takes ``**unknown`` and refuses what is in it.
 """
@@ -25,6 +25,8 @@ _FOREIGN = {
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
 }
 """Keywords of other packages, and what to do about them."""
+_EXAMPLES = {"recipe": "'current'"}
+"""Values of arguments for a message; of others it has the name."""
 _SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
 
 
@@ -40,6 +42,21 @@ def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> No
     for keyword in keywords:
         if keyword not in accepted:
             raise TypeError(f"{name} takes no {shown(keyword)}; {_remedy(keyword, accepted)}")
+
+
+def _check_given(name: str, required: tuple[str, ...], given: int, keywords: Collection[str]) -> None:
+    """Check that a call has what has no default.
+
+    Args:
+        required: names without a default, in order. given: how many arguments came without a name.
+
+    Raises:
+        TypeError: one is missing; the message has a call with all of them.
+    """
+    missing = [one for one in required[given:] if one not in keywords]
+    if missing:
+        call = ", ".join(_EXAMPLES.get(one, one) for one in required)
+        raise TypeError(f"{name} lacks {', '.join(missing)}; call {name}({call})")
 
 
 def _remedy(keyword: str, accepted: Collection[str]) -> str:
@@ -111,16 +128,26 @@ def _accepted(function: Any) -> tuple[str, ...]:
     return (*names, *sorted(declared.__required_keys__ | declared.__optional_keys__))
 
 
+def _required(function: Any) -> tuple[str, ...]:
+    """Return the names without a default that a function takes by position."""
+    function = inspect.unwrap(function)
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+
+
 def _checked_function(name: str, function: Any) -> Any:
     accepted = _accepted(function)
     if not accepted:
         return function
+    required = _required(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for keyword in kwargs:
             if keyword not in accepted:
                 check(name, accepted, kwargs)
+        if len(args) < len(required):
+            _check_given(name, required, len(args), kwargs)
         return function(*args, **kwargs)
 
     checked = _CHECKED.setdefault(
@@ -139,12 +166,15 @@ def _check_init(cls: type) -> None:
     accepted = _accepted(init)[1:]
     if not accepted or init in _CHECKED:
         return
+    required = _required(init)[1:]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for keyword in kwargs:
             if keyword not in accepted:
                 check(type(self).__name__, accepted, kwargs)
+        if len(args) < len(required):
+            _check_given(type(self).__name__, required, len(args), kwargs)
         init(self, *args, **kwargs)
 
     _CHECKED[checked] = checked
