@@ -20,13 +20,14 @@ from narrowcast.formats import E4M3
 from narrowcast.functional import renew_delayed_scaling
 
 MODULES = (32, 256)
-TENSORS_PER_MODULE = 3
+TENSORS_PER_MODULE = 4
 HISTORY = 1024
 State = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def fused(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:
-    renew_delayed_scaling(scales, histories, amaxes, *([rule] * len(scales) for rule in (E4M3.max, 0, "max")))
+    count = len(scales)
+    renew_delayed_scaling(scales, histories, amaxes, [E4M3.max] * 2 * count, [0] * count, ["max"] * count)
 
 
 def loop(scales: list[Tensor], histories: list[Tensor], amaxes: list[Tensor]) -> None:

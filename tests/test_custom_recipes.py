@@ -20,7 +20,6 @@ from narrowcast.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
-    linear_plan,
 )
 from narrowcast.roles import QuantizerRole
 from narrowcast.state import THREAD, AutocastState
@@ -117,10 +116,10 @@ def test_delayed_scaling_factory_trains_like_the_recipe() -> None:
         x = make_input(seed)
         assert_equal(results(layer, custom, x), results(twin, plain, x))
         nc.renew_delayed_scaling(layer), nc.renew_delayed_scaling(twin)
-    for name in ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"):
+    for name in ("scale", "amax_history"):
         assert torch.equal(getattr(layer, name), getattr(twin, name))
-    assert layer.scale_fwd[0] != 1
-    assert layer.scale_bwd[0] != 1
+    assert layer.scale[0] != 1
+    assert layer.scale[2] != 1
 
 
 def test_high_precision_factory_computes_what_no_recipe_computes() -> None:
@@ -155,7 +154,7 @@ def test_recipe_built_inside_the_compiled_function(name: str) -> None:
             y = run(x)
         y.square().sum().backward()
         outs.append([y.detach(), *layer.state_dict().values()])
-        assert (name == "delayed_scaling") is ("scale_fwd" in layer.state_dict())
+        assert (name == "delayed_scaling") is ("scale" in layer.state_dict())
     assert_equal(*outs)
 
 
@@ -208,26 +207,28 @@ def test_layers_by_name() -> None:
     assert_equal(results(second, recipe, x, compiled(second)), results(second, recipe, x))
 
 
-def test_different_state_per_direction() -> None:
-    """Requests must agree within a direction; the backward may keep its state by other rules than the forward."""
+def test_requests_of_one_layer_must_be_equal() -> None:
+    """Both directions are one state, with one history."""
     requests = {
         "input": DelayedScalingRequest(amax_history_len=2),
         "weight": DelayedScalingRequest(amax_history_len=2),
         "grad_output": DelayedScalingRequest(amax_history_len=3, margin=2),
     }
     recipe = CustomRecipe(qfactory=lambda role: requests[role.tensor_type])
-    plan = linear_plan(recipe, "fc1", True, True, module_type="linear")
-    assert plan.forward_state == DelayedScaling(amax_history_len=2)
-    assert plan.backward_state == DelayedScaling(amax_history_len=3, margin=2)
-    layer, x = make_layer(bias=False), make_input()
+    layer = make_layer(bias=False)
+    with (
+        pytest.raises(
+            ValueError, match="one layer must be equal, got .*_len=2.* forward and .*_len=3.* backward"
+        ),
+        nc.autocast(recipe=recipe),
+    ):
+        layer(make_input())
+    requests["grad_output"] = requests["input"]
     with nc.autocast(recipe=recipe):
-        y = layer(x)
+        y = layer(make_input())
     y.backward(torch.full_like(y, 7.0))
     nc.renew_delayed_scaling(layer)
-    assert layer.scale_fwd[0] == torch.tensor(448.0) / x.detach().abs().max()
-    assert layer.scale_bwd[0] == 57344 / 4 / 7
-    assert layer.amax_history_bwd[:3, 0].tolist() == [0, 0, 7]
-    assert layer.amax_history_fwd[:2, 0].tolist() == [0, float(x.detach().abs().max())]
+    assert layer.scale[2] == 57344 / 7 and layer.amax_history.shape == (2, 4)
 
 
 def test_only_the_gradient_is_delayed() -> None:
@@ -241,8 +242,7 @@ def test_only_the_gradient_is_delayed() -> None:
     recipe, layer, x = CustomRecipe(qfactory=factory), make_layer(), make_input()
     first = results(layer, recipe, x)
     assert_equal(first[:1], results(layer, Float8CurrentScaling(), x)[:1])
-    assert layer.amax_bwd[0] > 0
-    assert layer.scale_fwd is layer.amax_history_fwd is layer.amax_fwd is None
+    assert layer.amax.count_nonzero() == 1 and layer.amax[2] > 0
 
 
 # -- what the factory is asked, and when ------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_the_description_of_a_sharded_checkpoint_runs_nothing(name: str, place: 
         ("new", "extra"),
         ("old", "extra.step"),
         ("old", "model.weight"),
-        ("new", "model.scale_fwd"),
+        ("new", "model.scale"),
         ("new", "optimizer.state.weight.exp_avg"),
         ("new", "optimizer.param_groups.0.lr"),
     ],
@@ -353,7 +353,7 @@ def test_sizes_of_a_sharded_checkpoint_are_checked(damage: str, tmp_path: Path) 
     if damage == "a giant":
         weight.size = weight.chunks[0].sizes = torch.Size([2**40, 32])
     elif damage == "a giant history":
-        history = metadata.state_dict_metadata["model.amax_history_fwd"]
+        history = metadata.state_dict_metadata["model.amax_history"]
         history.size = history.chunks[0].sizes = torch.Size([2**40, history.size[1]])
     elif damage == "a file above":
         metadata.storage_data[index].relative_path = "../new/__0_0.distcp"

@@ -159,7 +159,7 @@ def test_the_output_of_a_norm_is_kept_where_somebody_reads_it(name: str, setting
         rowwise, columnwise, quantizer = normalized.operand  # type: ignore[misc]
         assert quantizer == args.plan.input.quantizer and rowwise and columnwise
         if args.plan.input.unseen is not None:
-            assert args.scales.amax_fwd.tolist() == [float(expected.abs().max()), 0.0]  # type: ignore[union-attr]
+            assert args.scales.amax.tolist() == [float(expected.abs().max()), 0.0]  # type: ignore[union-attr]
         results.append(rowwise + columnwise)
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others)) and len(results[0]) == len(others)

@@ -296,15 +296,17 @@ def test_state_that_an_autocast_brought(tmp_path: Path) -> None:
     model = layer()
     step(model)
     step(model)
-    earlier = copy.deepcopy(model)  # weights had slots, between those of inputs and outputs
-    for name in ("scale_fwd", "amax_history_fwd", "amax_fwd"):
-        inputs, outputs = getattr(earlier, name).split(1, -1)
-        setattr(earlier, name, torch.cat([inputs, torch.zeros_like(inputs), outputs], -1))
+    earlier = copy.deepcopy(model)
+    for name in ("scale", "amax_history", "amax"):  # each direction had its own, and weights slots
+        inputs, outputs, *gradients = getattr(earlier, name).split(1, -1)
+        setattr(earlier, name, None)
+        earlier.register_buffer(f"{name}_fwd", torch.cat([inputs, torch.zeros_like(inputs), outputs], -1))
+        earlier.register_buffer(f"{name}_bwd", torch.cat(gradients, -1))
     for number, saved in enumerate((model, earlier)):
         save_checkpoint(tmp_path / str(number), saved)
         again = layer()
         load_checkpoint(tmp_path / str(number), again)
-        assert torch.equal(again.amax_history_fwd, model.amax_history_fwd)
+        assert torch.equal(again.amax_history, model.amax_history)
         assert step(again) == step(copy.deepcopy(model))
 
 

@@ -98,7 +98,7 @@ def filled(layout: str, mesh: Any = None) -> tuple[nn.Module, Any]:
         record.parameter.grad = (record.parameter.detach() * 0.01).cos()
     optimizer.step()
     for record in describe_parameters(model, buffers=True).values():
-        if record.attribute.endswith(("_fwd", "_bwd")):
+        if record.attribute.endswith(("scale", "amax_history", "amax")):
             state = torch.arange(float(torch.Size(record.shape).numel())).view(record.shape)
             for part in record.parts:
                 own = state[tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape))]
@@ -180,7 +180,7 @@ def refusals(place: Path, mesh: Any) -> dict[str, str]:
         layer = nc.Linear(16, 16, device="cpu", recipe=nc.recipe.DelayedScaling())
         with torch.no_grad():
             layer.weight.fill_(1.0)
-            layer.scale_fwd.fill_(float(1 + rank))
+            layer.scale.fill_(float(1 + rank))
         return layer
 
     moments = differing(0.0)
@@ -373,7 +373,7 @@ def test_back_to_one(layout: str, place: Path, whole: Any, of_two: Any, of_four:
             r"different copies of optimizer\.state\.weight\.exp_avg, optimizer\.state\.weight\.exp_avg_sq",
         ),
         ("options", r"group 0 of the optimizer has lr=0\.2 on rank 1 and 0\.1 before"),
-        ("delayed", r"different copies of model\.scale_fwd, .* call nc\.reduce_delayed_scaling"),
+        ("delayed", r"different copies of model\.scale, .* call nc\.reduce_delayed_scaling"),
         ("no group", r"weight is split over 2 ranks whose group is not known"),
         ("extra", "different copies of extra, .* a list of each rank's values"),
     ],

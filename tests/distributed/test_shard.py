@@ -710,7 +710,7 @@ def test_a_step_renews_what_an_evaluation_has_left_gathered(one: Any) -> None:
         with torch.no_grad():
             model.eval()(torch.ones(3, 16))
         optimizer.step()
-    assert [int(layer.amax_history_fwd[:, 0].count_nonzero()) for layer in model] == [2, 2, 0]
+    assert [int(layer.amax_history[:, 0].count_nonzero()) for layer in model] == [2, 2, 0]
 
 
 def test_what_is_gathered_in_high_precision_and_why(one: Any) -> None:

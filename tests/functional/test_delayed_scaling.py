@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,8 @@ def assert_renews(length: int, widths: list[int], algorithm: str, device: torch.
     scales, histories, amaxes = states(length, widths)
     here = [[tensor.to(device, copy=True) for tensor in tensors] for tensors in (scales, histories, amaxes)]
     for _ in range(2):
-        functional.renew_delayed_scaling(*here, *([rule] * len(widths) for rule in (448.0, 1, algorithm)))
+        rules = [448.0] * 2 * len(widths), [1] * len(widths), [algorithm] * len(widths)
+        functional.renew_delayed_scaling(*here, *rules)
         for index, (scale, history, amax) in enumerate(zip(scales, histories, amaxes, strict=True)):
             history[0] = amax.nan_to_num(nan=0.0, posinf=0.0)  # neither tells anything
             scales[index], histories[index] = reference.delayed.update(
@@ -66,7 +68,7 @@ def test_writes_strided_state_in_place(width: int, device: torch.device) -> None
     whole = torch.rand(8, 2 * width, device=device)
     rest = whole[:, 1::2].clone(), whole[5:].clone()
     scale, amax = torch.ones(width, device=device), torch.full((width,), 2.0, device=device)
-    functional.renew_delayed_scaling([scale], [whole[:5, ::2]], [amax], [448.0], [0], ["most_recent"])
+    functional.renew_delayed_scaling([scale], [whole[:5, ::2]], [amax], [448.0] * 2, [0], ["most_recent"])
     assert (scale == 224.0).all() and not whole[0, ::2].any() and (whole[4, ::2] == 2.0).all()
     assert torch.equal(whole[:, 1::2], rest[0]) and torch.equal(whole[5:], rest[1])
 
@@ -78,15 +80,17 @@ def test_no_layers_are_no_work() -> None:
 @pytest.mark.parametrize("layers", [2, 12])
 def test_renews_each_state_by_its_own_rule(layers: int, device: torch.device) -> None:
     """Histories of several lengths, formats and margins, in one call."""
-    rules = [(448.0, 0, "max"), (57344.0, 1, "most_recent")]
+    rules = [((448.0, 57344.0), 0, "max"), ((57344.0, 57344.0), 1, "most_recent")]
     few, many = states(4, [3, 2] * layers), states(7, [3, 2] * layers)
     given: State = tuple([*a, *b] for a, b in zip(few, many, strict=True))  # type: ignore[assignment]
     asked = [rules[at % 2] for at in range(4 * layers)]
     here = [[tensor.to(device, copy=True) for tensor in tensors] for tensors in given]
-    functional.renew_delayed_scaling(*here, *(list(column) for column in zip(*asked, strict=True)))
+    pairs, *others = (list(column) for column in zip(*asked, strict=True))
+    functional.renew_delayed_scaling(*here, list(itertools.chain(*pairs)), *others)
     for at, (scale, history, amax) in enumerate(zip(*given, strict=True)):
         history[0] = amax.nan_to_num(nan=0.0, posinf=0.0)
-        fp8_max, margin, algorithm = asked[at]
+        pair, margin, algorithm = asked[at]
+        fp8_max = reference.delayed.of_halves(scale, *pair)
         expected = reference.delayed.update(scale, history, fp8_max=fp8_max, margin=margin, algo=algorithm)
         assert_bitwise(here[0][at], expected[0], f"scale {at}")
         assert_bitwise(here[1][at], expected[1], f"history {at}")
@@ -97,11 +101,11 @@ def test_renews_each_state_by_its_own_rule(layers: int, device: torch.device) ->
 def test_captures_into_a_graph(device: torch.device) -> None:
     scale, history = torch.ones(3, device=device), torch.zeros(16, 3, device=device)
     amax = torch.zeros(3, device=device)
-    functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
+    functional.renew_delayed_scaling([scale], [history], [amax], [448.0] * 2, [0], ["max"])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
+        functional.renew_delayed_scaling([scale], [history], [amax], [448.0] * 2, [0], ["max"])
     amax.copy_(torch.tensor([2.0, 0.0, 4.0]))
     graph.replay()
     assert scale.tolist() == [224.0, 1.0, 112.0] and not amax.any()
@@ -148,7 +152,7 @@ def test_a_compiled_step_collects_what_an_eager_one_does(backend: str) -> None:
             collected = amax.clone()
             (y * y).sum().backward()
             results += [y.detach(), x.grad, collected, amax.clone(), scale.clone(), history.clone()]
-            functional.renew_delayed_scaling([scale], [history], [amax], [448.0], [0], ["max"])
+            functional.renew_delayed_scaling([scale], [history], [amax], [448.0] * 2, [0], ["max"])
         return results
 
     torch._dynamo.reset()

@@ -463,7 +463,7 @@ def renew_delayed_scaling_cases(x: Tensor) -> Iterator[Arguments]:
         scales = [torch.ones(n, device=x.device) for n in (3, 1, 3)]
         histories = [torch.rand(5, n, device=x.device) for n in (3, 1, 3)]
         amaxes = [torch.rand(n, device=x.device) for n in (3, 1, 3)]
-        yield scales, histories, amaxes, [448.0] * 3, [0] * 3, [algorithm] * 3
+        yield scales, histories, amaxes, [448.0, 57344.0] * 3, [0] * 3, [algorithm] * 3
 
 
 @family("adam_")

@@ -112,9 +112,9 @@ class Exact:
             self.recipes[layer] = rule = recipe if layer.training else given
             for one in past.values():
                 one.fit(rule.amax_history_len)
-        if layer.scale_fwd is None or layer.scale_bwd is None:
+        if layer.scale is None:
             return None
-        found = {"input": layer.scale_fwd[0].item(), "weight": 0.0, "grad_output": layer.scale_bwd[0].item()}
+        found = {"input": layer.scale[0].item(), "weight": 0.0, "grad_output": layer.scale[2].item()}
         for kind, one in past.items():
             if not self.changed and not abs(one.scale - found[kind]) <= _ROUNDED * one.scale:
                 raise Difference(

@@ -148,7 +148,7 @@ def _operands(
         elif name == "weight":
             quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
         else:
-            scale = (module.scale_fwd if direction == "forward" else module.scale_bwd).view(-1)[group].clone()
+            scale = module.scale.unflatten(0, (4, -1))[2 if direction == "backward" else 0, group].clone()
             quantizer = _delayed_quantizer(scale, direction, recipe, tensor)
         halves.append(_both(quantizer, tensor))
     (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = halves

@@ -467,9 +467,9 @@ class Shards(nn.Module):
             part.weight = nn.Parameter(weight.clone())
             part.bias = None if bias is None or dim else nn.Parameter(bias.clone())
             for name, buffer in part.named_buffers():
-                if "scale_" in name:  # ranks that join codes begin with a constant
-                    first = 448 / 28 if name.endswith("_fwd") else 57344 / 0.875
-                    buffer.masked_fill_(buffer == 0, first)
+                if name.endswith("scale"):  # ranks that join codes begin with a constant
+                    buffer[:2].masked_fill_(buffer[:2] == 0, 448 / 28)
+                    buffer[2:].masked_fill_(buffer[2:] == 0, 57344 / 0.875)
             made.append(part)
         self.made = nn.ModuleList(made)
 

@@ -130,7 +130,7 @@ def test_state_is_what_it_was_before_the_capture() -> None:
         assert torch.equal(value, before[key]), key
     late = model()  # which learns of delayed scaling in the warm-up
     nc.make_graphed_callables(late, (sample(),), enabled=True, recipe=RECIPES["delayed"])
-    assert late[2].amax_fwd is not None and not late[2].amax_fwd.any() and not late[2].amax_history_fwd.any()
+    assert late[2].amax is not None and not late[2].amax.any() and not late[2].amax_history.any()
 
 
 def test_one_recipe_per_callable() -> None:

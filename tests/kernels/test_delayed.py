@@ -25,6 +25,7 @@ def test_golden(name: str, device: torch.device) -> None:
     scale = torch.ones(int(columns.sum()), device=device)
     history = torch.zeros(golden.meta["history_len"], len(scale), device=device)
     rule = {name: [golden.meta[field]] for name, field in RULE.items()}
+    rule["fp8_maxes"] *= 2
     for step, amax in enumerate(golden["step_amax"]):
         kernels.delayed.renew([scale], [history], [amax[columns].to(device)], **rule)
         assert_bitwise(scale, golden["scale_skip_unused"][step][columns])
@@ -38,7 +39,7 @@ def test_many_states_are_renewed_in_place(device: torch.device) -> None:
     widths = [(3, 16), (2, 2), (40, 3), (2, 1), (3, 1100), (0, 4)] * 9  # more of a kind than a launch renews
     count = len(widths)
     rules = {
-        "fp8_maxes": [(448.0, 57344.0)[at % 2] for at in range(count)],
+        "fp8_maxes": [(448.0, 57344.0)[at % 3 % 2] for at in range(2 * count)],
         "margins": [at % 3 for at in range(count)],
         "algos": [("max", "most_recent")[at % 3 == 1] for at in range(count)],
     }
@@ -71,7 +72,7 @@ def test_many_states_are_renewed_in_place(device: torch.device) -> None:
 def test_refuses_an_unknown_rule(device: torch.device) -> None:
     state = [torch.ones(1, device=device)], [torch.ones(2, 1, device=device)], [torch.ones(1, device=device)]
     with pytest.raises(ValueError, match="unknown amax_compute_algo 'mean'"):
-        kernels.delayed.renew(*state, fp8_maxes=[448.0], margins=[0], algos=["mean"])
+        kernels.delayed.renew(*state, fp8_maxes=[448.0, 448.0], margins=[0], algos=["mean"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -233,4 +233,4 @@ def test_two_models_that_train_each_other() -> None:
         of_critic.step()
         (-critic(fake).mean()).backward()
         of_generator.step()
-    assert all(model.blocks[0].scale_fwd[0] > 0 for model in (generator, critic))
+    assert all(model.blocks[0].scale[0] > 0 for model in (generator, critic))

@@ -23,9 +23,7 @@ import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPE = DelayedScaling(amax_history_len=3)
-STATE = [
-    f"{buffer}_{direction}" for direction in ("fwd", "bwd") for buffer in ("scale", "amax_history", "amax")
-]
+STATE = ["scale", "amax_history", "amax"]
 WAYS = ("autocast", "own", "set_recipe")
 Run = Callable[[Tensor], Tensor]
 
@@ -100,7 +98,7 @@ def test_keys_and_sizes_are_there_from_the_moment_it_is() -> None:
     nc.set_recipe(layer, RECIPE)
     before = {name: buffer.shape for name, buffer in layer.named_buffers()}
     assert list(before) == STATE
-    assert [*before.values()] == 2 * [(2,), (3, 2), (2,)]
+    assert [*before.values()] == [(4,), (3, 4), (4,)]
     for _ in range(2):
         layer(torch.randn(4, 16)).sum().backward()
     layer.eval()
@@ -140,7 +138,7 @@ def test_who_collects(compiled: bool) -> None:
                 y = run(torch.full((3, 32), 2.0))
             if y.requires_grad:
                 y.sum().backward()
-            seen = [float(amax[0]) for amax in (model.amax_fwd, model.amax_bwd)]
+            seen = [float(model.amax[0]), float(model.amax[2])]
             gradients = mode is torch.enable_grad
             assert seen == [2.0 * (training or gradients), 1.0 * gradients]
 
@@ -255,7 +253,7 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
 
     for seed in range(5):
         run(layer, seed, 100.0 if not seed else 1.0)
-    assert len(layer.amax_history_fwd) == len(layer.amax_history_bwd) == 6
+    assert len(layer.amax_history) == 6
     copied = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
     for name, tensor in layer.state_dict().items():
         assert torch.equal(copied.state_dict()[name], tensor), name
@@ -265,7 +263,7 @@ def test_a_copy_keeps_the_history_of_an_autocast(own: int, how: str) -> None:
     for name, tensor in wanted.items():
         assert torch.equal(copied.state_dict()[name], tensor), name
     copied(torch.randn(16, 32))  # under its own recipe
-    assert len(copied.amax_history_fwd) == own
+    assert len(copied.amax_history) == own
 
 
 def test_a_copied_model_with_recipes_renews_by_the_rule_of_the_autocast() -> None:
@@ -295,9 +293,9 @@ def test_a_loaded_history_has_the_length_of_the_layer_s_recipe(own: int) -> None
     layer = nc.Linear(32, 32, device="cpu", recipe=DelayedScaling(amax_history_len=own))
     layer.load_state_dict(trained.state_dict())
     kept = min(own, 3)
-    assert trained.amax_history_fwd[1].any() and layer.amax_history_fwd.shape == (own, 2)
-    assert torch.equal(layer.amax_history_fwd[:kept], trained.amax_history_fwd[:kept])
-    assert not layer.amax_history_fwd[kept:].any() and len(layer.amax_history_bwd) == own
+    assert trained.amax_history[1].any() and layer.amax_history.shape == (own, 4)
+    assert torch.equal(layer.amax_history[:kept], trained.amax_history[:kept])
+    assert not layer.amax_history[kept:].any()
 
 
 @pytest.mark.parametrize("kind", ["copied", "loaded"])
@@ -326,7 +324,7 @@ def test_a_layer_that_runs_in_the_graph_of_another_is_renewed(kind: str) -> None
             for block in blocks:
                 nc.renew_delayed_scaling(block)
             outputs.append(y.detach())
-        return outputs, [block[0].scale_fwd.clone() for block in blocks]  # type: ignore[misc]
+        return outputs, [block[0].scale.clone() for block in blocks]  # type: ignore[misc]
 
     for ours, wanted in zip(run(True), run(False)):
         assert all(map(torch.equal, ours, wanted))
@@ -346,7 +344,7 @@ def test_averaged_model() -> None:
     assert list(averaged) == list(names)
     average.eval()
     assert average(batch(0)).isfinite().all()
-    assert not torch.equal(averaged["first.scale_fwd"], names["first.scale_fwd"])  # it keeps its own
+    assert not torch.equal(averaged["first.scale"], names["first.scale"])  # it keeps its own
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -389,8 +387,8 @@ def test_a_checkpoint_without_state_warns_and_starts_anew() -> None:
 def test_a_checkpoint_with_part_of_the_state_is_refused() -> None:
     model = built()
     partial = model.state_dict()
-    del partial["mlp.fc1_amax_history_fwd"]
-    with pytest.raises(RuntimeError, match="lacks.*fc1_amax_history_fwd"):
+    del partial["mlp.fc1_amax_history"]
+    with pytest.raises(RuntimeError, match="lacks.*fc1_amax_history"):
         model.load_state_dict(partial)
 
 
@@ -448,7 +446,7 @@ def test_a_layer_that_saw_inference_first_is_trained(how: str) -> None:
             y.square().mean().backward()
             nc.renew_delayed_scaling(net)
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
-    assert torch.equal(model.first.scale_fwd, plain.first.scale_fwd)
+    assert torch.equal(model.first.scale, plain.first.scale)
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has no delayed-scaling state")
@@ -521,11 +519,11 @@ def test_a_recipe_equal_to_an_earlier_one_compiles() -> None:
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("scale_fwd", float("nan")),
-        ("scale_bwd", -1.0),
-        ("scale_bwd", float("inf")),
-        ("amax_fwd", -1.0),
-        ("amax_history_bwd", -2.0),
+        ("scale", float("nan")),
+        ("scale", -1.0),
+        ("scale", float("inf")),
+        ("amax", -1.0),
+        ("amax_history", -2.0),
     ],
 )
 @pytest.mark.parametrize("known", [False, True])
@@ -550,15 +548,15 @@ def test_scales_are_loaded_under_a_longer_history(length: int) -> None:
     again = nc.set_recipe(nc.Linear(16, 24, device="cpu"), DelayedScaling(amax_history_len=length))
     for saved in (model, again):
         again.load_state_dict(saved.state_dict())
-    assert model.scale_fwd[0] > 0 and torch.equal(again.scale_fwd, model.scale_fwd)
-    assert model.scale_bwd[0] > 0 and torch.equal(again.scale_bwd, model.scale_bwd)
-    assert again.amax_history_fwd.shape == (length, 2)
+    assert model.scale[0] > 0 and torch.equal(again.scale, model.scale)
+    assert model.scale[2] > 0
+    assert again.amax_history.shape == (length, 4)
 
 
 def test_an_amax_that_overflowed_is_loaded() -> None:
     model = built()
     model(torch.randn(16, 32)).sum().backward()
     state = model.state_dict()
-    state["last.amax_history_bwd"][1] = float("inf")
-    state["last.amax_bwd"][0] = float("nan")
+    state["last.amax_history"][1, 2:] = float("inf")
+    state["last.amax"][2] = float("nan")
     built().load_state_dict(state)

@@ -40,6 +40,20 @@ def theirs(slots: int) -> dict[str, Any]:
     return state
 
 
+def apart(layer: nn.Module, weights: bool) -> dict[str, Tensor]:
+    """The layer's state dict as versions wrote it that had buffers of each direction."""
+    groups, state = layer._groups, dict(layer.state_dict())
+    for key in layer._state_names():
+        *forward, grad_output, grad_input = state.pop(key).split(groups, -1)
+        if weights:
+            forward.insert(1, torch.zeros_like(forward[0]))
+        state[f"{key}_fwd"], state[f"{key}_bwd"] = (
+            torch.cat(forward, -1),
+            torch.cat([grad_output, grad_input], -1),
+        )
+    return state
+
+
 def saved(state: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
@@ -61,33 +75,46 @@ def test_state_that_can_be_read_is(name: str, known: bool, form: Any) -> None:
         warnings.simplefilter("error")
         layer.load_state_dict(checkpoint)
     assert "_extra_state" in checkpoint and "_extra_state" not in layer.state_dict()
-    for direction in ("fwd", "bwd"):
-        for buffer in ("scale", "amax_history"):
-            stages = ("fc1_", "fc2_") if name == "layernorm_mlp" else ("",)
-            ours = [getattr(layer, f"{stage}{buffer}_{direction}") for stage in stages]
-            own = list(state[f"{buffer}_{direction}"].chunk(len(stages), -1))
-            if direction == "fwd":  # nothing is kept of weights
-                own = [torch.cat(part.chunk(3, -1)[::2], -1) for part in own]
-            assert torch.equal(torch.cat(ours, -1), torch.cat(own, -1))
+    stages = ("fc1_", "fc2_") if name == "layernorm_mlp" else ("",)
+    for buffer in ("scale", "amax_history"):
+        halves = (state[f"{buffer}_{direction}"].chunk(len(stages), -1) for direction in ("fwd", "bwd"))
+        for stage, forward, backward in zip(stages, *halves):
+            own = [*forward.chunk(3, -1)[::2], backward]  # nothing is kept of weights
+            assert torch.equal(getattr(layer, stage + buffer), torch.cat(own, -1))
     layer.recipe = RECIPE
     run(layer, torch.randn(8, 16)).sum().backward()
 
 
+@pytest.mark.parametrize("weights", [True, False], ids=["slots_of_weights", "without"])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_state_with_slots_of_weights_loads_to_the_same(name: str, known: bool) -> None:
-    """They lay between those of inputs and outputs."""
+def test_state_of_each_direction_loads_to_the_same(name: str, known: bool, weights: bool) -> None:
+    """As version 0.2 wrote it, and 0.1 with slots of weights between those of inputs and outputs."""
     make, _ = LAYERS[name]
     layer, again = make(recipe=RECIPE), make(recipe=RECIPE if known else None)
     for buffer in layer.buffers():
         buffer.copy_(torch.rand(buffer.shape) + 1)
-    groups, state = layer._groups, dict(layer.state_dict())
-    for key, value in state.items():
-        if key.endswith("_fwd"):
-            inputs, outputs = value.split(groups, -1)
-            state[key] = torch.cat([inputs, torch.zeros_like(inputs), outputs], -1)
-    again.load_state_dict(state)
+    again.load_state_dict(apart(layer, weights))
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in layer.state_dict().items())
+
+
+def test_a_direction_alone_leaves_the_other_unseen() -> None:
+    layer, again = nc.Linear(16, 32, device="cpu", recipe=RECIPE), nc.Linear(16, 32, device="cpu")
+    for buffer in layer.buffers():
+        buffer.copy_(torch.rand(buffer.shape) + 1)
+    for direction, seen in (("fwd", slice(0, 2)), ("bwd", slice(2, 4))):
+        state = {
+            key: value for key, value in apart(layer, True).items() if key[-3:] in (direction, "ght", "ias")
+        }
+        again.load_state_dict(state)
+        for name in layer._state_names():
+            ours, theirs = again.state_dict()[name], layer.state_dict()[name]
+            assert (
+                torch.equal(ours[..., seen], theirs[..., seen]) and ours.count_nonzero() == ours.numel() // 2
+            )
+    del state["amax_bwd"]
+    with pytest.raises(RuntimeError, match="lacks.*amax"):
+        again.load_state_dict(state)
 
 
 class Bomb:
@@ -191,13 +218,13 @@ def test_empty_state_is_nothing(value: Any) -> None:
 def test_sizes_that_differ_are_left() -> None:
     layer = nc.Linear(16, 32, device="cpu")
     layer.load_state_dict({**layer.state_dict(), "_extra_state": as_tensor(saved(theirs(2)))})
-    assert layer.scale_fwd is None
+    assert layer.scale is None
 
 
 def test_a_layer_with_another_recipe_has_no_use_for_it() -> None:
     layer = nc.Linear(16, 32, device="cpu", recipe=MXFP8BlockScaling())
     layer.load_state_dict({**layer.state_dict(), "_extra_state": as_tensor(saved(theirs(1)))})
-    assert layer.scale_fwd is None
+    assert layer.scale is None
 
 
 def test_another_kind_of_recipe_is_said_once() -> None:

@@ -21,8 +21,8 @@ from narrowcast.recipe import (
     Float8CurrentScaling,
     Format,
     delayed,
+    first_scale,
     linear_plan,
-    with_first_scales,
 )
 from narrowcast.recipe.base import Mode
 
@@ -114,7 +114,7 @@ def test_a_scale_of_its_own_has_the_margin_and_the_format(fmt: Format, margin: i
     nc.renew_delayed_scaling(model)
     second = step(model, model, batch())
     assert all(map(torch.equal, first, second))
-    assert model.scale_fwd[0] == fmt.max_fwd / 2**margin / batch().abs().max()
+    assert model.scale[0] == fmt.max_fwd / 2**margin / batch().abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,13 +137,13 @@ def test_a_state_from_before_is_taken_for_one_that_has_seen_nothing() -> None:
         current, _ = made("Linear", Float8CurrentScaling())
         state = model.state_dict()
         for first in (16.0, 1.0):
-            state["scale_fwd"], state["scale_bwd"] = torch.full((2,), first), torch.tensor([65536.0, 1.0])
+            state["scale"] = torch.tensor([first, first, 65536.0, 1.0])
             again, _ = made("Linear", DelayedScaling(amax_history_len=rows))
             again.load_state_dict(state)
             assert all(map(torch.equal, step(again, again, batch()), step(current, current, batch())))
         trained = nc.renew_delayed_scaling(again).state_dict()
         again.load_state_dict(trained)
-        assert torch.equal(again.scale_bwd, trained["scale_bwd"])
+        assert torch.equal(again.scale, trained["scale"])
 
 
 def test_a_group_without_rows_stays_unseen() -> None:
@@ -151,7 +151,7 @@ def test_a_group_without_rows_stays_unseen() -> None:
     for _ in range(2):
         step(model, model, batch(), **given)
         nc.renew_delayed_scaling(model)
-    assert model.scale_fwd[:3].bool().tolist() == model.scale_bwd[:3].bool().tolist() == [True, False, True]
+    assert model.scale[:3].bool().tolist() == model.scale[6:9].bool().tolist() == [True, False, True]
     current, _ = made("GroupedLinear", Float8CurrentScaling())
     given = {"m_splits": [0, 33, 0]}  # whose first step is this one
     assert all(
@@ -169,7 +169,8 @@ def test_two_passes_find_scales_where_codes_are_joined(
 
     def told(recipe: DelayedScaling, kind: str) -> Quantizer:
         mode: Mode = "backward" if kind.startswith("grad") else "forward"
-        return with_first_scales([of_recipe(recipe, kind)], recipe, mode)[0]
+        quantizer, scale = of_recipe(recipe, kind), first_scale(recipe, mode)
+        return quantizer if kind == "weight" else quantizer.replace(unseen=scale)
 
     def distance(recipe: Any, passes: int = 0) -> float:
         model, given = made("LayerNormMLP", recipe)

@@ -252,9 +252,9 @@ def test_a_reset_drops_the_state_of_a_recipe_that_is_not_known() -> None:
     trained(torch.randn(4, 16)).sum().backward()
     layer = nc.Linear(16, 16, device="cpu")
     layer.load_state_dict(trained.state_dict())
-    assert layer.scale_fwd is not None and layer.amax_history_bwd is not None
+    assert layer.scale is not None and layer.amax_history is not None
     layer.reset_delayed_scaling()
-    assert layer.scale_fwd is layer.amax_history_fwd is layer.amax_fwd is layer.scale_bwd is None
+    assert layer.scale is layer.amax_history is layer.amax is None
     assert sorted(layer.state_dict()) == ["bias", "weight"]
 
 

@@ -250,7 +250,7 @@ def test_a_compiled_model_under_an_autocast_of_another_history() -> None:
             nc.renew_delayed_scaling(model)
             results.append([y.detach(), *(p.grad.clone() for p in model.parameters())])
             results[-1] += [b.clone() for b in model.buffers()]
-        assert model[0].amax_history_fwd.shape[0] == 5
+        assert model[0].amax_history.shape[0] == 5
     for eager, ours in zip(results[:4], results[4:]):
         for a, b in zip(ours, eager, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
@@ -274,7 +274,7 @@ def test_compiled_layers_renew_by_the_rule_of_the_recipe_in_force(own: bool) -> 
             with contextlib.nullcontext() if own and recipe is recent else nc.autocast(recipe=recipe):
                 run(x).square().sum().backward()
             nc.renew_delayed_scaling(model)
-            seen.append((model[0].delayed_slots()[0].recipe.amax_compute_algo, float(model[0].scale_fwd[0])))
+            seen.append((model[0].delayed_slots()[0].recipe.amax_compute_algo, float(model[0].scale[0])))
         return seen
 
     eager = train(compiles=False)

@@ -47,7 +47,7 @@ def test_everything_is_put_back() -> None:
     one[3].weight.grad = None
     for _ in range(2):
         one(torch.randn(7, WIDTH)).sum().backward()
-    assert one[0].amax_history_fwd.shape[0] == 5 and len(one[1].wgrad_stores["weight"]) == 3
+    assert one[0].amax_history.shape[0] == 5 and len(one[1].wgrad_stores["weight"]) == 3
     snapshot.restore()
     after = dict(one.named_buffers())
     assert list(after) == list(tensors)
@@ -67,9 +67,9 @@ def test_graphs_keep_the_tensors_of_now() -> None:
     one[0].weight.main_grad = torch.zeros(WIDTH, WIDTH)
     snapshot = Snapshot([one])
     run(one)
-    born = one[3].amax_fwd
+    born = one[3].amax
     assert born.any() and one[0].weight.main_grad.any() and one[2].num_batches_tracked == 1
     snapshot.restore_in_place()
-    assert one[3].amax_fwd is born and not born.any()
+    assert one[3].amax is born and not born.any()
     assert not one[0].weight.main_grad.any() and one[2].num_batches_tracked == 0
     assert len(one[1].wgrad_stores["weight"]) == 0

@@ -527,9 +527,9 @@ def test_delayed_state_has_a_slot_per_group() -> None:
     layer = make_layer()
     run(layer, "delayed", make_input(), SPLITS)
     state = layer.state_dict()
-    assert state["scale_fwd"].shape == (2 * GROUPS,)
-    assert state["amax_history_bwd"].shape == (4, 2 * GROUPS)
-    x_amax = state["amax_fwd"][:GROUPS]
+    assert state["scale"].shape == (4 * GROUPS,)
+    assert state["amax_history"].shape == (4, 4 * GROUPS)
+    x_amax = state["amax"][:GROUPS]
     parts = make_input().detach().float().split(SPLITS)
     assert torch.equal(
         x_amax.cpu(), torch.stack([p.abs().amax() if p.numel() else p.new_zeros(()) for p in parts]).cpu()
@@ -1132,21 +1132,21 @@ def test_calibration_collects_what_a_step_would(dtype: torch.dtype, compiled: bo
         with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
             y = forward(x, torch.tensor(SPLITS, device=DEVICE))
         assert torch.equal(y, other(x, SPLITS))
-    collected, initial = layer.amax_fwd.clone(), layer.scale_fwd.clone()
-    assert not layer.amax_history_fwd.any() and not layer.amax_bwd.any()
+    collected, initial = layer.amax.clone(), layer.scale.clone()
+    assert not layer.amax_history.any() and not layer.amax[2 * GROUPS :].any()
     step(other, "delayed", x, SPLITS)
-    assert torch.equal(collected, other.amax_fwd)
+    assert torch.equal(collected, other.amax)
     assert (collected > 0).sum() == GROUPS - 1  # all inputs but the empty group's
     nc.renew_delayed_scaling(layer)
-    assert torch.equal(layer.amax_history_fwd.amax(0), collected)
-    assert (layer.scale_fwd[:GROUPS] != initial[:GROUPS]).any()
+    assert torch.equal(layer.amax_history.amax(0), collected)
+    assert (layer.scale[:GROUPS] != initial[:GROUPS]).any()
 
 
 def test_calibration_collects_in_evaluation_without_gradients() -> None:
     layer = make_layer().eval()
     with torch.no_grad(), nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
         layer(make_input(), SPLITS)
-    assert (layer.amax_fwd > 0).sum() == GROUPS - 1
+    assert (layer.amax > 0).sum() == GROUPS - 1
 
 
 def test_calibration_leaves_other_recipes_alone() -> None:
@@ -1154,7 +1154,7 @@ def test_calibration_leaves_other_recipes_alone() -> None:
     with nc.autocast(enabled=False, calibrating=True, recipe=RECIPES["mxfp8"]):
         y = layer(make_input(), SPLITS)
     assert torch.equal(y, layer(make_input(), SPLITS))
-    assert layer.amax_fwd is None and not any("amax" in name for name in layer.state_dict())
+    assert layer.amax is None and not any("amax" in name for name in layer.state_dict())
 
 
 def test_options_add_nothing_to_the_state_dict() -> None:

@@ -140,7 +140,7 @@ def test_what_is_handed_over_quantized() -> None:
         ("backward", "SwiGLU", "BasicLinear", (2, 1)),
         ("backward", "GELU", "BasicLinear", (4, 3)),
     ]
-    assert mlp[1]._last_recipe is None and mlp[1].scale_fwd is None and not nc.state.is_fp8_enabled()
+    assert mlp[1]._last_recipe is None and mlp[1].scale is None and not nc.state.is_fp8_enabled()
     assert mlp.explain(None).handed_over == ()
     kept = nc.recipe.Float8CurrentScaling(backward_override="high_precision")
     assert mlp.explain(kept).handed_over == ()

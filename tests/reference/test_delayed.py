@@ -118,11 +118,12 @@ def test_renewal_in_place_is_the_update_of_each_state() -> None:
         [torch.tensor([1.5, 0.0]), torch.tensor([7.0])],
     )
     histories = [torch.tensor([[9.0, 9.0], [0.5, 0.25], [4.0, 0.0]]), torch.tensor([[1.0]])]
-    how = {"fp8_maxes": [448.0, 57344.0], "margins": [0, 2], "algos": ["max", "most_recent"]}
+    how = {"fp8_maxes": [448.0, 57344.0, 57344.0, 448.0], "margins": [0, 2], "algos": ["max", "most_recent"]}
     expected = []
     for at, (scale, history, amax) in enumerate(zip(scales, histories, amaxes)):
         begun = torch.cat((amax[None], history[1:]))
-        one = {"fp8_max": how["fp8_maxes"][at], "margin": how["margins"][at], "algo": how["algos"][at]}
+        largest = delayed.of_halves(scale, *how["fp8_maxes"][2 * at : 2 * at + 2])
+        one = {"fp8_max": largest, "margin": how["margins"][at], "algo": how["algos"][at]}
         expected.append((*delayed.update(scale, begun, **one), torch.zeros_like(amax)))
     delayed.renew(scales, histories, amaxes, **how)
     for states, wanted in zip(zip(scales, histories, amaxes), expected):
@@ -133,5 +134,5 @@ def test_renewal_in_place_is_the_update_of_each_state() -> None:
 def test_what_was_not_seen_stays_unseen_until_an_amax_gives_a_scale() -> None:
     for amax in (0.0, math.inf, math.nan):
         state = torch.zeros(2), torch.zeros(3, 2), torch.tensor([amax, 7.0])
-        delayed.renew(*([one] for one in state), fp8_maxes=[448.0], margins=[1], algos=["most_recent"])
+        delayed.renew(*([one] for one in state), fp8_maxes=[448.0, 448.0], margins=[1], algos=["most_recent"])
         assert state[0].tolist() == [0.0, 32.0]

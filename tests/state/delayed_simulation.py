@@ -13,12 +13,10 @@ import narrowcast as nc
 from narrowcast.recipe import DelayedScaling, Format
 from narrowcast.state import THREAD, AutocastState
 
-KEYS = [
-    f"{buffer}_{direction}" for buffer in ("scale", "amax_history", "amax") for direction in ("fwd", "bwd")
-]
+KEYS = ["scale", "amax_history", "amax"]
 FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
-OF_LAYERS = {"fwd": ("input", "output"), "bwd": BACKWARD}
-"""What a layer keeps state of, by direction; a ``RecipeState`` may do so of weights, too."""
+OF_LAYERS = ("input", "output", *BACKWARD)
+"""What a layer keeps state of; a ``RecipeState`` may do so of weights, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,11 +75,9 @@ class Simulation:
         return scale, history, torch.tensor([float(self.columns[name].amax) for name in names])
 
     def assert_equals(self, layer: nc.Linear, where: str = "") -> None:
-        for direction, names in OF_LAYERS.items():
-            expected = dict(zip(("scale", "amax_history", "amax"), self.tensors(names)))
-            for buffer, value in expected.items():
-                ours = getattr(layer, f"{buffer}_{direction}").cpu()
-                assert torch.equal(ours, value), f"{where} {buffer}_{direction}: {ours}, expected {value}"
+        for buffer, value in zip(KEYS, self.tensors(OF_LAYERS)):
+            ours = getattr(layer, buffer).cpu()
+            assert torch.equal(ours, value), f"{where} {buffer}: {ours}, expected {value}"
 
 
 def from_one(**fields: Any) -> DelayedScaling:

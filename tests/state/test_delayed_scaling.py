@@ -93,12 +93,12 @@ def test_amax_that_gives_no_scale() -> None:
         x = torch.zeros(4, 24)
         x[0, 0] = value
         train_step(layer, recipe, x, dy)
-        scales.append(float(layer.scale_fwd[0]))
+        scales.append(float(layer.scale[0]))
     largest = torch.finfo(torch.float32).max
     assert scales == [224.0, 224.0, 224.0, 224.0, largest, 112.0]
-    assert layer.amax_history_fwd.isfinite().all()
-    assert not layer.scale_bwd.any()
-    assert not layer.amax_history_bwd.any()
+    assert layer.amax_history.isfinite().all()
+    assert not layer.scale[2:].any()
+    assert not layer.amax_history[:, 2:].any()
 
 
 def test_functions_for_amax_and_scale() -> None:
@@ -117,19 +117,18 @@ def test_functions_for_amax_and_scale() -> None:
     recipe = from_one(
         amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
     )
-    layer, rows, scale = make_layer(), [[0.0] * 2 for _ in range(3)], torch.zeros(2)
+    layer, rows, scale = make_layer(), [[0.0] * 4 for _ in range(3)], torch.zeros(4)
     for step in range(STEPS):
         x = draw(step, 5, 24) if step != 3 else torch.zeros(5, 24)
         train_step(layer, recipe, x, torch.zeros(5, 40))
         if x.any():  # the rule, by hand: mean over rows, then half of fp8_max / amax
-            rows[0] = [float(x.abs().max()), 0.0]
+            rows[0] = [float(x.abs().max()), 0.0, 0.0, 0.0]
             amax = torch.tensor(rows).mean(0)
-            scale = torch.where(amax > 0, torch.full((2,), 224.0) / amax, scale)
-            rows = [[0.0] * 2, rows[2], rows[0]]
-        assert torch.equal(layer.scale_fwd, scale), step
-        assert torch.equal(layer.amax_history_fwd, torch.tensor(rows)), step
-    assert not layer.scale_bwd.any()  # nothing was collected, nothing called
-    assert set(seen) == {(torch.Size([2]), repr(recipe))}
+            scale = torch.where(amax > 0, torch.full((4,), 224.0) / amax, scale)
+            rows = [[0.0] * 4, rows[2], rows[0]]
+        assert torch.equal(layer.scale, scale), step
+        assert torch.equal(layer.amax_history, torch.tensor(rows)), step
+    assert set(seen) == {(torch.Size([4]), repr(recipe))}
 
 
 def test_only_one_function() -> None:
@@ -138,8 +137,8 @@ def test_only_one_function() -> None:
     )
     layer = make_layer()
     train_step(layer, recipe, torch.full((2, 24), 8.0), torch.full((2, 40), 16.0))
-    assert float(layer.scale_fwd[0]) == 440.0
-    assert layer.scale_bwd.tolist() == [57344.0 - 16.0, 0.0]  # of the second nothing was seen
+    assert float(layer.scale[0]) == 440.0
+    assert layer.scale[2:].tolist() == [57344.0 - 16.0, 0.0]  # of the second nothing was seen
 
 
 # -- what leaves the state alone --------------------------------------------------------------------------------------
@@ -150,11 +149,11 @@ def test_a_history_of_any_length() -> None:
     layer = make_layer(4, 4)
     train_step(layer, recipe, torch.zeros(1, 4), torch.zeros(1, 4))
     for step in range(1040):
-        layer.amax_fwd.fill_(1040 - step)
+        layer.amax.fill_(1040 - step)
         nc.renew_delayed_scaling(layer)
-    assert layer.amax_history_fwd.shape == (1030, 2)
-    assert layer.amax_history_fwd[1, 0] == 1029  # the eleven largest have left
-    assert layer.scale_fwd[0] == torch.tensor(448.0) / 1030
+    assert layer.amax_history.shape == (1030, 4)
+    assert layer.amax_history[1, 0] == 1029  # the eleven largest have left
+    assert layer.scale[0] == torch.tensor(448.0) / 1030
 
 
 @pytest.mark.parametrize("larger", [False, True])
@@ -172,7 +171,7 @@ def test_evaluation_without_gradients_leaves_the_state_alone(manager: Any, large
         assert_same(buffers(layer), before)
     layer.train()
     train_step(layer, recipe, draw(2, 6, 24), draw(2, 6, 40))
-    assert not torch.equal(layer.amax_history_fwd, before[2])
+    assert not torch.equal(layer.amax_history, before[2])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -183,18 +182,17 @@ def test_calibration_overwrites_the_slots_and_nothing_else(training: bool) -> No
         with torch.set_grad_enabled(training), nc.autocast(enabled=False, calibrating=True, recipe=recipe):
             y = layer(x)
         assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
-        collected = torch.tensor([float(x.abs().max()), 0.0])
-        nothing = torch.zeros(2), torch.zeros(2), torch.zeros(4, 2), torch.zeros(4, 2)
-        assert_same(buffers(layer), [*nothing, collected, torch.zeros(2)])
+        collected = torch.tensor([float(x.abs().max()), 0.0, 0.0, 0.0])
+        assert_same(buffers(layer), [torch.zeros(4), torch.zeros(4, 4), collected])
     nc.renew_delayed_scaling(layer)
-    assert layer.scale_fwd[0] == torch.tensor(448.0) / x.abs().max()
+    assert layer.scale[0] == torch.tensor(448.0) / x.abs().max()
 
 
 def test_calibrating_a_custom_recipe_that_requests_state() -> None:
     recipe, layer = nc.recipe.CustomRecipe(qfactory=lambda role: nc.DelayedScalingRequest()), make_layer()
     with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
         layer(torch.full((2, 24), 7.0))
-    assert float(layer.amax_fwd[0]) == 7.0
+    assert float(layer.amax[0]) == 7.0
 
 
 def test_calibrating_needs_delayed_scaling() -> None:
@@ -292,7 +290,7 @@ def test_a_compiled_function_may_be_the_first_to_use_a_layer() -> None:
 
         run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
         run(torch.ones(4, 24)).sum().backward()
-        assert layer.amax_history_fwd.shape == (2000, 2)
+        assert layer.amax_history.shape == (2000, 4)
         results.append(buffers(layer))
     assert_same(*results)
 
@@ -311,7 +309,7 @@ def test_a_number_of_a_recipe_that_differs_between_calls() -> None:
 
     for length in (4, 5, 6):
         step(torch.ones(4, 24), length).sum().backward()
-        assert layer.amax_history_fwd.shape == (length, 2)
+        assert layer.amax_history.shape == (length, 4)
 
 
 # -- checkpoints, copies, moves ---------------------------------------------------------------------------------------
@@ -344,8 +342,7 @@ def test_state_dict_after_use_is_plain_and_short() -> None:
     layer = trained(from_one(amax_history_len=4))
     state = layer.state_dict()
     assert sorted(state) == sorted(["bias", *KEYS, "weight"])
-    assert state["amax_history_fwd"].shape == (4, 2)
-    assert state["amax_history_bwd"].shape == (4, 2)
+    assert state["amax_history"].shape == (4, 4)
     assert all(type(tensor) is torch.Tensor and tensor.is_contiguous() for tensor in state.values())
 
 
@@ -390,7 +387,7 @@ def test_strict_load_both_ways() -> None:
     assert sorted(used.state_dict()) == sorted(["bias", *KEYS, "weight"])
 
 
-@pytest.mark.parametrize("missing", ["scale_fwd", "amax_bwd", "amax_history_fwd"])
+@pytest.mark.parametrize("missing", ["scale", "amax", "amax_history"])
 def test_a_partial_state_is_refused(missing: str) -> None:
     state = trained(from_one(amax_history_len=4)).state_dict()
     del state[missing]
@@ -415,22 +412,22 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
     with nc.autocast(recipe=from_one(amax_history_len=loaded)):
         restored(torch.ones(1, 24))
     nc.renew_delayed_scaling(restored)
-    rows = torch.zeros(loaded, 2)
-    rows[: min(saved, loaded)] = layer.amax_history_fwd[:loaded]
+    rows = torch.zeros(loaded, 4)
+    rows[: min(saved, loaded)] = layer.amax_history[:loaded]
     rows[0, 0] = 1.0
-    rolled = torch.cat([torch.zeros(1, 2), rows[2:], rows[:1]])[:loaded]
-    assert torch.equal(restored.amax_history_fwd[:, 0], rolled[:, 0])
-    assert restored.scale_fwd[0] == torch.div(448.0, rows[:, 0].max())
+    rolled = torch.cat([torch.zeros(1, 4), rows[2:], rows[:1]])[:loaded]
+    assert torch.equal(restored.amax_history[:, 0], rolled[:, 0])
+    assert restored.scale[0] == torch.div(448.0, rows[:, 0].max())
 
 
 @pytest.mark.parametrize(
     "key, shape",
     [
-        ("scale_fwd", (4,)),
-        ("amax_bwd", (1, 2)),
-        ("amax_history_bwd", (4, 3)),
-        ("amax_history_fwd", (12,)),
-        ("amax_history_fwd", (0, 2)),
+        ("scale", (6,)),
+        ("amax", (1, 4)),
+        ("amax_history", (4, 3)),
+        ("amax_history", (12,)),
+        ("amax_history", (0, 4)),
     ],
 )
 def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, ...]) -> None:
@@ -466,12 +463,12 @@ def test_copies_have_fp32_state_of_their_own(how: str) -> None:
     assert_same(buffers(twin), before)
     assert all(tensor.dtype == torch.float32 for tensor in buffers(twin))
     twin.weight.data.fill_(0.5)
-    twin.amax_fwd.fill_(896.0)  # its own slot: the original must not see it
+    twin.amax.fill_(896.0)  # its own slot: the original must not see it
     with nc.autocast(recipe=recipe):
         twin(torch.zeros(1, 24))
     nc.renew_delayed_scaling(twin)
-    assert twin.scale_fwd.tolist() == [0.5, 0.5]
-    assert float(layer.scale_fwd[0]) not in (1.0, 0.5)
+    assert twin.scale[:2].tolist() == [0.5, 0.5]
+    assert float(layer.scale[0]) not in (1.0, 0.5)
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.cpu()])
@@ -498,7 +495,7 @@ def test_nobody_keeps_a_layer_alive() -> None:
     gc.collect()
     assert watch() is None
     train_step(twin, from_one(amax_history_len=4), torch.ones(1, 24), torch.zeros(1, 40))
-    assert twin.scale_fwd[0] > 0.0
+    assert twin.scale[0] > 0.0
     watch = weakref.ref(twin)
     del twin
     gc.collect()
@@ -526,5 +523,5 @@ def test_meta_modules_do_not_disturb() -> None:
     with nc.autocast(recipe=recipe):
         assert sleeping(torch.ones(2, 24, device="meta")).is_meta
     layer = trained(recipe)
-    assert layer.scale_fwd[0] != 1
-    assert sleeping.scale_fwd.is_meta
+    assert layer.scale[0] != 1
+    assert sleeping.scale.is_meta

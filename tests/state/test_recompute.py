@@ -53,7 +53,7 @@ def ours_outside(layer: nc.Linear, **kwargs: Any) -> Step:
 
 
 def scales_of(layer: nc.Linear) -> list[float]:
-    return [0.0, 0.0] if layer.scale_fwd is None else layer.scale_fwd.tolist()  # as it will begin
+    return [0.0] * 4 if layer.scale is None else layer.scale.tolist()  # as it will begin
 
 
 WAYS = {"torch_inside": torch_inside, "ours_inside": ours_inside, "ours_outside": ours_outside}

@@ -95,7 +95,7 @@ class AdaptedLinearFunction(torch.autograd.Function):
         thin_a, thin_b = lora_a.to(inp.dtype), (lora_b * scaling).to(inp.dtype)
         hidden = product(_matrix(inp), thin_a)
         out, saved_input, saved_weight = linear_forward(weight, inp, bias, args, thin=(hidden, thin_b))
-        ctx.save_for_backward(args.scales.scale_bwd, inp, hidden, thin_a, thin_b, *saved_weight.tensors)
+        ctx.save_for_backward(args.scales.scale, inp, hidden, thin_a, thin_b, *saved_weight.tensors)
         ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)
         ctx.adapter = scaling, lora_a.dtype
         return out.detach()
@@ -105,11 +105,11 @@ class AdaptedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
         scaling, kind = ctx.adapter
-        scale_bwd, inp, hidden, thin_a, thin_b, *weight = saved_tensors(ctx)
+        scale, inp, hidden, thin_a, thin_b, *weight = saved_tensors(ctx)
         grad_hidden, columns = thin_products(_matrix(grad), thin_b, hidden)
         grad_a = (grad_hidden.t() @ _matrix(inp)).to(kind)
         _, grad_inp, grad_bias = linear_backward(
-            args, grad, [], weight, scale_bwd, thin=(grad_hidden, thin_a.t())
+            args, grad, [], weight, scale, thin=(grad_hidden, thin_a.t())
         )
         return None, grad_inp, grad_bias, grad_a, (columns * scaling).to(kind), None, None
 

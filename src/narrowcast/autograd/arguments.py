@@ -22,13 +22,11 @@ from .tensor_parallel import TensorParallel
 class DelayedScales:
     """State of delayed scaling, owned by the layer; None for other recipes, and amax if nothing is collected.
 
-    A forward saves ``scale_bwd`` for its backward: PyTorch raises if a step has written to it in between.
+    A forward saves ``scale`` for its backward: PyTorch raises if a step has written to it in between.
     """
 
-    scale_fwd: Tensor | None = None
-    amax_fwd: Tensor | None = None
-    scale_bwd: Tensor | None = None
-    amax_bwd: Tensor | None = None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
 
 class LinearWgrad(NamedTuple):
@@ -76,7 +74,7 @@ class LinearFwdArgs(NamedTuple):
         """Return the values and tensors that determine the forward; None if more does."""
         if self.stored is not None:
             return None
-        kept, state = self.workspace, [self.scales.scale_fwd, self.scales.amax_fwd]
+        kept, state = self.workspace, [self.scales.scale, self.scales.amax]
         split = None if self.parallel is None else self.parallel.depends()
         if kept is None:
             return (self.plan, self.dtype, split), state
@@ -99,7 +97,7 @@ class LinearBwdArgs(NamedTuple):
 
     plan: LinearPlan
     dtype: torch.dtype
-    amax_bwd: Tensor | None
+    amax: Tensor | None
     wgrad: LinearWgrad
     needs_bias: bool
     bias_dtype: torch.dtype | None
@@ -128,7 +126,7 @@ class LinearBwdArgs(NamedTuple):
             into, dummy = wgrad.main_grad, tuple(wgrad.dummy)
         split = None if self.parallel is None else self.parallel.depends()
         values = plan, dtypes, self.shape, saved, self.needs_bias, wgrad.overwrite, dummy, split
-        return values, [self.amax_bwd, *into]
+        return values, [self.amax, *into]
 
     @property
     def backward_override(self) -> str | None:

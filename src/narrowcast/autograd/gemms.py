@@ -91,7 +91,7 @@ def fprop(
 
 def has_few_rows(args: LinearFwdArgs, rows: int) -> bool:
     """Return whether the GEMM quantizes an input of so many rows itself: if nothing collects its amax, too."""
-    return args.scales.amax_fwd is None and args.parallel is None and is_known(rows <= args.plan.few_rows)
+    return args.scales.amax is None and args.parallel is None and is_known(rows <= args.plan.few_rows)
 
 
 def fprop_of_few_rows(
@@ -100,7 +100,7 @@ def fprop_of_few_rows(
     """Return y = x w^T + bias of a matrix in high precision; ``weight``: or None, with buffers in the workspace."""
     plan, (w, _) = args.plan, weight_operand(weight, args)
     return gemm_few_rows(  # type: ignore[no-any-return]
-        x, plan.input.quantizer, w.rowwise, w.quantizer, bias, dtype, out_features, args.scales.scale_fwd,
+        x, plan.input.quantizer, w.rowwise, w.quantizer, bias, dtype, out_features, args.scales.scale,
         plan.fast_fprop,
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ def linear_forward(
         nothing = SavedOperand([], None)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1]), nothing, nothing
     if grouped is not None:
-        x = grouped.quantize(inp, plan.input, scales.scale_fwd, scales.amax_fwd)
+        x = grouped.quantize(inp, plan.input, scales.scale, scales.amax)
     elif isinstance(inp, QuantizedTensorStorage):
         wants_columns = plan.needs_weight and plan.backward_override is None
         x = with_columnwise(inp) if wants_columns else buffers_of(inp)
@@ -155,7 +155,7 @@ def linear_forward(
             buffers = quantize_shared(inp, flat, operand)
         else:
             seed = draw_seed(flat) if operand.stochastic else None
-            buffers = quantize_operand(flat, operand.quantizer, seed, scales.scale_fwd, scales.amax_fwd)
+            buffers = quantize_operand(flat, operand.quantizer, seed, scales.scale, scales.amax)
         x = operand.split(buffers)
     w, saved_weight = weight_operand(weight, args)
     features = weight.shape[0] if grouped is None else grouped.groups.out_features
@@ -203,7 +203,7 @@ def _split_forward(
     share, operand, scales = None, plan.input, args.scales
     if parallel.joins(operand, rows):
         flat = inp.reshape(rows, inp.shape[-1])
-        share = parallel.share(flat, operand, operand.seed(flat), scales.scale_fwd, scales.amax_fwd)
+        share = parallel.share(flat, operand, operand.seed(flat), scales.scale, scales.amax)
     x, saved_input, rows = split_operand(args, parallel, share, inp, rows)
     w, saved_weight = weight_operand(weight, args)
     out = fprop(args.plan, x, w, bias, args.dtype, rows, weight.shape[0])
@@ -231,10 +231,10 @@ def split_operand(
     all_rows = rows * group_size(parallel.group)
     if share is None:
         gathered = gather_rows(inp, parallel.group).reshape(-1, inp.shape[-1])  # type: ignore[arg-type,union-attr]
-        whole = plan.input.quantize(gathered, scales.scale_fwd, scales.amax_fwd)
+        whole = plan.input.quantize(gathered, scales.scale, scales.amax)
         if plan.backward_override == "dequantized" and plan.needs_weight:
             flat = inp.reshape(-1, inp.shape[-1])  # type: ignore[union-attr]
-            share = parallel.share(flat, plan.input, plan.input.seed(flat), scales.scale_fwd, None)
+            share = parallel.share(flat, plan.input, plan.input.seed(flat), scales.scale, None)
     else:
         whole = parallel.whole_operand(share._replace(columnwise=[]), plan.input)
     if share is None or (plan.save_original_input and not plan.backward_override):
@@ -289,7 +289,7 @@ def linear_bwd_args(
     fields = (
         args.plan,
         args.dtype,
-        args.scales.amax_bwd,
+        args.scales.amax,
         args.wgrad,
         args.needs_bias,
         None if bias is None else bias.dtype,
@@ -317,7 +317,7 @@ def linear_backward(
     grad_output: Any,
     inp: list[Tensor],
     weight: list[Tensor],
-    scale_bwd: Tensor | None,
+    scale: Tensor | None,
     grouped: GroupedRows | None = None,
     thin: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:
@@ -327,7 +327,7 @@ def linear_backward(
         grad_output: (*lead, N), plain or quantized; with groups (T, N). Or a list of it, which is emptied, so that its
             codes are freed once they are read. Python may hold an argument itself until the call returns.
         inp, weight: what was saved of them.
-        scale_bwd: as casts read it.
+        scale: as casts read it.
         grouped: the groups of the rows, or None.
         thin: (M, r) and (K, r), whose product is added to dgrad, as :func:`linear_forward` takes one.
     """
@@ -335,7 +335,7 @@ def linear_backward(
     plan, lead, rows = args.plan, grad_output.shape[:-1], rows_of(grad_output)
     if args.parallel is not None:
         if args.parallel.gathers_grad_output:
-            return _gradients_of_share(args, grad_output, inp, weight, scale_bwd, args.parallel)
+            return _gradients_of_share(args, grad_output, inp, weight, scale, args.parallel)
         if args.parallel.gathers_input:
             lead = torch.Size((-1, *lead[1:]))
     if grouped is None and isinstance(grad_output, QuantizedTensorStorage):
@@ -352,13 +352,13 @@ def linear_backward(
         if grouped is not None:
             if args.needs_bias:
                 grad_bias = grouped.column_sum(dy).to(args.bias_dtype)
-            quantized = grouped.quantize(dy, operand, scale_bwd, args.amax_bwd)
+            quantized = grouped.quantize(dy, operand, scale, args.amax)
         elif args.needs_bias:
-            *buffers, sums = quantize_dbias(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd)
+            *buffers, sums = quantize_dbias(dy, operand.quantizer, seed, scale, args.amax)
             grad_bias, quantized = sums.to(args.bias_dtype), operand.split(buffers)
             del buffers
         else:
-            quantized = operand.split(quantize(dy, operand.quantizer, seed, scale_bwd, args.amax_bwd))
+            quantized = operand.split(quantize(dy, operand.quantizer, seed, scale, args.amax))
         gradients = quantized_gradients(args, quantized, grad_bias, inp, weight, rows, grouped, thin)
     wgrad, dgrad, grad_bias = gradients
     if len(lead) != 1 and dgrad is not None:
@@ -371,7 +371,7 @@ def _gradients_of_share(
     grad_output: TensorOrQuantized,
     inp: list[Tensor],
     weight: list[Tensor],
-    scale_bwd: Tensor | None,
+    scale: Tensor | None,
     parallel: TensorParallel,
 ) -> Gradients:
     """:func:`linear_backward` where processes share the rows of the output, and so of its gradient.
@@ -388,9 +388,9 @@ def _gradients_of_share(
     quantized = plan.backward_override is None and (plan.needs_input or plan.needs_weight)
     if not (quantized and parallel.joins(plan.grad_output, rows)):
         whole = args._replace(parallel=replace(parallel, sequence_parallel=False))
-        return linear_backward(whole, gather_rows(grad_output, parallel.group), inp, weight, scale_bwd)
+        return linear_backward(whole, gather_rows(grad_output, parallel.group), inp, weight, scale)
     operand, dy = plan.grad_output, grad_output.reshape(rows, grad_output.shape[-1])
-    share = parallel.share(dy, operand, operand.seed(dy), scale_bwd, args.amax_bwd)
+    share = parallel.share(dy, operand, operand.seed(dy), scale, args.amax)
     grad, rows = parallel.whole_operand(share, operand), rows * group_size(parallel.group)
     wgrad, dgrad, _ = quantized_gradients(args, grad, None, inp, weight, rows)
     return wgrad, None if dgrad is None else dgrad.view(-1, *grad_output.shape[1:-1], args.shape[1]), None

@@ -71,7 +71,7 @@ def grouped_backward(
     dy: Tensor,
     splits: Tensor,
     saved: list[Tensor],
-    scale_bwd: Tensor | None,
+    scale: Tensor | None,
     bias_scales: Tensor | None = None,
     activation: GatedActivation | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -81,7 +81,7 @@ def grouped_backward(
         dy: (T, N).
         splits: (G,).
         saved: what :func:`grouped_forward` saved of input and weights.
-        scale_bwd: as casts read it.
+        scale: as casts read it.
         bias_scales: as then.
         activation: ``dy`` is the gradient of the activation of its ``hidden``, the output; None: of the output.
     """
@@ -93,9 +93,9 @@ def grouped_backward(
     grouped = GroupedRows(groups, splits, dy.dtype, args.weight_dtype, bias_scales, activation)
     begin_main_grads_(args.wgrad)
     places = Places(weight[: groups.count if groups.split_weights else 1])
-    backward = replay_of(linear_backward, [dy, scale_bwd, *inp, *weight], (args, grouped, places), len(inp))
+    backward = replay_of(linear_backward, [dy, scale, *inp, *weight], (args, grouped, places), len(inp))
     del places
-    wgrad, dgrad, grad_bias = backward(args, dy, inp, weight, scale_bwd, grouped)
+    wgrad, dgrad, grad_bias = backward(args, dy, inp, weight, scale, grouped)
     if dgrad is not None:
         dgrad = _delivered(dgrad, groups.dgrad_out)
     grads = wgrad if isinstance(wgrad, list) else _per_parameter(wgrad, groups.count, groups.split_weights)
@@ -125,7 +125,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
         weights, biases = list(parameters[:count]), list(parameters[count:])
         out, saved_input, saved_weight = grouped_forward(x, splits, weights, biases, args, groups)
         of_input = [inp if tensor is x else tensor for tensor in saved_input.tensors]
-        ctx.save_for_backward(splits, args.scales.scale_bwd, *of_input, *saved_weight.tensors)
+        ctx.save_for_backward(splits, args.scales.scale, *of_input, *saved_weight.tensors)
         bias = biases[0] if biases else None
         ctx.backward_objects = linear_bwd_args(args, weights[0], bias, saved_input, saved_weight)
         ctx.groups = groups
@@ -136,13 +136,13 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
-        splits, scale_bwd, *saved = saved_tensors(ctx)
+        splits, scale, *saved = saved_tensors(ctx)
         lead, features = grad_output.shape[:-1], args.shape[1]
         count, quantizer = args.saved_input  # not compared as a whole: a graph cannot compare quantizers
         if count and quantizer is None:
             saved = [saved[0].reshape(-1, features), *saved[1:]]
         dy = grad_output.reshape(-1, args.shape[0])
-        dgrad, grads = grouped_backward(args, ctx.groups, dy, splits, saved, scale_bwd)
+        dgrad, grads = grouped_backward(args, ctx.groups, dy, splits, saved, scale)
         return (None if dgrad is None else dgrad.view(*lead, features), None, None, None, *grads)
 
 

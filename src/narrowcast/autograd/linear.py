@@ -26,7 +26,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, args: LinearFwdArgs) -> Tensor:
         forward = replay_of(linear_forward, [inp, weight, bias], (args,))
         out, saved_input, saved_weight = forward(weight, inp, bias, args)
-        ctx.save_for_backward(args.scales.scale_bwd, *saved_input.tensors, *saved_weight.tensors)
+        ctx.save_for_backward(args.scales.scale, *saved_input.tensors, *saved_weight.tensors)
         ctx.backward_objects = linear_bwd_args(args, weight, bias, saved_input, saved_weight)
         # no view, which operators in place and pipelines refuse; what PyTorch 2.11 compiles needs a call in its place
         return out.detach()
@@ -35,9 +35,9 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         args: LinearBwdArgs = ctx.backward_objects
-        scale_bwd, *saved = saved_tensors(ctx)
+        scale, *saved = saved_tensors(ctx)
         count, dy = args.saved_input[0], plain_gradient(grad_output)
         begin_main_grads_(args.wgrad)
-        backward = replay_of(linear_backward, [dy, scale_bwd, *saved], (args,))
-        gradients = backward(args, dy, saved[:count], saved[count:], scale_bwd)
+        backward = replay_of(linear_backward, [dy, scale, *saved], (args,))
+        gradients = backward(args, dy, saved[:count], saved[count:], scale)
         return (*gradients, None)

@@ -105,7 +105,7 @@ class Norm:
     ) -> tuple[Value, list[SavedOperand]]:
         """Return the output and the backward's data."""
         inp: Any = value.plain
-        plan, scale, amax = behind.plan, behind.scales.scale_fwd, behind.scales.amax_fwd
+        plan, scale, amax = behind.plan, behind.scales.scale, behind.scales.amax
         weight, bias, residual, settings = tensors[self.weight], tensors[self.bias], None, args.settings
         x = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
         if self.residual is not None and tensors[self.residual] is not None:
@@ -194,11 +194,11 @@ class Activation:
             return value._replace(plain=act(hidden, name, parameters)), saved
         if plan.needs_weight and plan.backward_override == "high_precision":
             output = act(hidden, name, parameters)
-            operand = plan.input.quantize(output, scales.scale_fwd, scales.amax_fwd)
+            operand = plan.input.quantize(output, scales.scale, scales.amax)
             return value._replace(plain=output, operand=operand), saved
         seed = draw_seed(hidden) if plan.input.stochastic else None
         buffers = act_quantize(
-            hidden, name, plan.input.quantizer, parameters, seed, scales.scale_fwd, scales.amax_fwd
+            hidden, name, plan.input.quantizer, parameters, seed, scales.scale, scales.amax
         )
         return record(Value, (None, plan.input.split(buffers), value.lead, value.rows)), saved
 
@@ -231,7 +231,7 @@ class Activation:
             front.needs_bias,
             draw_seed(grad) if operand.stochastic else None,
             scale,
-            front.amax_bwd,
+            front.amax,
         )
         if front.needs_bias:
             *buffers, sums = buffers
@@ -483,7 +483,7 @@ def _for_recomputation(
             None if operand is None else (len(operand.rowwise), len(operand.columnwise), operand.quantizer)
         )
         buffers += [] if operand is None else [*operand.rowwise, *operand.columnwise]
-        to_save.append(own.scales.scale_fwd)
+        to_save.append(own.scales.scale)
         args[at] = own._replace(scales=DelayedScales(), workspace=None, wgrad=TO_AUTOGRAD)
     return Recomputation(stages, args, weights), [*to_save, *buffers]
 
@@ -542,7 +542,7 @@ class ProgramFunction(torch.autograd.Function):
             stage = program.stages[at]
             records[at] = linear_bwd_args(args[at], tensors[stage.weight], tensors[stage.bias], *kept[at])  # type: ignore[union-attr]
         linears = args[program.linear_places]
-        ctx.save_for_backward(*[linear.scales.scale_bwd for linear in linears], *to_save)
+        ctx.save_for_backward(*[linear.scales.scale for linear in linears], *to_save)
         # a tuple, for the backward empties the lists that it is given, and a retained graph runs again
         ctx.backward_objects = record(ProgramBwdArgs, (program, tuple(records), recompute))
         out = out.detach()

@@ -20,7 +20,7 @@ class _QuantizeOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, operand: Operand, scales: DelayedScales) -> Any:
         ctx.dtype = out.dtype
-        buffers = quantize(out, operand.quantizer, operand.seed(out), scales.scale_fwd, scales.amax_fwd)
+        buffers = quantize(out, operand.quantizer, operand.seed(out), scales.scale, scales.amax)
         return operand.quantizer._assemble(buffers, tuple(out.shape), out.dtype)
 
     @staticmethod
@@ -34,8 +34,8 @@ class _QuantizeInputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, operand: Operand, scales: DelayedScales) -> Tensor:
-        ctx.operand, ctx.amax = operand, scales.amax_bwd
-        ctx.save_for_backward(scales.scale_bwd)
+        ctx.operand, ctx.amax = operand, scales.amax
+        ctx.save_for_backward(scales.scale)
         return inp.view_as(inp)
 
     @staticmethod

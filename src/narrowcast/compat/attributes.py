@@ -41,10 +41,7 @@ class _Absent:
 
 _ELEMENTS = {"_fp8_dtype": _option("dtype"), "_with_gemm_swizzled_scales": False}
 
-_META = (
-    "layer.recipe is the recipe; with delayed scaling layer.scale_fwd, layer.amax_history_fwd, layer.scale_bwd and "
-    "layer.amax_history_bwd are its state"
-)
+_META = "layer.recipe is the recipe; with delayed scaling layer.scale, layer.amax_history and layer.amax are its state"
 
 ATTRIBUTES: dict[type, dict[str, Any]] = {
     RecipeOwner: {"fp8_meta": _Absent("fp8_meta", _META)},

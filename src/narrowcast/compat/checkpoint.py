@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import LinearLayer, RecipeOwner
 from ..layers.delayed import DelayedLayer
-from ..layers.extra_state import EXTRA_STATE
+from ..layers.extra_state import EXTRA_STATE, state_names
 from ..layers.norm import NormParameters
 from ..nn import DotProductAttention
 from ..recipe import fp8_max
@@ -48,25 +48,21 @@ def _extra_state(layer: DelayedLayer) -> Tensor:
     It has one GEMM after the other, the weights of each between its inputs and outputs.
     """
     found: dict[str, list[Tensor]] = {"fwd": [], "bwd": []}
-    for prefix, names, slots in sorted(layer._states(), key=lambda one: one.prefix):
-        buffers = [own_buffers(layer)[name] for name in names]
+    for prefix, slots in sorted(layer._states().items()):
+        buffers = [own_buffers(layer)[name] for name in state_names(prefix)]
         if any(buffer is None for buffer in buffers):
             continue
         scale, history, amax = (buffer.detach().cpu() for buffer in buffers)  # type: ignore[union-attr]
         # a row of scales, and the history, in whose first row the running step collects
-        rows, groups, direction = (
-            torch.cat([scale[None], amax[None], history[1:]]),
-            layer._groups,
-            names[0][-3:],
-        )
-        if direction == "fwd":
-            own = rows.new_zeros(len(rows), groups)
-            if slots is not None and isinstance(layer, LinearLayer):
-                own[1], rule = layer.weight_amax(prefix), slots.recipe
-                own[0] = scale_from_amax(own[1], own[0], fp8_max(rule, "forward"), rule.margin)
-            rows = torch.cat([rows[:, :groups], own, rows[:, groups:]], -1)
-        rows[0].masked_fill_(rows[0] == 0.0, 1.0)  # Transformer Engine's before a first step
-        found[direction].append(rows)
+        rows, groups = torch.cat([scale[None], amax[None], history[1:]]), layer._groups
+        own = rows.new_zeros(len(rows), groups)
+        if slots is not None and isinstance(layer, LinearLayer):
+            own[1], rule = layer.weight_amax(prefix), slots.recipe
+            own[0] = scale_from_amax(own[1], own[0], fp8_max(rule, "forward"), rule.margin)
+        forward = torch.cat([rows[:, :groups], own, rows[:, groups : 2 * groups]], -1)
+        for direction, part in ("fwd", forward), ("bwd", rows[:, 2 * groups :].clone()):
+            part[0].masked_fill_(part[0] == 0.0, 1.0)  # Transformer Engine's before a first step
+            found[direction].append(part)
     state: dict[str, Any] = {}
     for direction, parts in found.items():
         if parts and len(parts) == len(layer._stage_names):

@@ -81,19 +81,19 @@ class FP8GlobalStateManager(metaclass=_Named):
 
     @staticmethod
     def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
-        """Renew the scales of one direction of all that keeps them, as ``optimizer.step()`` does of its own.
+        """Renew the scales of all that keeps them, as ``optimizer.step()`` does of its own.
 
         Over ranks nothing is reduced: ``narrowcast.reduce_delayed_scaling(model, group)`` does that, before this.
 
         Args:
-            forward: of inputs; False: of gradients.
+            forward: without effect; inputs and gradients are renewed together.
         Raises:
             RuntimeError: in compiled code.
         """
         refuse_in_graphs(
             "FP8GlobalStateManager.reduce_and_update_fp8_tensors() belongs outside of compiled code"
         )
-        renew(list(state.OWNERS), ("forward",) if forward else ("backward",))
+        renew(list(state.OWNERS))
 
     @staticmethod
     def is_first_fp8_module() -> bool:

@@ -114,7 +114,7 @@ class StackedExpertsLayer(LinearLayer):
         for name in self._state_names():  # of this rank's experts; a checkpoint would hold those of one rank
             self.register_buffer(name, None, persistent=False)
         for prefix, delayed in states.items():
-            self._keep_state(prefix, *delayed)
+            self._keep_state(prefix, delayed)
 
     def _parts_of(self, name: str) -> list[Tensor]:
         parts: list[Any] = super()._parts_of(name)

@@ -30,10 +30,10 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from .. import _checks
 from .._checks import a_kind, shown, typed
-from ..layers import DelayedLayer, GroupedLinearLayer
-from ..layers.described import ParameterRecord, describe_parameters, describe_tensor, places
+from ..layers import DelayedLayer, GroupedLinearLayer, names_apart, state_names
+from ..layers.described import Experts, ParameterRecord, Place, describe_parameters, describe_tensor, places
 from ..upstream.modules import is_saved, own_buffers
-from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest, is_delayed
+from .checkpoint_planner import LoadPlanner, Refused, SavePlanner, digest
 from .checkpoint_reader import SafeReader, load, plain_value
 from .together import Together
 
@@ -95,7 +95,9 @@ def save_checkpoint(
         ]
     if len(together.ranks) > 1 and optimizer is not None:
         state["optimizer"]["param_groups"] = _joined(state["optimizer"]["param_groups"], groups)
-    planner = SavePlanner(records, len(together.ranks), _broadcast(model, records), {"extra": digest(plain)})
+    delayed = _names_of_state(model)
+    broadcast = {name: first for name, first in _broadcast(model, records).items() if name not in delayed}
+    planner = SavePlanner(records, len(together.ranks), broadcast, {"extra": digest(plain)}, delayed)
     with together.step() as folders:
         made = _Writing(target) if together.first else None
         if made is not None:
@@ -158,22 +160,30 @@ def load_checkpoint(
             raise FileNotFoundError(f"{path} holds no checkpoint; save one with save_checkpoint")
         reader = SafeReader(target)
         there = reader.read_metadata().state_dict_metadata
-        delayed = _make_room(model, there)
+        delayed, old = _names_of_state(model), _old_names(model, there)
+        _make_room(model, there)
         state, records = _state(model, optimizer, None)
     state["model"] = {
         name: value
         for name, value in state["model"].items()
         if name not in delayed or f"model.{name}" in there
     }
+    state["model"].update({name: _empty(there[f"model.{name}"]) for name in old})
     # earlier versions wrote an entry for each value of extra
     entries = {key[6:]: _empty(there[key]) for key in there if key.startswith("extra.")}
     packed = "extra" in there
     state["extra"] = b"" if packed else entries
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.state.")
     with _refusals():
-        load(state, reader, group, LoadPlanner(records, parts))
+        load(state, reader, group, LoadPlanner(records, parts, delayed))
     extra = _unpacked(state["extra"]) if packed else entries
     _rename(state, {one.name: one.local_name for one in records.values()})
+    for name, (local_name, experts) in old.items():
+        value = state["model"].pop(name)
+        if experts is not None:
+            of_rank = range(experts.first, experts.first + experts.number // experts.ranks)
+            value = value.unflatten(-1, (-1, experts.number))[..., of_rank].flatten(-2)
+        state["model"][local_name] = value
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -253,7 +263,7 @@ def _broadcast(model: nn.Module, records: dict[str, ParameterRecord]) -> dict[st
             )
             sent = {id(value) for name, value in replica.module.named_buffers() if name not in ignored}
             found.update({name: first for name, one in records.items() if id(one.parameter) in sent})
-    return {name: first for name, first in found.items() if not is_delayed(name)}
+    return found
 
 
 def _packed(extra: dict[str, Any]) -> bytes:
@@ -297,26 +307,51 @@ def _empty(described: Any) -> Any:
     return 0 if size is None else torch.empty(size, dtype=described.properties.dtype)
 
 
-@torch.no_grad()
-def _make_room(model: nn.Module, there: dict[str, Any]) -> set[str]:
-    """Make delayed state that a checkpoint has, for layers that do not know of it yet; return all names of state."""
-    names = set()
+def _states(model: nn.Module) -> Iterator[tuple[Place, DelayedLayer, str]]:
+    """Yield place, layer and prefix of all stages that may scale with delay."""
     for _, place, layer in places(model):
-        for own in layer._state_names() if isinstance(layer, DelayedLayer) else ():
-            if not is_saved(layer, own):
-                continue  # of this rank's experts alone, which begin anew
-            name = f"{place.name}.{own}".lstrip(".")
-            described, buffer = there.get(f"model.{name}"), own_buffers(layer)[own]
-            names.add(name)
-            if described is None:
-                continue
+        if isinstance(layer, DelayedLayer):
+            for stage in layer._stage_names:
+                yield place, layer, stage
+
+
+def _names_of_state(model: nn.Module) -> set[str]:
+    """Return the names of delayed scaling's state in the whole model, and in checkpoints of earlier versions."""
+    return {
+        f"{place.name}.{own}".lstrip(".")
+        for place, _, stage in _states(model)
+        for own in (*state_names(stage), *names_apart(stage))
+    }
+
+
+def _old_names(model: nn.Module, there: dict[str, Any]) -> dict[str, tuple[str, Experts | None]]:
+    """Return names of a checkpoint with each direction apart -> names on this rank, and experts in the columns."""
+    old: dict[str, tuple[str, Experts | None]] = {}
+    for place, layer, stage in _states(model):
+        if is_saved(layer, state_names(stage)[0]):  # else of this rank's experts alone, which begin anew
+            experts = place.experts if isinstance(layer, GroupedLinearLayer) else None
+            for own in names_apart(stage):
+                if f"model.{place.name}.{own}".replace("..", ".") in there:
+                    local_name = f"{place.local_name}.{own}".lstrip(".")
+                    old[f"{place.name}.{own}".lstrip(".")] = local_name, experts
+    return old
+
+
+@torch.no_grad()
+def _make_room(model: nn.Module, there: dict[str, Any]) -> None:
+    """Make delayed state that a checkpoint has, for layers that do not know of it yet."""
+    for place, layer, stage in _states(model):
+        for own in state_names(stage):
+            described = there.get(f"model.{place.name}.{own}".replace("..", "."))
+            if described is None or not is_saved(layer, own):
+                continue  # the latter of this rank's experts alone, which begin anew
+            buffer = own_buffers(layer)[own]
             size = list(described.size)
             if place.experts is not None and isinstance(layer, GroupedLinearLayer):
                 size[-1] //= place.experts.ranks
             if buffer is None or list(buffer.shape) != size:
                 device = next(layer.parameters()).device
                 own_buffers(layer)[own] = torch.zeros(size, dtype=torch.float32, device=device)
-    return names
 
 
 class _Writing:

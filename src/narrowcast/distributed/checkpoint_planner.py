@@ -45,6 +45,7 @@ class SavePlanner(DefaultSavePlanner):
         ranks: that save.
         broadcast: whether this rank writes a buffer that one rank gives the others before each forward, by name.
         digests: of values that are no tensors, by name, instead of a digest of what is written.
+        delayed: names of delayed scaling's state.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class SavePlanner(DefaultSavePlanner):
         ranks: int,
         broadcast: dict[str, bool],
         digests: dict[str, str],
+        delayed: set[str],
     ) -> None:
         super().__init__()
+        self._delayed = delayed
         self._records, self._ranks, self._broadcast, self._digests = records, ranks, broadcast, digests
         self._parts: dict[MetadataIndex, Tensor] = {}
 
@@ -70,7 +73,7 @@ class SavePlanner(DefaultSavePlanner):
             alone = self._ranks == 1 or bool(writes)
             if not isinstance(value, Tensor):
                 if not alone:
-                    digests[len(items)] = self._digests.get(item.index.fqn) or digest(value)
+                    digests[len(items)] = self._digests.get(item.index.fqn) or digest(value), False
                 items.append(item)
                 continue
             record = self._records.get(_name(path))
@@ -84,7 +87,7 @@ class SavePlanner(DefaultSavePlanner):
                 if own is not item:
                     self._parts[own.index] = part
                 if not alone:
-                    digests[len(items)] = _checksum(part)
+                    digests[len(items)] = _checksum(part), _name(path) in self._delayed
                 items.append(own)
         self.plan = dataclasses.replace(plan, items=items, planner_data=(plan.planner_data, digests))
         return self.plan
@@ -107,12 +110,15 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         records: as of :class:`SavePlanner`.
-        whole: what the names of values begin with that must all be read; delayed scaling may restart.
+        whole: what the names of values begin with that must all be read.
+        delayed: names of delayed scaling's state, which need not be.
     """
 
-    def __init__(self, records: dict[str, ParameterRecord], whole: tuple[str, ...]) -> None:
+    def __init__(
+        self, records: dict[str, ParameterRecord], whole: tuple[str, ...], delayed: set[str]
+    ) -> None:
         super().__init__()
-        self._records, self._whole = records, whole
+        self._records, self._whole, self._delayed = records, whole, delayed
         self._targets: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -139,7 +145,8 @@ class LoadPlanner(DefaultLoadPlanner):
             items += create_read_items_for_chunk_list(name, described, chunks)
         plan = create_default_local_load_plan(whole, self.metadata)
         self._plan = dataclasses.replace(plan, items=[*plan.items, *items])
-        expected = (name for name in there if name.startswith(self._whole) and not is_delayed(name))
+        restarts = {f"model.{name}" for name in self._delayed}
+        expected = (name for name in there if name.startswith(self._whole) and name not in restarts)
         left = dict.fromkeys(name for name in expected if name not in self.state_dict)
         return LoadPlan([], planner_data=left)  # no rank needs the items of another
 
@@ -193,32 +200,27 @@ def _check_equal(plans: list[tuple[list[WriteItem], dict[int, Any]]]) -> None:
         Refused: ranks hold different copies of a value.
     """
     seen: dict[tuple[Any, ...], Any] = {}
-    differ: dict[str, None] = {}
+    differ: dict[str, bool] = {}
     for items, checksums in plans:
-        for number, found in checksums.items():
+        for number, (found, delayed) in checksums.items():
             index, data = items[number].index, items[number].tensor_data
             about = (found, None if data is None else (data.size, data.properties.dtype))
             if seen.setdefault((index.fqn, index.offset), about) != about:
-                differ[index.fqn] = None
+                differ[index.fqn] = delayed
     if differ:
-        told, remedy = _told([*differ]), _remedy(next(iter(differ)))
+        told, remedy = _told([*differ]), _remedy(*next(iter(differ.items())))
         raise Refused(f"ranks hold different copies of {told}, and a checkpoint keeps one: {remedy}")
 
 
-def _remedy(name: str) -> str:
+def _remedy(name: str, delayed: bool) -> str:
     if name == "extra":
         return "give every rank the same extra, such as a list of each rank's values"
-    if is_delayed(name):
+    if delayed:
         return "call nc.reduce_delayed_scaling(model) after the backward, or set_recipe(amax_group=...)"
     return (
         "declare experts with MoEDispatch.local_experts, give pipeline stages names of their own with nn.ModuleDict, "
         "or make the replicas equal"
     )
-
-
-def is_delayed(name: str) -> bool:
-    """Return whether a value's name is that of delayed scaling's state."""
-    return name.endswith(("_fwd", "_bwd"))
 
 
 def _told(names: list[str]) -> str:

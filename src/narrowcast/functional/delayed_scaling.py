@@ -40,7 +40,7 @@ or NaN tells nothing: the tensor keeps its scale and its history.
 
 Args:
     scales: fp32 (n,) each; histories: fp32 (L, n); amaxes: fp32 (n,). All on one device.
-    fp8_maxes: the largest value of each one's element format.
+    fp8_maxes: two for each: the largest value of the elements of its first n // 2 tensors, and of the rest.
     margins: the scale is 2**-margin below the one that maps amax to that.
     algorithms: "max" or "most_recent".
 

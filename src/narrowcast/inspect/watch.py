@@ -120,14 +120,14 @@ class _OperationObserver(NamedTuple):
         """Pass on the input of the operation."""
         if self.input is None or not isinstance(x, Tensor) or isinstance(x, QuantizedTensor):
             return x
-        scale = None if scales is None else scales.scale_fwd
+        scale = None if scales is None else scales.scale
         return observe(x.detach(), self.input, scale, self.into_input, x)
 
     def observe_gradient(self, grad: Tensor, scales: DelayedScales | None) -> Tensor:
         """Pass on the gradient of its output."""
         if self.grad_output is None or not isinstance(grad, Tensor) or isinstance(grad, QuantizedTensor):
             return grad
-        scale = None if scales is None else scales.scale_bwd
+        scale = None if scales is None else scales.scale
         return observe(grad, self.grad_output, scale, self.into_gradient, grad)
 
 
@@ -182,7 +182,7 @@ class _Hooks:
         quantizer = _quantizer(layer, recipe, stage, "input")
         if not self.sampling or quantizer is None or isinstance(x, QuantizedTensor):
             return x
-        scale = _scale(layer, recipe, stage, "fwd")
+        scale = _scale(layer, recipe, stage)
         return _Observed.apply(x, seen, splits, quantizer, scale, getattr(layer, _INPUT))
 
     def observe_gradient(self, layer: Any, stage: Stage, out: Tensor, splits: Tensor | None = None) -> Tensor:
@@ -192,7 +192,7 @@ class _Hooks:
         unseen = not out.requires_grad or isinstance(out, QuantizedTensor)
         if not self.sampling or unseen or quantizer is None:
             return out
-        scale = _scale(layer, recipe, stage, "bwd")
+        scale = _scale(layer, recipe, stage)
         return _ObservedGradient.apply(out, splits, quantizer, scale, getattr(layer, _GRADIENT))
 
 
@@ -222,16 +222,14 @@ def _quantizer(layer: Any, recipe: Recipe | None, stage: Stage, operand: str) ->
     return quantizer.with_usage(rowwise=True, columnwise=False)
 
 
-def _scale(layer: Any, recipe: Recipe | None, stage: Stage, direction: str) -> Tensor | None:
-    """Return the scales that the casts of a stage read in a direction; None without delayed scaling."""
+def _scale(layer: Any, recipe: Recipe | None, stage: Stage) -> Tensor | None:
+    """Return the scales that the casts of a stage read; None without delayed scaling."""
     plans = {one.prefix: _plan(layer, recipe, one) for one in layer._stages}
-    plan = plans[stage.prefix]
-    delayed = plan.forward_state if direction == "fwd" else plan.backward_state
-    if delayed is None:
+    if plans[stage.prefix].delayed is None:
         return None
     # Under an autocast its first forward would. A trace reads once which rules the layer has: those of all stages.
     layer._keep_states(tuple(plans), tuple(plans.values()))
-    return getattr(layer, f"{stage.prefix}scale_{direction}")  # type: ignore[no-any-return]
+    return getattr(layer, f"{stage.prefix}scale")  # type: ignore[no-any-return]
 
 
 class Watch:
@@ -321,7 +319,7 @@ class Watch:
             weights, splits = layer._matrices(stage), None
             if quantizer is not None and not isinstance(weights[0], (GroupedTensor, QuantizedTensor)):
                 into = torch.empty_like(getattr(layer, _INPUT))
-                scale = getattr(layer, f"{stage.prefix}scale_fwd")
+                scale = getattr(layer, f"{stage.prefix}scale")
                 local = [w.to_local() if hasattr(w, "to_local") else w for w in weights]
                 weight = torch.cat([w.detach().reshape(-1, w.shape[-1]) for w in local])
                 if layer._module_type == "grouped_linear":

@@ -25,7 +25,8 @@ def _renew_columns(
     scale_ptr,
     history_ptr,
     amax_ptr,
-    scaled_max,
+    first_max,
+    last_max,
     L,
     n,
     MAXIMUM: tl.constexpr,
@@ -56,7 +57,7 @@ def _renew_columns(
         tl.debug_barrier()  # no row may be overwritten before its neighbor has been read
         tl.store(history_ptr + index * n + column[None, :], tl.where(index == 0, 0.0, kept), mask=here)
         start += ROWS
-    largest = tl.full(amax.shape, 0.0, tl.float32) + tl.cast(scaled_max, tl.float32)
+    largest = tl.where(column < n // 2, tl.cast(first_max, tl.float32), tl.cast(last_max, tl.float32))
     quotient = tl.minimum(tl.div_rn(largest, amax), _FLT_MAX)
     scale = tl.where(used & (amax > 0.0) & (amax < float("inf")), quotient, scale)
     tl.debug_barrier()  # scale and amax have been read by all threads
@@ -70,33 +71,33 @@ _POINTERS = [f"{kind}_{at}_ptr" for at in range(STATES) for kind in ("scale", "h
 
 @triton.jit(do_not_specialize_on_alignment=_POINTERS)
 def _delayed_renew_kernel(
-    scale_0_ptr, history_0_ptr, amax_0_ptr, scaled_max_0,
-    scale_1_ptr, history_1_ptr, amax_1_ptr, scaled_max_1,
-    scale_2_ptr, history_2_ptr, amax_2_ptr, scaled_max_2,
-    scale_3_ptr, history_3_ptr, amax_3_ptr, scaled_max_3,
-    scale_4_ptr, history_4_ptr, amax_4_ptr, scaled_max_4,
-    scale_5_ptr, history_5_ptr, amax_5_ptr, scaled_max_5,
-    scale_6_ptr, history_6_ptr, amax_6_ptr, scaled_max_6,
-    scale_7_ptr, history_7_ptr, amax_7_ptr, scaled_max_7,
+    scale_0_ptr, history_0_ptr, amax_0_ptr, first_0, last_0,
+    scale_1_ptr, history_1_ptr, amax_1_ptr, first_1, last_1,
+    scale_2_ptr, history_2_ptr, amax_2_ptr, first_2, last_2,
+    scale_3_ptr, history_3_ptr, amax_3_ptr, first_3, last_3,
+    scale_4_ptr, history_4_ptr, amax_4_ptr, first_4, last_4,
+    scale_5_ptr, history_5_ptr, amax_5_ptr, first_5, last_5,
+    scale_6_ptr, history_6_ptr, amax_6_ptr, first_6, last_6,
+    scale_7_ptr, history_7_ptr, amax_7_ptr, first_7, last_7,
     L, n, MAXIMUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     state = tl.program_id(1)
     if state == 0:
-        _renew_columns(scale_0_ptr, history_0_ptr, amax_0_ptr, scaled_max_0, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_0_ptr, history_0_ptr, amax_0_ptr, first_0, last_0, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 1:
-        _renew_columns(scale_1_ptr, history_1_ptr, amax_1_ptr, scaled_max_1, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_1_ptr, history_1_ptr, amax_1_ptr, first_1, last_1, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 2:
-        _renew_columns(scale_2_ptr, history_2_ptr, amax_2_ptr, scaled_max_2, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_2_ptr, history_2_ptr, amax_2_ptr, first_2, last_2, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 3:
-        _renew_columns(scale_3_ptr, history_3_ptr, amax_3_ptr, scaled_max_3, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_3_ptr, history_3_ptr, amax_3_ptr, first_3, last_3, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 4:
-        _renew_columns(scale_4_ptr, history_4_ptr, amax_4_ptr, scaled_max_4, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_4_ptr, history_4_ptr, amax_4_ptr, first_4, last_4, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 5:
-        _renew_columns(scale_5_ptr, history_5_ptr, amax_5_ptr, scaled_max_5, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_5_ptr, history_5_ptr, amax_5_ptr, first_5, last_5, L, n, MAXIMUM, ROWS, COLUMNS)
     elif state == 6:
-        _renew_columns(scale_6_ptr, history_6_ptr, amax_6_ptr, scaled_max_6, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_6_ptr, history_6_ptr, amax_6_ptr, first_6, last_6, L, n, MAXIMUM, ROWS, COLUMNS)
     else:
-        _renew_columns(scale_7_ptr, history_7_ptr, amax_7_ptr, scaled_max_7, L, n, MAXIMUM, ROWS, COLUMNS)
+        _renew_columns(scale_7_ptr, history_7_ptr, amax_7_ptr, first_7, last_7, L, n, MAXIMUM, ROWS, COLUMNS)
 
 
 _renew = Launcher(_delayed_renew_kernel, num_warps=8)
@@ -113,10 +114,10 @@ def renew(
 ) -> None:
     """Compute ``reference.delayed.renew``, eight states of one shape and algorithm in a launch; all are contiguous."""
     check_device(scales[0])
-    largest = [math.ldexp(fp8_max, -margin) for fp8_max, margin in zip(fp8_maxes, margins)]
     alike: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-    for *state, algo in zip(scales, histories, amaxes, largest, algos):
-        alike.setdefault((*state[1].shape, algo), []).append(state)
+    for at, (*state, margin, algo) in enumerate(zip(scales, histories, amaxes, margins, algos)):
+        largest = [math.ldexp(fp8_max, -margin) for fp8_max in fp8_maxes[2 * at : 2 * at + 2]]
+        alike.setdefault((*state[1].shape, algo), []).append((*state, *largest))
     for (L, n, algo), states in alike.items():
         if algo not in ("max", "most_recent"):
             raise ValueError(f"unknown amax_compute_algo {shown(algo)}; use 'max' or 'most_recent'")

@@ -1,6 +1,7 @@
 """Base classes that modules and operations share: a recipe, its state, parameters and their gradients."""
 
 from .delayed import DelayedLayer
+from .extra_state import names_apart, state_names
 from .grouped_layer import GroupedLinearLayer
 from .linear_layer import LinearLayer, Stage
 from .parameters import (

@@ -15,67 +15,52 @@ import copy
 import warnings
 from collections.abc import Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
-from ..recipe import DelayedScaling, LinearPlan, Mode, Recipe, linear_plan
+from ..recipe import DelayedScaling, LinearPlan, Recipe, linear_plan
 from ..state import OWNERS, DelayedSlots, asks_callables, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import keep_values, own_buffers, own_parameters
 from ..upstream.tensors import version_of
-from .extra_state import delayed_state, forget_first_scales, take_extra_state, without_weights, wrong_value
+from .extra_state import (
+    delayed_state,
+    forget_first_scales,
+    join_directions,
+    state_names,
+    take_extra_state,
+    wrong_value,
+)
 from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
 
-Rules = tuple[DelayedScaling | None, DelayedScaling | None]
-"""The recipes of a stage's forward and backward."""
-
 LOOK_EVERY = 32
 """Training forwards between two looks at whether parameters change and nothing renews the scales."""
-
-_DIRECTIONS: dict[str, Mode] = {"fwd": "forward", "bwd": "backward"}
-
-
-def _buffer_names(prefix: str, direction: str) -> tuple[str, str, str]:
-    """Scale, history and amax of a stage in one direction, in the order of :class:`..state.DelayedSlots`."""
-    return f"{prefix}scale_{direction}", f"{prefix}amax_history_{direction}", f"{prefix}amax_{direction}"
-
-
-class State(NamedTuple):
-    """What a layer may keep of one stage in one direction.
-
-    ``prefix``: of the stage. ``names``: of the buffers. ``slots``: they, and what renews them; None without a rule.
-    """
-
-    prefix: str
-    names: tuple[str, str, str]
-    slots: DelayedSlots | None
 
 
 class DelayedLayer(RecipeOwner):
     """Base of layers that may scale with delay.
 
-    State of a stage, a linear layer inside, is six buffers: ``scale_fwd`` (2,), ``amax_history_fwd`` (L, 2) and
-    ``amax_fwd`` (2,) for input and output; ``scale_bwd``, ``amax_history_bwd`` and ``amax_bwd`` for grad_output and
-    grad_input; fp32, under the stage's prefix. They are None until the layer is to run under delayed scaling, and in
-    the state dict from then on. A scale of 0 means that nothing was seen: the tensor is then cast with the scale of its
-    own amax. Nothing is kept of weights, which always are.
+    State of a stage, a linear layer inside, is three buffers: ``scale`` (4,), ``amax_history`` (L, 4) and ``amax``
+    (4,) of input, output, grad_output and grad_input; fp32, under the stage's prefix. They are None until the layer is
+    to run under delayed scaling, and in the state dict from then on. A scale of 0 means that nothing was seen: the
+    tensor is then cast with the scale of its own amax. Nothing is kept of weights, which always are.
     """
 
     codes_are_written: bool = False
     """An optimizer writes the quantized weights of this layer; see ``layers/written_weights.py``."""
     _stage_names: dict[str, str]
-    _delayed: dict[str, Rules]
+    _delayed: dict[str, DelayedScaling | None]  # what renews a stage
     _groups: int = 1  # slots of each tensor type
     part_of_experts: tuple[int, int] = (0, 1)  # its number, and how many parts ranks hold
     _module_type: str = "linear"  # in quantizer roles
     _reduced: bool = False  # ranks have agreed on its amax at least once
     _forwards: int = 0  # in training and eager code
-    _versions: tuple[list[int], Set[int]] = ([], frozenset())  # of scales, and of parameters under these
+    _versions: tuple[int, Set[int]] = (-1, frozenset())  # of scales, and of parameters under these
     _parallel: Any = None  # how the layer is split over ranks that join codes; None if it is not
 
     def _init_delayed(self, stage_names: dict[str, str]) -> None:
@@ -98,33 +83,24 @@ class DelayedLayer(RecipeOwner):
     def _keep_state_of(self, recipe: Recipe) -> None:
         for prefix, name in self._stage_names.items():
             plan = linear_plan(recipe, name, True, True, module_type=self._module_type)
-            self._keep_state(prefix, plan.forward_state, plan.backward_state)
+            self._keep_state(prefix, plan.delayed)
 
-    def _keep_state(
-        self,
-        prefix: str,
-        forward: DelayedScaling | None,
-        backward: DelayedScaling | None,
-        recomputed: bool = False,
-    ) -> None:
-        """Create the buffers that these need, with their history lengths; existing ones stay."""
-        wanted, known = (forward, backward), self._delayed.get(prefix)
-        if wanted == known or (wanted == (None, None) and known is not None):
+    def _keep_state(self, prefix: str, delayed: DelayedScaling | None, recomputed: bool = False) -> None:
+        """Create the buffers that a rule needs, with its history length; existing ones stay."""
+        known = self._delayed.get(prefix)
+        if delayed is None or delayed == known:
             return
-        amaxes = [own_buffers(self)[_buffer_names(prefix, direction)[2]] for direction in _DIRECTIONS]
-        missing = any(rule is not None and amax is None for rule, amax in zip(wanted, amaxes))
-        if known is not None and not missing and (recomputed or not self.training):
+        if known is not None and (recomputed or not self.training):
             return  # an evaluation changes no rule; the step follows that of the forwards
-        for delayed, direction in zip(wanted, _DIRECTIONS):
-            if delayed is not None:
-                self._fit_buffers(prefix, _buffer_names(prefix, direction), delayed)
-        # copies: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
-        self._delayed[prefix] = (copy.copy(forward), copy.copy(backward))
+        self._fit_buffers(prefix, delayed)
+        # a copy: of an object that a graph has read elsewhere, too, PyTorch 2.11 guards the fields there alone
+        self._delayed[prefix] = copy.copy(delayed)
 
     @torch.inference_mode(False)  # a layer may see inference first and then be trained
     @torch.no_grad()
-    def _fit_buffers(self, prefix: str, names: tuple[str, str, str], delayed: DelayedScaling) -> None:
-        length, slots, history = delayed.amax_history_len, 2 * self._groups, getattr(self, names[1])
+    def _fit_buffers(self, prefix: str, delayed: DelayedScaling) -> None:
+        names = state_names(prefix)
+        length, slots, history = delayed.amax_history_len, 4 * self._groups, getattr(self, names[1])
         if history is None:
             device = self._state_device(prefix)
             for name, shape in zip(names, ((slots,), (length, slots), (slots,))):
@@ -140,15 +116,15 @@ class DelayedLayer(RecipeOwner):
         """Call :meth:`_keep_state` for all stages of a forward, and return whether that is traced."""
         if while_tracing(_keep_states_while_tracing):
             for prefix, plan in zip(prefixes, plans):
-                if plan.forward_state is not None or plan.backward_state is not None:
+                if plan.delayed is not None:
                     # read to be guarded: a layer that a graph fits, too, is traced once more, and so gets the rule
-                    known = self._delayed[prefix] == (plan.forward_state, plan.backward_state)
+                    known = self._delayed[prefix] == plan.delayed
                     if self.training and not known:
                         raise RuntimeError("a layer does not know what renews it; report this with the code")
             return True
         for prefix, plan in zip(prefixes, plans):
-            if (plan.forward_state, plan.backward_state) != self._delayed.get(prefix):
-                self._keep_state(prefix, plan.forward_state, plan.backward_state, graph_task_id() != -1)
+            if plan.delayed is not None and plan.delayed != self._delayed.get(prefix):
+                self._keep_state(prefix, plan.delayed, graph_task_id() != -1)
         if PENDING:
             leave_state_to_ranks()
         return False
@@ -157,33 +133,31 @@ class DelayedLayer(RecipeOwner):
         """Return the device of a stage's weight."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its weights")
 
-    def _states(self) -> list[State]:
-        """Return the states that the layer may have, by stage and direction."""
-        states = []
+    def _states(self) -> dict[str, DelayedSlots | None]:
+        """Return the state of each stage by its prefix; None without a rule."""
+        states: dict[str, DelayedSlots | None] = {}
         for prefix in self._stage_names:
-            for rule, (direction, mode) in zip(self._delayed.get(prefix, (None, None)), _DIRECTIONS.items()):
-                names = _buffer_names(prefix, direction)
-                buffers: Any = [own_buffers(self).get(name) for name in names]
-                slots = None if rule is None else DelayedSlots(rule, mode, *buffers)
-                states.append(State(prefix, names, slots))
+            own: Any = [own_buffers(self)[name] for name in state_names(prefix)]
+            rule = self._delayed.get(prefix)
+            states[prefix] = None if rule is None else DelayedSlots(rule, rule.fp8_format.maxes, *own)
         return states
 
     def _state_names(self) -> list[str]:
-        return [name for state in self._states() for name in state.names]
+        return [name for prefix in self._stage_names for name in state_names(prefix)]
 
     @torch.inference_mode(False)
     def reset_delayed_scaling(self) -> None:
         """Start delayed scaling again, as if nothing was seen. State of an unknown recipe is dropped."""
-        for prefix, names, slots in self._states():
-            for name, buffer in zip(names, (None, None, None) if slots is None else slots[2:]):
+        for prefix, slots in self._states().items():
+            for name, buffer in zip(state_names(prefix), (None, None, None) if slots is None else slots[2:]):
                 if buffer is not None and buffer.device != self._state_device(prefix):
                     # a model on meta that was assigned weights
                     buffer = torch.empty_like(buffer, device=self._state_device(prefix))
                 own_buffers(self)[name] = buffer if buffer is None else buffer.zero_()
 
     def delayed_slots(self) -> list[DelayedSlots]:
-        """Return the state, by stage and direction, as it is to be renewed."""
-        return [state.slots for state in self._states() if state.slots is not None]
+        """Return the state, by stage, as it is to be renewed."""
+        return [slots for slots in self._states().values() if slots is not None]
 
     def follows(self, stepped: Set[int], outside: bool) -> bool:
         """Return whether an optimizer's step renews the layer: one of its parameters was stepped, or none can be."""
@@ -198,9 +172,9 @@ class DelayedLayer(RecipeOwner):
 
     def amax_to_reduce(self) -> list[tuple[int, DelayedSlots | None]]:
         """Return how many scales each state has that any rank's layer may have, and this one's, or None, to reduce."""
-        states, (own, parts) = [state.slots for state in self._states()], self.part_of_experts
+        states, (own, parts) = self._states().values(), self.part_of_experts
         kept = [None if slots is None or not slots.recipe.reduce_amax else slots for slots in states]
-        return [(2 * self._groups, slots if part == own else None) for slots in kept for part in range(parts)]
+        return [(4 * self._groups, slots if part == own else None) for slots in kept for part in range(parts)]
 
     # -- what a forward reads ----------------------------------------------------------------------------------------
 
@@ -212,7 +186,7 @@ class DelayedLayer(RecipeOwner):
         scales, delayed = [], False
         for plan in plans:
             scales.append(DelayedScales())
-            delayed = delayed or plan.forward_state is not None or plan.backward_state is not None
+            delayed = delayed or plan.delayed is not None
         if not delayed:
             return scales
         training, buffers = self.training, None
@@ -223,16 +197,11 @@ class DelayedLayer(RecipeOwner):
             if training and self._forwards % LOOK_EVERY == 0:
                 self._expect_renewal(prefixes[0])
         for prefix, plan, own in zip(prefixes, plans, scales):
-            if plan.forward_state is not None:
-                scale, amax = f"{prefix}scale_fwd", f"{prefix}amax_fwd"
-                own.scale_fwd = getattr(self, scale) if buffers is None else buffers[scale]
+            if plan.delayed is not None:
+                scale, amax = f"{prefix}scale", f"{prefix}amax"
+                own.scale = getattr(self, scale) if buffers is None else buffers[scale]
                 if collects:
-                    own.amax_fwd = getattr(self, amax) if buffers is None else buffers[amax]
-            if plan.backward_state is not None:
-                scale, amax = f"{prefix}scale_bwd", f"{prefix}amax_bwd"
-                own.scale_bwd = getattr(self, scale) if buffers is None else buffers[scale]
-                if collects:
-                    own.amax_bwd = getattr(self, amax) if buffers is None else buffers[amax]
+                    own.amax = getattr(self, amax) if buffers is None else buffers[amax]
         return scales
 
     def _expect_renewal(self, prefix: str) -> None:
@@ -240,14 +209,14 @@ class DelayedLayer(RecipeOwner):
 
         Versions tell of both. Those of parameters that FSDP gathers or a fused step writes do not move.
         """
-        known = [own_buffers(self)[f"{prefix}scale_{direction}"] for direction in _DIRECTIONS]
-        scales = [version_of(scale) for scale in known if scale is not None]
+        scale = own_buffers(self)[f"{prefix}scale"]
         parameters = [one for one in own_parameters(self).values() if one is not None]
-        if any(one.is_inference() for one in parameters) or is_managed(self):
+        if scale is None or any(one.is_inference() for one in parameters) or is_managed(self):
             return
+        version = version_of(scale)
         before, seen = self._versions
-        seen = {*(seen if scales == before else ()), sum(map(version_of, parameters))}
-        self.__dict__["_versions"] = scales, seen
+        seen = {*(seen if version == before else ()), sum(map(version_of, parameters))}
+        self.__dict__["_versions"] = version, seen
         if len(seen) > 2:
             warn_of_no_renewal(type(self).__name__)
 
@@ -272,22 +241,23 @@ class DelayedLayer(RecipeOwner):
     ) -> None:
         names, state_dict = self._state_names(), dict(state_dict)
         extra = take_extra_state(state_dict, prefix)
+        join_directions(state_dict, prefix, self._stage_names, self._groups)
         saved = [name for name in names if prefix + name in state_dict]
         if extra and not saved and (self._recipe is None or self.delayed_slots()):
             read = delayed_state(extra, sorted(self._stage_names), self._groups)
             state_dict.update({prefix + name: tensor for name, tensor in read.items()})
             saved = list(read)
-        for state in self._states():
-            error_msgs += self._adopt(state.names, state_dict, prefix)
+        for stage in self._stage_names:
+            error_msgs += self._adopt(state_names(stage), state_dict, prefix)
         known = [name for name in names if own_buffers(self)[name] is not None]
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for state in self._states():
+        for stage in self._stage_names:
             if saved:
-                forget_first_scales(*(own_buffers(self)[name] for name in state.names))
-            if state.slots is not None:  # a history in this recipe's length
-                self._fit_buffers(state.prefix, state.names, state.slots.recipe)
+                forget_first_scales(*(own_buffers(self)[name] for name in state_names(stage)))
+            if rule := self._delayed.get(stage):  # a history in this recipe's length
+                self._fit_buffers(stage, rule)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
             warnings.warn(  # Python shows equal texts once
@@ -298,16 +268,13 @@ class DelayedLayer(RecipeOwner):
 
     @torch.inference_mode(False)
     def _adopt(self, keys: tuple[str, ...], state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Make room for the saved state of one direction: a run that saved it knew the layer to be delayed.
+        """Make room for the saved state of one stage: a run that saved it knew the layer to be delayed.
 
         Returns:
             what is wrong with it.
         """
-        groups, width = self._groups, 2 * self._groups
+        width = 4 * self._groups
         saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
-        for key, tensor in saved.items() if keys[0].endswith("_fwd") else ():
-            if tensor.shape[-1:] == (3 * groups,):  # weights had slots before
-                saved[key] = state_dict[prefix + key] = without_weights(tensor, groups)
         if saved and len(saved) < len(keys):
             return [
                 f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
@@ -343,6 +310,6 @@ def _keep_states_while_tracing(context: Any) -> None:
     layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
     if is_in_backward():  # a recomputation: the step follows the rule of the forwards
         for prefix, rule in layer._delayed.items():
-            at_end_of_backward(partial(layer._keep_state, prefix, *rule))
+            at_end_of_backward(partial(layer._keep_state, prefix, rule))
     for prefix, plan in zip(prefixes, plans):
-        layer._keep_state(prefix, plan.forward_state, plan.backward_state)
+        layer._keep_state(prefix, plan.delayed)

@@ -6,6 +6,7 @@ import collections
 import io
 import pickle
 import warnings
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -93,9 +94,9 @@ def delayed_state(extra: dict[str, Tensor], stages: list[str], groups: int) -> d
         stages: prefixes in the order of the layer's GEMMs.
         groups: of each stage.
     Returns:
-        those of the directions that are there in the layer's sizes, with slots of weights.
+        those of the directions that are there in the layer's sizes.
     """
-    ours = {}
+    ours: dict[str, Tensor] = {}
     for direction, width in (("fwd", 3 * groups), ("bwd", 2 * groups)):
         scale, history = extra.get(f"scale_{direction}"), extra.get(f"amax_history_{direction}")
         total = width * len(stages)
@@ -106,12 +107,30 @@ def delayed_state(extra: dict[str, Tensor], stages: list[str], groups: int) -> d
             ours[f"{stage}scale_{direction}"] = scale[own].float()
             ours[f"{stage}amax_history_{direction}"] = history[:, own].float()
             ours[f"{stage}amax_{direction}"] = history[0, own].float().clone()
+    join_directions(ours, "", stages, groups)
     return ours
 
 
-def without_weights(state: Tensor, groups: int) -> Tensor:
-    """Return a forward's state (..., 3 * groups) of inputs, weights and outputs without that of weights."""
-    return torch.cat([state[..., :groups], state[..., 2 * groups :]], -1)
+def state_names(prefix: str) -> tuple[str, str, str]:
+    """Scale, history and amax of a stage, in the order of :class:`..state.DelayedSlots`."""
+    return f"{prefix}scale", f"{prefix}amax_history", f"{prefix}amax"
+
+
+def names_apart(prefix: str) -> tuple[str, ...]:
+    """The same where each direction has its own, as in Transformer Engine, and in checkpoints of earlier versions."""
+    return tuple(f"{name}_{direction}" for name in state_names(prefix) for direction in ("fwd", "bwd"))
+
+
+def join_directions(state: dict[str, Any], prefix: str, stages: Iterable[str], groups: int) -> None:
+    """Join the state of stages that a state dict has by :func:`names_apart`; nothing was seen of what is not there."""
+    for name in (name for stage in stages for name in state_names(prefix + stage)):
+        forward, backward = state.pop(f"{name}_fwd", None), state.pop(f"{name}_bwd", None)
+        if forward is not None and forward.shape[-1:] == (3 * groups,):  # with slots of weights
+            forward = torch.cat([forward[..., :groups], forward[..., 2 * groups :]], -1)
+        known = backward if forward is None else forward
+        if known is not None:
+            nothing = known.new_zeros(*known.shape[:-1], 2 * groups)
+            state[name] = torch.cat([nothing if half is None else half for half in (forward, backward)], -1)
 
 
 def wrong_value(name: str, saved: Tensor) -> float | None:

@@ -493,9 +493,9 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
         """Collect the amax of the input under an autocast that only calibrates."""
         plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
-        if plan.forward_state is not None:
+        if plan.delayed is not None:
             self._keep_states((stage.prefix,), (plan,))
-            amax = getattr(self, f"{stage.prefix}amax_fwd")
+            amax = getattr(self, f"{stage.prefix}amax")
             calibrate_(plain(inp).detach(), None, amax)
 
     def _with_bias_behind(self, out: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ def head_plan(recipe: Recipe, hidden: Tensor, weight: Tensor) -> LinearPlan:
     wants = recording and hidden.requires_grad, recording and weight.requires_grad
     plan = linear_plan(recipe, "", *wants, module_type="linear")
     name = type(recipe).__name__
-    if plan.forward_state is not None or plan.backward_state is not None:
+    if plan.delayed is not None:
         raise ValueError(
             f"linear_cross_entropy: recipe is {name}, whose scales are state of a layer, and a function keeps none; "
             "use 'current' or 'block'"

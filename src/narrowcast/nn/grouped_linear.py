@@ -215,7 +215,7 @@ class GroupedLinear(GroupedLinearLayer):
         plan = linear_plan(recipe, self.name, True, True, module_type=self._module_type)
         if plan.input.unseen is not None:
             self._keep_states(("",), (plan,))
-            calibrate_(x.detach(), splits, self.amax_fwd)
+            calibrate_(x.detach(), splits, self.amax)
 
 
 def _chosen(own: bool | None, common: bool) -> bool:

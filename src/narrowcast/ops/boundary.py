@@ -79,7 +79,7 @@ class Call:
         operand, scales = self.input_operands[at], self.scales[at]
         if operand is None or scales is None:
             return None if operand is None else ScaledOperand(operand)
-        return ScaledOperand(operand, scales.scale_fwd, scales.amax_fwd)
+        return ScaledOperand(operand, scales.scale, scales.amax)
 
     def wanted_grad_inputs(
         self, scales_bwd: Sequence[Tensor | None] | None = None
@@ -98,7 +98,7 @@ class Call:
                 wanted.append(ScaledOperand(operand))
             else:
                 scale = None if scales_bwd is None else scales_bwd[index - 1]
-                wanted.append(ScaledOperand(operand, scale, scales.amax_bwd))
+                wanted.append(ScaledOperand(operand, scale, scales.amax))
         return wanted
 
     def backward_args(self, index: int, stored: LinearBwdArgs) -> LinearBwdArgs:
@@ -106,7 +106,7 @@ class Call:
         if self.key is None:
             return stored
         own: Any = self.arguments[index]["args"]
-        return stored._replace(amax_bwd=own.scales.amax_bwd, wgrad=own.wgrad)
+        return stored._replace(amax=own.scales.amax, wgrad=own.wgrad)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +168,7 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
     if ctx is None:  # a reentrant checkpoint hands on what it gets
         out = x if views_input else x.detach()
         return (out, *to_caller) if to_caller else out
-    scales_bwd = [None if scales is None else scales.scale_bwd for scales in call.scales]
+    scales_bwd = [None if scales is None else scales.scale for scales in call.scales]
     ctx.save_for_backward(*scales_bwd, *saved)
     ctx.call, ctx.kept, ctx.replays = call, kept, forward is not _forward
     # for those who look at the node: what the backward of the first linear operation reads
@@ -244,7 +244,7 @@ def _taken_off(contexts: list[OperationContext], state: bool) -> tuple[list[Tens
         if state:
             context.scales = context.prev_op_grad_output_quantizer = None
             if "backward_args" in vars(context):
-                context.backward_args = context.backward_args._replace(amax_bwd=None, wgrad=TO_AUTOGRAD)
+                context.backward_args = context.backward_args._replace(amax=None, wgrad=TO_AUTOGRAD)
     flat, objects = prepare_for_saving(*to_save)
     return flat, Kept(contexts, ranges, objects)
 
@@ -278,7 +278,7 @@ def _replayed_backward(ctx: Any, grads: Sequence[Tensor], saved: Sequence[Tensor
     for arguments in ctx.call.arguments:
         if "args" in arguments:
             scales, wgrad = arguments["args"].scales, arguments["args"].wgrad
-            tensors += [scales.amax_bwd, wgrad.main_grad]
+            tensors += [scales.amax, wgrad.main_grad]
             values += [wgrad.overwrite, wgrad.dummy]
     return replay_of(_backward, tensors, (), ctx.kept, len(grads), *values)
 
@@ -297,7 +297,7 @@ def _restored(call: Call, kept: Kept, saved: list[Any]) -> list[Any]:
     for index, (context, (begin, end)) in enumerate(zip(kept.contexts, kept.ranges)):
         scales = call.scales[index]
         if scales is not None:
-            scales = DelayedScales(None, None, scales_bwd[index], scales.amax_bwd)
+            scales = DelayedScales(scales_bwd[index], scales.amax)
         view: Any = RestoredContext(context, tuple(tensors[begin:end]), wanted[index], scales)
         if call.key is not None and "backward_args" in vars(context):
             view.backward_args = call.backward_args(index, context.backward_args)

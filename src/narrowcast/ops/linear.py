@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import a_kind, flags
+from ..layers import names_apart, state_names
 from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.collective import AllReduce, ReduceScatter
@@ -146,9 +147,7 @@ def _names_of_a_module(state_dict: dict[str, Any], prefix: str) -> dict[str, str
     """Return keys of the form that :class:`narrowcast.Linear` writes -> those of the operations."""
     names = {prefix + "weight": prefix + "basic_ops.0.weight", prefix + "bias": prefix + "basic_ops.1.bias"}
     renamed = {theirs: ours for theirs, ours in names.items() if theirs in state_dict}
-    for buffer in ("scale", "amax_history", "amax"):
-        for direction in ("fwd", "bwd"):
-            name = f"{buffer}_{direction}"
-            if prefix + name in state_dict:
-                renamed[prefix + name] = f"{prefix}basic_ops.0.{name}"
+    for name in (*state_names(""), *names_apart("")):
+        if prefix + name in state_dict:
+            renamed[prefix + name] = f"{prefix}basic_ops.0.{name}"
     return renamed

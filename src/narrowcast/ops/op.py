@@ -148,7 +148,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
 
     def _state_arguments(self, plan: Any) -> dict[str, Any]:
         """Return those of :meth:`forward_arguments` that a plan's delayed scaling reads."""
-        if plan.forward_state is None and plan.backward_state is None:
+        if plan.delayed is None:
             return {}
         return {"scales": self._scales_of(("",), (plan,))[0]}
 
@@ -160,7 +160,7 @@ class BasicOperation(FusibleOperation, DelayedLayer, framework_base=True):
     def _keep_state_of(self, recipe: Recipe) -> None:
         if self._stage_names:
             plan = operation_plan(recipe, self)
-            self._keep_state("", plan.forward_state, plan.backward_state)
+            self._keep_state("", plan.delayed)
 
     def _state_device(self, prefix: str) -> torch.device:
         own = next(self.parameters(), None)

@@ -9,7 +9,7 @@ from typing import Any
 from .._determinism import DETERMINISM
 from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import Operand
-from ..recipe import DelayedScaling, Recipe, eager_only, remember, with_first_scales
+from ..recipe import DelayedScaling, Recipe, eager_only, remember, resolve_both
 from ..roles import QuantizerRole
 from .contract import BasicOperationLike
 
@@ -20,8 +20,7 @@ class OperationPlan:
 
     forward: tuple[Operand, ...]
     backward: tuple[Operand, ...]
-    forward_state: DelayedScaling | None
-    backward_state: DelayedScaling | None
+    delayed: DelayedScaling | None
 
 
 def operation_plan(recipe: Recipe, op: BasicOperationLike) -> OperationPlan:
@@ -54,11 +53,7 @@ def _key(roles: _Roles, batch_invariant: int) -> str:
 
 
 def _build(recipe: Recipe, roles: _Roles, batch_invariant: int) -> OperationPlan:
-    forward, forward_state = recipe.resolve("forward", roles[0])
-    backward, backward_state = recipe.resolve("backward", roles[1])
-    if batch_invariant:
-        forward = with_first_scales(forward, forward_state, "forward")
-        backward = with_first_scales(backward, backward_state, "backward")
+    forward, backward, delayed = resolve_both(recipe, roles[0], roles[1], batch_invariant > 0)
     for some in (forward, backward):
         slots = [quantizer.slot for quantizer in some if quantizer._is_delayed()]  # type: ignore[attr-defined]
         if len(set(slots)) < len(slots):
@@ -67,7 +62,7 @@ def _build(recipe: Recipe, roles: _Roles, batch_invariant: int) -> OperationPlan
                 "have get_quantizer_roles tell different tensor types"
             )
     operands = [tuple([Operand.of(quantizer) for quantizer in some]) for some in (forward, backward)]
-    return OperationPlan(operands[0], operands[1], forward_state, backward_state)
+    return OperationPlan(operands[0], operands[1], delayed)
 
 
 def _remember_while_tracing(context: Any) -> None:

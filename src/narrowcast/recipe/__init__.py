@@ -26,7 +26,7 @@ from .delayed import (
     QuantizerRequest,
     first_scale,
     fp8_max,
-    with_first_scales,
+    resolve_both,
 )
 from .mx import MXFP4BlockScaling, MXFP6BlockScaling, MXFP8BlockScaling
 from .names import ALIASES, NAMES, nearest_recipe, recipe_from_name, recipe_name
@@ -66,7 +66,7 @@ __all__ = [
     "recipes_from_json",
     "recipes_to_json",
     "remember",
+    "resolve_both",
     "share_plans",
     "tensor_type_at",
-    "with_first_scales",
 ]

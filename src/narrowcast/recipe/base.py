@@ -50,6 +50,7 @@ class Format(enum.Enum):
         element: the element format of forward tensors.
         max_fwd: largest value of forward tensors.
         max_bwd: largest value of backward tensors.
+        maxes: both.
     """
 
     E2M1 = _Name("E2M1")
@@ -63,6 +64,7 @@ class Format(enum.Enum):
         self.element: ElementFormat = _ELEMENTS["E4M3" if name == "HYBRID" else name]
         self.max_fwd: float = self.element.max
         self.max_bwd: float = E5M2.max if name == "HYBRID" else self.element.max
+        self.maxes = self.max_fwd, self.max_bwd
 
 
 def check_flags(settings: Any, names: Sequence[str]) -> None:
@@ -118,8 +120,8 @@ _TENSOR_TYPES: dict[str, tuple[str, ...]] = {
     "backward": BACKWARD_TENSOR_TYPES,
 }
 
-DELAYED_SLOTS = {"input": 0, "output": 1, "grad_output": 0, "grad_input": 1}
-"""Positions in a layer's state of delayed scaling, per direction."""
+DELAYED_SLOTS = {"input": 0, "output": 1, "grad_output": 2, "grad_input": 3}
+"""Positions in a layer's state of delayed scaling."""
 
 
 def tensor_type_at(mode: Mode, slot: int, role: QuantizerRole | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .._checks import is_one_of, shown
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
+from ..roles import QuantizerRole
 from .base import (
     DELAYED_SLOTS,
     AmaxAlgorithm,
@@ -125,16 +126,30 @@ def delayed_quantizer(recipe: DelayedScaling, tensor_type: str) -> Quantizer:
     )
 
 
-def with_first_scales(
-    quantizers: Sequence[Quantizer], recipe: DelayedScaling | None, mode: Mode
-) -> list[Quantizer]:
-    """Return quantizers that begin with :func:`first_scale`, where these begin with the tensors' own amaxes.
+def resolve_both(
+    recipe: Recipe, forward: Sequence[QuantizerRole], backward: Sequence[QuantizerRole], joins: bool
+) -> tuple[list[Quantizer], list[Quantizer], DelayedScaling | None]:
+    """Return the quantizers of both directions of a layer, and the recipe that renews delayed ones.
 
-    For codes of several ranks that are joined, so that ranks cannot take the scales of their own tensors; nor can
-    batches, in the batch-invariant mode.
+    Args:
+        joins: ranks or batches join their codes, so that these cannot begin with scales of their own amaxes. They begin
+            with :func:`first_scale`.
+    Raises:
+        ValueError: the directions are to be renewed by different rules.
     """
-    told = {"unseen": first_scale(recipe, mode)} if recipe else {}
-    return [one.replace(**told) if isinstance(one, DelayedFloat8Quantizer) else one for one in quantizers]
+    one, rule = recipe.resolve("forward", forward)
+    other, rule_of_other = recipe.resolve("backward", backward)
+    rule = rule or rule_of_other
+    if rule_of_other not in (None, rule):
+        raise ValueError(
+            f"the delayed-scaling requests of one layer must be equal, got {rule} forward and {rule_of_other} backward"
+        )
+    if joins and rule is not None:
+        one, other = (
+            [x.replace(unseen=scale) if isinstance(x, DelayedFloat8Quantizer) else x for x in some]
+            for some, scale in ((one, first_scale(rule, "forward")), (other, first_scale(rule, "backward")))
+        )
+    return one, other, rule
 
 
 DelayedScalingRequest = QuantizerRequest = DelayedScaling

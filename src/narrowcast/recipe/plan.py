@@ -21,7 +21,7 @@ from .._tracing import refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer
 from ..roles import QuantizerRole
 from .base import remember
-from .delayed import with_first_scales
+from .delayed import resolve_both
 
 if TYPE_CHECKING:
     from .base import Recipe
@@ -49,8 +49,8 @@ class LinearPlan:
     quantizes the weight once more, so that nothing but the parameter is saved; None if that would not give the same
     codes, or there is no such backward. ``kept_weight``: in both directions, for a weight that serves
     several microbatches. ``original_input``: column-wise alone, for a backward that quantizes the input again
-    (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``forward_state``,
-    ``backward_state``: the delayed scaling that renews the state of each direction; None if the layer keeps none.
+    (``save_original_input``). ``output``, ``grad_input``: what the layer hands to its neighbors. ``delayed``: the
+    delayed scaling that renews the layer's state; None if it keeps none.
     ``eager_only``: why it cannot be part of a graph, "" where it can. ``batch_invariant``: not 0 if a row of the output
     has the same bits in every batch, and then on so many processes (:func:`narrowcast.set_deterministic`).
     ``weight_once``: the plan with ``kept_weight`` instead of ``weight`` and ``dgrad_weight``, where these differ: for
@@ -76,8 +76,7 @@ class LinearPlan:
     fast_dgrad: bool = False
     fast_wgrad: bool = False
     save_original_input: bool = False
-    forward_state: DelayedScaling | None = None
-    backward_state: DelayedScaling | None = None
+    delayed: DelayedScaling | None = None
     eager_only: str = ""
     batch_invariant: int = 0
     saves_codes: bool = False
@@ -172,11 +171,7 @@ def _build(
     if not hands_over:
         kinds = (("input", "weight"), ("grad_output",))
     roles = [[QuantizerRole(module_type, kind, name) for kind in some] for some in kinds]
-    forward, forward_state = recipe.resolve("forward", roles[0])
-    backward, backward_state = recipe.resolve("backward", roles[1])
-    if joins or batch_invariant:
-        forward = with_first_scales(forward, forward_state, "forward")
-        backward = with_first_scales(backward, backward_state, "backward")
+    forward, backward, delayed = resolve_both(recipe, roles[0], roles[1], joins or batch_invariant > 0)
     override = recipe.backward_override
     inp, weight, grad = *forward[:2], backward[0]
     if batch_invariant:
@@ -211,8 +206,7 @@ def _build(
         fast_wgrad=not recipe.fp8_gemm_wgrad.use_split_accumulator,
         save_original_input=save_original_input,
         saves_codes=recipe.saved_activations == "fp8",
-        forward_state=forward_state,
-        backward_state=backward_state,
+        delayed=delayed,
         eager_only=eager_only([inp, weight, grad, *forward[2:], *backward[1:]]),
         batch_invariant=batch_invariant,
         few_rows=0 if needs_input or needs_weight or batch_invariant else _few_rows(recipe, inp),

@@ -21,7 +21,7 @@ def update(
     scale: Tensor,
     history: Tensor,
     *,
-    fp8_max: float,
+    fp8_max: float | Tensor,
     margin: int,
     algo: AmaxAlgorithm,
     always_roll: bool = False,
@@ -33,7 +33,7 @@ def update(
     Args:
         scale: fp32 [n], the scales of the step that ended.
         history: fp32 (L, n).
-        fp8_max: the largest value of the element format.
+        fp8_max: the largest value of the element format; of each tensor its own if it is fp32 [n].
         margin: the default scale is 2**-margin below the one that maps amax to ``fp8_max``.
         algo: "max" over the whole history, "most_recent", or a function from the history (row 0 the newest amax) to
             amaxes [n].
@@ -61,7 +61,7 @@ def update(
     if scale_algo is None:
         new_scale = scale_from_amax(amax, scale, fp8_max, margin)
     else:
-        new_scale = scale_algo(amax, scale, torch.full_like(scale, fp8_max), recipe)
+        new_scale = scale_algo(amax, scale, torch.ones_like(scale) * fp8_max, recipe)
     if always_roll:
         return new_scale, _rolled(history)
     used = history[0] != 0.0
@@ -74,10 +74,15 @@ def _rolled(history: Tensor) -> Tensor:
     return rolled
 
 
-def scale_from_amax(amax: Tensor, scale: Tensor, fp8_max: float, margin: int) -> Tensor:
+def scale_from_amax(amax: Tensor, scale: Tensor, fp8_max: float | Tensor, margin: int) -> Tensor:
     """Return the scale that maps ``amax`` to ``fp8_max * 2**-margin``; ``scale`` if ``amax`` is 0, infinite or NaN."""
-    quotient = torch.full_like(amax, math.ldexp(fp8_max, -margin)).div_(amax).clamp_(max=FLT_MAX)
+    quotient = (torch.ones_like(amax) * fp8_max * 2.0**-margin).div_(amax).clamp_(max=FLT_MAX)
     return torch.where((amax > 0.0) & (amax < math.inf), quotient, scale)
+
+
+def of_halves(like: Tensor, first: float, rest: float) -> Tensor:
+    """Return a vector with one number in its first n // 2 places, and another in the rest."""
+    return torch.where(torch.arange(len(like), device=like.device) < len(like) // 2, first, rest)
 
 
 def renew(
@@ -94,16 +99,15 @@ def renew(
     Args:
         scales, amaxes: fp32 (n,) each.
         histories: fp32 (L, n).
-        fp8_maxes, margins, algos: as :func:`update`.
+        margins, algos: as :func:`update`. fp8_maxes: two for each state, of its first n // 2 tensors and of the rest.
 
     Raises:
         ValueError: an unknown ``algo``.
     """
-    for scale, history, amax, fp8_max, margin, algo in zip(
-        scales, histories, amaxes, fp8_maxes, margins, algos
-    ):
+    for at, (scale, history, amax) in enumerate(zip(scales, histories, amaxes)):
+        rule = {"fp8_max": of_halves(scale, *fp8_maxes[2 * at : 2 * at + 2]), "margin": margins[at]}
         history[0].copy_(amax.nan_to_num(nan=0.0, posinf=0.0))
-        renewed_scale, renewed_history = update(scale, history, fp8_max=fp8_max, margin=margin, algo=algo)
+        renewed_scale, renewed_history = update(scale, history, algo=algos[at], **rule)
         scale.copy_(renewed_scale)
         history.copy_(renewed_history)
         amax.zero_()

@@ -106,7 +106,7 @@ def _pieces(matrix: Matrix, dtypes: dict[int, torch.dtype]) -> list[Piece]:
 
 def input_scales(layer: Any, stage: Stage) -> Tensor:
     """Return the scales of delayed scaling that the inputs of this rank's groups are multiplied by, fp32; 0 is none."""
-    scales = getattr(layer, f"{stage.prefix}scale_fwd")
+    scales = getattr(layer, f"{stage.prefix}scale")
     if scales is None:
         return torch.zeros(layer._groups, dtype=torch.float32, device=layer._parts_of(stage.weight)[0].device)
     return scales[: layer._groups]

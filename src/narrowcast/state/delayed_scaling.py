@@ -20,18 +20,19 @@ from .. import reference
 from .._checks import article
 from ..functional import renew_delayed_scaling
 from ..functional.collectives import group_size
-from ..recipe import DelayedScaling, Mode, fp8_max
+from ..recipe import DelayedScaling
 
 
 class DelayedSlots(NamedTuple):
-    """State of one layer in one direction.
+    """State of the tensors of one layer.
 
-    ``recipe``: what renews it. ``scale`` (n,), 0 for a tensor of which nothing was seen yet, ``amax_history`` (L, n),
-    row 0 for the step that runs, ``amax`` (n,), what that step has collected: fp32.
+    ``recipe``: what renews it. ``fp8_maxes``: of the elements of the first n // 2 tensors, and of the rest. ``scale``
+    (n,), 0 for a tensor of which nothing was seen yet, ``amax_history`` (L, n), row 0 for the step that runs, ``amax``
+    (n,), what that step has collected: fp32.
     """
 
     recipe: DelayedScaling
-    mode: Mode
+    fp8_maxes: tuple[float, float]
     scale: Tensor
     amax_history: Tensor
     amax: Tensor
@@ -47,10 +48,8 @@ _SAID: set[str] = set()
 
 
 @torch.no_grad()
-def renew(
-    owners: Iterable[Any], modes: Sequence[Mode] = ("forward", "backward"), unless: Tensor | None = None
-) -> None:
-    """Renew the scales of directions from the amax that was collected, in a few launches for all of a device.
+def renew(owners: Iterable[Any], unless: Tensor | None = None) -> None:
+    """Renew scales from the amax that was collected, in a few launches for all of a device.
 
     What collected nothing keeps history and scale. An amax that is infinite or NaN tells nothing either: of a step
     that a ``GradScaler`` skips it would stand in the history for long.
@@ -61,7 +60,7 @@ def renew(
     by_device: dict[torch.device, list[DelayedSlots]] = {}
     for owner in owners:
         for slots in owner.delayed_slots():
-            if slots.mode in modes and not slots.scale.is_meta:
+            if not slots.scale.is_meta:
                 by_device.setdefault(slots.scale.device, []).append(slots)
     for device, group in by_device.items():
         amaxes = [slots.amax for slots in group]
@@ -75,7 +74,7 @@ def renew(
                 [slots.scale for slots in fused],
                 [slots.amax_history for slots in fused],
                 [slots.amax for slots in fused],
-                [fp8_max(slots.recipe, slots.mode) for slots in fused],
+                [largest for slots in fused for largest in slots.fp8_maxes],
                 [slots.recipe.margin for slots in fused],
                 [slots.recipe.amax_compute_algo for slots in fused],
             )
@@ -97,7 +96,7 @@ def _renew_with_callables(slots: DelayedSlots) -> None:
     scale, history = reference.delayed.update(
         torch.where(slots.scale == 0.0, 1.0, slots.scale),
         torch.cat([amax[None], slots.amax_history[1:]]),
-        fp8_max=fp8_max(recipe, slots.mode),
+        fp8_max=reference.delayed.of_halves(amax, *slots.fp8_maxes),
         margin=recipe.margin,
         algo=recipe.amax_compute_algo,
         always_roll=True,

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._checks import a_kind, shown
 from .._device import default_device
 from ..quantizers import Float8Quantizer, Quantizer
-from ..recipe import DelayedScaling, Mode, Recipe, first_scale, tensor_type_at
+from ..recipe import DelayedScaling, Mode, Recipe, first_scale, fp8_max, tensor_type_at
 from ..roles import QuantizerRole
 from .delayed_scaling import OWNERS, DelayedSlots
 
@@ -164,7 +164,8 @@ class RecipeState:
         shape, first = (self.num_quantizers,), first_scale(delayed, self.mode)
         scale = torch.full(shape, first, dtype=torch.float32, device=self.device)
         history = scale.new_zeros(delayed.amax_history_len, self.num_quantizers)
-        self._slots = DelayedSlots(delayed, self.mode, scale, history, torch.zeros_like(scale))
+        largest = fp8_max(delayed, self.mode)
+        self._slots = DelayedSlots(delayed, (largest, largest), scale, history, torch.zeros_like(scale))
 
 
 class DelayedScalingRecipeState(RecipeState):

@@ -50,5 +50,5 @@ def wanted_by(op: Any, mode: str) -> ops.ScaledOperand:
     """How an operation wants its input, or the gradient of its output, as a fuser would hand that on."""
     scales = op.forward_arguments(True, True).get("scales") or DelayedScales()
     if mode == "forward":
-        return ops.ScaledOperand(op.get_input_quantizer(), scales.scale_fwd, scales.amax_fwd)
-    return ops.ScaledOperand(op.get_grad_output_quantizer(), scales.scale_bwd, scales.amax_bwd)
+        return ops.ScaledOperand(op.get_input_quantizer(), scales.scale, scales.amax)
+    return ops.ScaledOperand(op.get_grad_output_quantizer(), scales.scale, scales.amax)

@@ -74,7 +74,7 @@ class Wants(BasicOperation):
 
     def quantized(self, ctx: Any, grad_output: torch.Tensor) -> QuantizedTensorStorage:
         scales = ctx.scales or DelayedScales()
-        return ScaledOperand(ctx.own, scales.scale_bwd, scales.amax_bwd).quantize(grad_output)
+        return ScaledOperand(ctx.own, scales.scale, scales.amax).quantize(grad_output)
 
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
         if ctx.own is not None:

@@ -136,8 +136,8 @@ def test_the_first_step_under_delayed_scaling_has_scales_of_its_batch(
     config = replace(config, recipe="delayed", accumulate=2)
     trainer = Trainer(config, corpus)
     loss = trainer.step(0)
-    layers = [one for one in trainer.model.modules() if getattr(one, "scale_bwd", None) is not None]
-    assert layers and all(one.scale_fwd[0] != 16.0 and one.scale_bwd[0] != 65536.0 for one in layers)
+    layers = [one for one in trainer.model.modules() if getattr(one, "scale", None) is not None]
+    assert layers and all(one.scale[0] != 16.0 and one.scale[2] != 65536.0 for one in layers)
     current = Trainer(replace(config, recipe="current"), corpus)
     assert torch.allclose(loss, current.step(0), rtol=1e-3)
 

@@ -188,7 +188,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
     def forward_arguments(self, requires_grad: bool, input_requires_grad: bool) -> dict[str, Any]:
         plan = self._plan_of(self._recipe_in_force(), requires_grad, input_requires_grad)
         scales = None
-        if plan.forward_state is not None or plan.backward_state is not None:
+        if plan.delayed is not None:
             scales = self._scales_of(("",), (plan,))[0]
         weight, kind = self.weight, self.weight.device.type
         dtype = weight.dtype
@@ -273,7 +273,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         saved: Any = ctx.saved_tensors
         count = args.saved_input[0]
         inp, rest = list(saved[:count]), list(saved[count + 1 :])
-        scale = None if ctx.scales is None else ctx.scales.scale_bwd
+        scale = None if ctx.scales is None else ctx.scales.scale
         # codes that were made for this layer are freed once they are read
         grads: list[Any] = [grad_output if isinstance(grad_output, Tensor) else grad_output.take()]
         backward = _replay_of(linear_backward, grads[0], args.plan.grad_output, [*inp, *rest, scale], args)

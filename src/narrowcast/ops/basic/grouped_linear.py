@@ -243,12 +243,12 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
             biases: list[Any] = list(tensors[2 : self.input_position])
             grad_scales = (_grad_of_scales(dy, biases, splits, scales),)
         del tensors  # the GEMMs let go of each operand once it is read
-        scale_bwd = None if ctx.scales is None else ctx.scales.scale_bwd
+        scale = None if ctx.scales is None else ctx.scales.scale
         groups = ctx.groups
         if inside and groups.dgrad_out is None:
             groups = replace(groups, covered=True)
         grad_input, grads = grouped_backward(
-            ctx.backward_args, groups, dy, splits, saved, scale_bwd, scales, activation
+            ctx.backward_args, groups, dy, splits, saved, scale, scales, activation
         )
         if grad_input is not None:
             grad_input = grad_input.view(*grad_output.shape[:-1], self.in_features).to(ctx.input_dtype)

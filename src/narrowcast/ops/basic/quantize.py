@@ -104,7 +104,7 @@ class Quantize(BasicOperation):
         if not (self.quantizes_forward and chosen.quantized):
             return x, ()
         state: DelayedScales = arguments.get("scales") or DelayedScales()
-        own = ScaledOperand(chosen.input, state.scale_fwd, state.amax_fwd)
+        own = ScaledOperand(chosen.input, state.scale, state.amax)
         if next_op_input_quantizer is None and chosen.input.value and can_return_quantized():
             quantizer = chosen.input.quantizer.with_usage(rowwise=True, columnwise=arguments["columnwise"])
             return quantizer._assemble(quantize(x, quantizer, *own.state(x)), tuple(x.shape), x.dtype), ()
@@ -131,7 +131,7 @@ class Quantize(BasicOperation):
         if ctx.operand is None:
             return grad, ()
         scales = ctx.scales or DelayedScales()
-        own = ScaledOperand(ctx.operand, scales.scale_bwd, scales.amax_bwd)
+        own = ScaledOperand(ctx.operand, scales.scale, scales.amax)
         return _rounded(grad, ctx.prev_op_grad_output_quantizer, own), ()
 
 
