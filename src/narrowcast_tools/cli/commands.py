@@ -86,6 +86,8 @@ def _command(
         def run(**given: Any) -> Any:
             if check is not None:
                 check(given)
+            if "context" in given:  # whose paths are text in typer 0.27
+                given["context"].params.update((name, given[name]) for name in given["context"].params)
             return getattr(import_module(f"narrowcast_tools.{module}"), declaration.__name__)(**given)
 
     return declare
