@@ -229,7 +229,7 @@ def _operations() -> Calls:
     yield "ops.OperationFuser", *_every_option(nc.ops.OperationFuser, ops=[linear])
     for name in ("register_forward_fusion", "register_backward_fusion", "unregister_fusion"):
         yield f"ops.{name}", _registered(getattr(nc.ops, name)), {"func": lambda ops, **kwargs: ops}
-    glu = {"tensor": torch.randn(64, 4), "glu_interleave_size": 32}
+    glu = {"tensor": torch.randn(64, 4), "interleave_size": 32}
     yield "interleave_glu_tensor", nc.interleave_glu_tensor, glu
     yield "deinterleave_glu_tensor", nc.deinterleave_glu_tensor, glu
 

@@ -100,14 +100,14 @@ def test_values_at_the_limit_keep_their_gradient(compiled: bool) -> None:
 
 def test_interleaving_converts_weights() -> None:
     weight = torch.arange(24.0).reshape(12, 2)
-    made = ops.interleave_glu_tensor(weight, 3)
+    made = ops.interleave_glu_tensor(weight, interleave_size=3)  # Transformer Engine's keyword
     assert made[:, 0].tolist() == [0, 2, 4, 12, 14, 16, 6, 8, 10, 18, 20, 22]
     assert torch.equal(ops.deinterleave_glu_tensor(made, 3), weight)
     assert torch.equal(ops.interleave_glu_tensor(weight[:, 0], 3), made[:, 0])
     assert torch.equal(ops.interleave_glu_tensor(weight, 6), weight)
     with pytest.raises(ValueError, match=r"tensor has shape \(12, 2\); .* first dim must be a multiple of 8"):
         ops.interleave_glu_tensor(weight, 4)
-    with pytest.raises(ValueError, match="glu_interleave_size is 0; use a positive whole number"):
+    with pytest.raises(ValueError, match="interleave_size is 0; use a positive whole number"):
         ops.deinterleave_glu_tensor(weight, 0)
 
 

@@ -7,26 +7,26 @@ from torch import Tensor
 from ..._checks import positive, shape_of, tensor
 
 
-def interleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
+def interleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
     """Return rows of a gated layer's weight or bias from two halves into alternating blocks.
 
     Args:
         tensor: (2F, ...), the gate's rows first.
-        glu_interleave_size: rows per block; must divide F.
+        interleave_size: rows per block; must divide F.
     Returns:
         a new tensor of the same shape: a block of gate rows, a block of linear rows, and so on.
     Raises:
         ValueError: the block size is not positive, or the rows do not divide into pairs of blocks.
     """
-    _check_rows(tensor, glu_interleave_size)
-    blocks = tensor.unflatten(0, (2, -1, glu_interleave_size))
+    _check_rows(tensor, interleave_size)
+    blocks = tensor.unflatten(0, (2, -1, interleave_size))
     return blocks.transpose(0, 1).flatten(0, 2)
 
 
-def deinterleave_glu_tensor(tensor: Tensor, glu_interleave_size: int) -> Tensor:
+def deinterleave_glu_tensor(tensor: Tensor, interleave_size: int) -> Tensor:
     """Return the inverse of :func:`interleave_glu_tensor`, with the same arguments and errors."""
-    _check_rows(tensor, glu_interleave_size)
-    blocks = tensor.unflatten(0, (-1, 2, glu_interleave_size))
+    _check_rows(tensor, interleave_size)
+    blocks = tensor.unflatten(0, (-1, 2, interleave_size))
     return blocks.transpose(0, 1).flatten(0, 2)
 
 
@@ -61,7 +61,7 @@ def checked_interleave_size(size: int | None) -> int | None:
 
 
 def _check_rows(value: Tensor, size: int) -> None:
-    positive(glu_interleave_size=size)
+    positive(interleave_size=size)
     tensor("tensor", value)
     _check_blocks("tensor", value, 0, size)
 
@@ -69,6 +69,6 @@ def _check_rows(value: Tensor, size: int) -> None:
 def _check_blocks(what: str, x: Tensor, dim: int, size: int) -> None:
     if x.dim() == 0 or x.shape[dim] % (2 * size):
         raise ValueError(
-            f"{what} has shape {shape_of(x)}; with glu_interleave_size={size} its "
+            f"{what} has shape {shape_of(x)}; with blocks of {size} its "
             f"{'first' if dim == 0 else 'last'} dim must be a multiple of {2 * size}"
         )
