@@ -213,6 +213,32 @@ def test_recipes_of_json_are_data(text: str, match: str) -> None:
         nc.recipe.recipes_from_json(text)
 
 
+WRITE = r'write an object from patterns to recipes, such as \{"": "current"\}$'
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("", r"no JSON: Expecting value: .*; " + WRITE),
+        ("recipes.json", r"no JSON: .*; pass the text of the file$"),
+        ('"current"', "the recipes are a JSON str; " + WRITE),
+        (DELAYED % '"amax_history": 3', "has no field 'amax_history'; it has amax_history_len$"),
+        (DELAYED % '"no": 3', "has no field 'no'; it has amax_compute_algo, amax_history_len, "),
+        (
+            '{"": {"type": "Float8CurrentScalin"}}',
+            r"'Float8CurrentScalin'; the nearest: 'Float8CurrentScaling'; use one of \['block', 'current', ",
+        ),
+        ('{"": ["current"]}', r"has recipe type None; use one of .*, as in \{\"type\": \"current\"\}$"),
+        ('{"type": "DelayedScaling"}', r'For a recipe of all layers write \{"": \{"type": \.\.\.\}\}$'),
+        (None, "text is None, of type NoneType; pass the text of recipes_to_json, or " + WRITE),
+    ],
+)
+def test_what_is_wrong_in_a_json_of_recipes_has_a_remedy(text: Any, match: str) -> None:
+    with pytest.raises(TypeError if text is None else ValueError, match=match) as raised:
+        nc.recipe.recipes_from_json(text)
+    assert len(str(raised.value)) <= 300
+
+
 def test_recipes_with_functions_have_no_json() -> None:
     with pytest.raises(ValueError, match="CustomRecipe has no JSON"):
         nc.recipe.recipes_from_json('{"": {"type": "CustomRecipe", "qfactory": "print"}}')

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from .._checks import article, shown, typed
+from .._checks import article, of_number_format, shown, typed
 from .base import Format, MMParams, QParams, Recipe
 from .names import ALIASES, NAMES, recipe_from_name
 
@@ -28,6 +29,7 @@ def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
 
 
 LARGEST_TEXT = 2**24  # characters
+_OBJECT = 'write an object from patterns to recipes, such as {"": "current"}'
 _BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
 
 
@@ -38,10 +40,13 @@ def recipes_from_json(text: str) -> dict[str, Recipe | None]:
         text: an object from patterns to recipes. A recipe is a name (:data:`narrowcast.recipe.NAMES`), null for high
             precision, or an object of its "type", a class or a name, and the fields that differ from the defaults.
     Raises:
+        TypeError: ``text`` is no text.
         ValueError: the text is not a JSON object, repeats a key, has numbers that are not finite, an unknown recipe or
             field, or a value that the recipe refuses. Limits: 2**24 characters, ``amax_history_len`` 2**20, ``margin``
             from -126 to 126.
     """
+    if not isinstance(text, (str, bytes)):
+        raise TypeError(f"text is {typed(text)}; pass the text of recipes_to_json, or {_OBJECT}")
     if len(text) > LARGEST_TEXT:
         raise ValueError(
             f"the recipes have {len(text)} characters, more than the {LARGEST_TEXT} that are read"
@@ -49,11 +54,10 @@ def recipes_from_json(text: str) -> dict[str, Recipe | None]:
     try:
         table = json.loads(text, object_pairs_hook=_object, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the recipes are no JSON: {error}") from error
+        remedy = "pass the text of the file" if str(text).endswith(".json") else _OBJECT
+        raise ValueError(f"the recipes are no JSON: {error}; {remedy}") from error
     if not isinstance(table, dict):
-        raise ValueError(
-            f"the recipes are a JSON {type(table).__name__}; write an object from patterns to recipes"
-        )
+        raise ValueError(f"the recipes are a JSON {type(table).__name__}; {_OBJECT}")
     return {pattern: _recipe(value, pattern) for pattern, value in table.items()}
 
 
@@ -113,7 +117,8 @@ def _recipe(value: Any, pattern: str) -> Any:
         try:
             return recipe_from_name(value)
         except ValueError as error:
-            raise ValueError(f"{shown(pattern)}: {error}") from None
+            alone = '. For a recipe of all layers write {"": {"type": ...}}' if pattern == "type" else ""
+            raise ValueError(f"{shown(pattern)}: {error}{alone}") from None
     known = {**NAMES, **{alias: NAMES[name] for alias, (name, preset) in ALIASES.items() if not preset}}
     known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
     cls, given = _class_and_fields(value, known, f"{shown(pattern)} has recipe type")
@@ -128,7 +133,14 @@ def _recipe(value: Any, pattern: str) -> Any:
 def _class_and_fields(value: Any, known: dict[str, type], what: str) -> tuple[type, dict[str, Any]]:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"{what} {shown(kind)}; use one of {sorted(known)}")
+        lower, written = str(kind).lower(), {name.lower(): name for name in known}
+        near = difflib.get_close_matches(lower, of_number_format(lower, written), 1, cutoff=0.8)
+        alike = f"; the nearest: {shown(written[near[0]])}" if near else ""
+        absent = ', as in {"type": "current"}' if kind is None else ""
+        names = [name for name in sorted(known) if name.islower()] or sorted(
+            known
+        )  # classes have such names, too
+        raise ValueError(f"{what} {shown(kind)}{alike}; use one of {names}{absent}")
     return known[kind], {name: given for name, given in value.items() if name != "type"}
 
 
@@ -137,7 +149,10 @@ def _known_fields(cls: type, given: dict[str, Any], pattern: str) -> dict[str, A
     defaults = _defaults(cls)
     unknown = sorted(given.keys() - defaults.keys())
     if unknown:
-        raise ValueError(f"{shown(pattern)}: {cls.__name__} has no field {shown(unknown[0])}")
+        near = difflib.get_close_matches(unknown[0], defaults, 1) or sorted(defaults)
+        raise ValueError(
+            f"{shown(pattern)}: {cls.__name__} has no field {shown(unknown[0])}; it has {', '.join(near):.200}"
+        )
     return {name: defaults[name] for name in given}
 
 
