@@ -21,14 +21,14 @@ _KINDS = ("input", "weight", "grad_output")
 # much, since one value that dwarfs the rest has nearly all of the signal.
 _STATISTICS: tuple[tuple[str, str, Any, str, tuple[float, float]], ...] = (
     (
-        "Signal to quantization error (SQNR). Orange: much error. Dark violet: one value dwarfs the others.",
+        "SQNR, signal over error. Orange: much error. Dark violet: one value dwarfs the others.",
         "dB",
         lambda one: one.sqnr,
         "PuOr",
         (8.0, 44.0),
     ),
     (
-        "Underflow. Red: values that became 0, though they were not.",
+        "Underflow. Red: many values that were not 0 became 0.",
         "share of the values",
         lambda one: one.underflow,
         "Reds",
@@ -49,7 +49,7 @@ def figure(records: Sequence[Record]) -> Figure:
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
     height = 1.6 + 0.42 * max(len(names), 4)
-    drawn = Figure(figsize=(7.5, height), layout="constrained")
+    drawn = Figure(figsize=(6.8, height), layout="constrained")
     title = "Quantization error of each layer's operands over the steps"
     drawn.suptitle(title, x=0.01, ha="left", weight="bold", size=12)
     missing = False
