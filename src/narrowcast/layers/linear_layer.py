@@ -477,7 +477,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             )
         calibrating = THREAD.state.calibrating
         if calibrating is not None:
-            self._calibrate(stage, calibrating, inp, weight)
+            self._calibrate(stage, calibrating, inp)
         if (
             self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
@@ -490,7 +490,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         x = plain(inp)
         return product(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
-    def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor, weight: Tensor) -> None:
+    def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor) -> None:
         """Collect the amax of the input under an autocast that only calibrates."""
         plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
         if plan.delayed is not None:
