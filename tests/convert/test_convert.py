@@ -252,6 +252,9 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
         nc.convert(trained(8, 8), CURRENT)
     mixed = nc.convert(nn.Sequential(trained(8, 8), nn.Linear(8, 8)), CURRENT)
     assert nc.receipt(mixed).gemms[0].reason.startswith("torchao made it a Float8Linear")
+    told = r"'the model': weight is torch.float64; call model.float\(\) or model.bfloat16\(\) before"
+    with pytest.raises(ValueError, match=told):
+        nc.convert(nn.Linear(8, 8).double(), CURRENT)
     ours = nc.Linear(8, 8, device="cpu")
     with pytest.raises(ValueError, match="a layer of narrowcast already; set_recipe gives it a recipe"):
         nc.convert(ours, CURRENT)

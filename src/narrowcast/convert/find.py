@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .._checks import a_kind, article
@@ -380,5 +381,7 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is {a_kind(weight)}{hint}"
         if weight.dtype not in HIGH_PRECISION:
-            return f"{name} is {weight.dtype}"
+            wide = weight.dtype == torch.float64
+            fix = "; call model.float() or model.bfloat16() before" if wide else ""
+            return f"{name} is {weight.dtype}{fix}"
     return ""
