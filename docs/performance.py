@@ -442,9 +442,9 @@ def charts() -> dict[str, str]:
     }
 
 
-def picture(path: str, alternative: str) -> list[str]:
-    """Return the Markdown of a picture, in the variant of the page's color scheme."""
-    return [f"![{alternative}]({path}-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark")]
+def picture(path: str, alternative: str) -> str:
+    """Return the Markdown of a picture; ``site_hooks.py`` adds the one for dark pages."""
+    return f"![{alternative}]({path}-light.svg)"
 
 
 HEAD = """# Performance
@@ -557,7 +557,7 @@ def losses() -> str:
         lines.append(f"| {name} | {len(found)} | {mean:.4f} | {least:.4f} to {most:.4f} | {gap} |")
     apart = (max(plain.values()) - min(plain.values())) / fmean(plain.values())
     alternative = "Held-out loss of 85M parameters by recipe and seed, and gap to bf16 over the steps"
-    drawn = "\n".join(picture("assets/losses-h200", alternative))
+    drawn = picture("assets/losses-h200", alternative)
     return LOSSES.format(gap=gaps["delayed"], apart=apart, rows="\n".join(lines), picture=drawn)
 
 
@@ -593,7 +593,7 @@ def account() -> list[str]:
         f"{device}, PyTorch {torch}, narrowcast {narrowcast}, {date}. Rows: `benchmarks/results/account.csv`."
     )
     drawn = picture("assets/account", "Where the time of a step goes, bf16 and the recipes")
-    return [*lines, "", run, "", *drawn, "", ACCOUNT_NOTES]
+    return [*lines, "", run, "", drawn, "", ACCOUNT_NOTES]
 
 
 def kernels() -> str:
@@ -606,7 +606,7 @@ def kernels() -> str:
     drawn = {
         name: picture(f"../benchmarks/results/{name}", alternative) for name, alternative in told.items()
     }
-    return KERNELS.format(**{name: "\n".join(lines) for name, lines in drawn.items()})
+    return KERNELS.format(**drawn)
 
 
 def page() -> str:
@@ -617,7 +617,7 @@ def page() -> str:
         lines += [caption(section), ""]
         if section.key in CHARTED:
             lines += [
-                *picture(f"assets/perf/{section.key}", f"{SHORT[section.key]}: times as fast as bf16"),
+                picture(f"assets/perf/{section.key}", f"{SHORT[section.key]}: times as fast as bf16"),
                 "",
             ]
         lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]

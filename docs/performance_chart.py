@@ -84,8 +84,9 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
         y += 17
         parts.append(_text(4, y, line, FAINT[scheme]))
     height = y + 9
+    ground = ' style="background: white"' if scheme == "light" else ""  # where the page is dark all the same
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH * 1.5:g}" '
+        f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH * 1.5:g}" '
         f'height="{height * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'
     )
     return "\n".join([head, f"<title>{escape(heading)}</title>", *parts, "</svg>", ""])

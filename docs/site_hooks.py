@@ -20,6 +20,8 @@ BESIDE = (
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")
 
+SCHEMED = re.compile(r"(!\[[^\]]*\]\([\w./-]+)-light\.svg\)")
+
 
 def web_address(remote: str) -> str | None:
     """Return where a browser finds a git remote; None for a folder."""
@@ -100,9 +102,14 @@ def with_links(markdown: str, page: str) -> str:
     return "".join([*parts, NAMED.sub(link, markdown[end:])])
 
 
+def in_both_schemes(markdown: str) -> str:
+    """Return Markdown with the picture of dark pages beside each one of light pages, of which the site shows one."""
+    return SCHEMED.sub(r"\1-light.svg#only-light)\n\1-dark.svg#only-dark)", markdown)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Show README on the first page, name files by links, and keep links that leave ``docs/`` inside the site."""
-    return with_links(_inside(markdown, page), page.file.src_uri)
+    return with_links(in_both_schemes(_inside(markdown, page)), page.file.src_uri)
 
 
 def _inside(markdown: str, page: Any) -> str:

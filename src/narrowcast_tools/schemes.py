@@ -13,6 +13,7 @@ from .colors import DARK
 
 # matplotlib measures DejaVu Sans, which is wide: labels of the others fit the room that it leaves.
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, 'DejaVu Sans', sans-serif"
+WHITE = 'style="background: white"'
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 
 
@@ -46,6 +47,6 @@ def dark(light: str) -> str:
 
 
 def write(light: str, folder: Path, stem: str) -> None:
-    """Write ``<stem>-light.svg`` and ``<stem>-dark.svg`` into a folder."""
-    (folder / f"{stem}-light.svg").write_text(light)
+    """Write ``<stem>-light.svg``, on white where the page is dark all the same, and ``<stem>-dark.svg``."""
+    (folder / f"{stem}-light.svg").write_text(light.replace("<svg ", f"<svg {WHITE} ", 1))
     (folder / f"{stem}-dark.svg").write_text(dark(light))

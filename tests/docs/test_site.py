@@ -37,6 +37,12 @@ def test_the_site_links_the_repository_it_was_cloned_from(remote: str, address: 
     assert script("site_hooks").web_address(remote) == address
 
 
+def test_a_page_shows_the_picture_of_its_color_scheme() -> None:
+    assert script("site_hooks").in_both_schemes("a\n\n![x y](assets/z-light.svg)\n") == (
+        "a\n\n![x y](assets/z-light.svg#only-light)\n![x y](assets/z-dark.svg#only-dark)\n"
+    )
+
+
 def test_the_first_page_says_why_and_when_not() -> None:
     hooks = script("site_hooks")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))

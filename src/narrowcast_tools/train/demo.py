@@ -119,6 +119,6 @@ def _write_document(demo: Demo, facts: dict[str, str | int], picture: str, comma
         parameters=demo.parameters,
         machine=facts,
         command=command,
-        picture=f"assets/{path.stem}",
+        picture=f"assets/{path.stem}-light.svg",
     )
     write_bytes(path, text.encode())

@@ -32,7 +32,7 @@ def compose(
     Args:
         machine: what `machine.describe` returned.
         command: the command line that made the page.
-        picture: start of the names of the picture for light pages and for dark ones, relative to the page.
+        picture: path of the picture for light pages, relative to the page.
     """
     model = config.model
     mode = "compiled" if config.compile else "eager"
@@ -71,10 +71,7 @@ def compose(
             f"{config.seq_len} bytes. The gap compares it with bf16; a gap below zero is better than bf16. "
             f"{allowed}{speed}".strip()
         ),
-        "\n".join(
-            f"![Held-out loss per recipe and gap to bf16]({picture}-{scheme}.svg#only-{scheme})"
-            for scheme in ("light", "dark")
-        ),
+        f"![Held-out loss per recipe and gap to bf16]({picture})",
         _wrap(_remarks(rows, timed=timed)),
         "\n".join(_wrap(f"- {fact}", indent="  ") for fact in facts),
     )

@@ -232,7 +232,7 @@ def test_the_page_names_machine_command_and_misses(
         "parameters": 1000,
         "machine": FACTS,
         "command": "narrowcast demo --seed 3",
-        "picture": "assets/first-light",
+        "picture": "assets/first-light-light.svg",
     }
     page = compose(rows, **arguments)
     for part in (
@@ -240,7 +240,7 @@ def test_the_page_names_machine_command_and_misses(
         "2 cores",
         "torch 2.13",
         "narrowcast demo --seed 3",
-        "](assets/first-light-light.svg#only-light)",
+        "](assets/first-light-light.svg)",
     ):
         assert part in page
     assert "Not every recipe met its allowed gap in this run: MXFP8 (+5.00%)." in page
@@ -259,7 +259,7 @@ def test_the_page_has_the_command_for_readers(rows: list[Row], config: TrainConf
             "corpus": corpus,
             "parameters": 1000,
             "machine": FACTS,
-            "picture": "a",
+            "picture": "a.svg",
         }
         page = compose(rows, command=f"narrowcast demo {option} --seed 3", **arguments)
         assert "```sh\nnarrowcast demo --seed 3\n```" in page
