@@ -257,7 +257,10 @@ def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pyte
     assert "add --resume" in line
 
 
-def test_more_steps_extend_a_run(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+def test_more_steps_extend_a_run(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     assert train(text_file, "--out", "run") == 0
     first = json.loads(Path("run/result.json").read_text())
     capsys.readouterr()
@@ -437,6 +440,7 @@ SMALL_DEMO = {"steps": 4, "eval_every": 2, "eval_batches": 1, "save_every": 2, "
 def test_the_quick_demo_goes_on_where_it_was_interrupted(
     text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(asked, "QUICK", replace(QUICK, **SMALL_DEMO))
     words = ["demo", "--quick", "--data", str(text_file), "--device", "cpu"]
     step, trained = Run._save, []
@@ -481,7 +485,10 @@ VERDICT = "verdict      this machine can train" + (
 )
 
 
-def test_doctor_answers_first_what_works_what_is_wrong_and_what_to_do(capsys: pytest.CaptureFixture) -> None:
+def test_doctor_answers_first_what_works_what_is_wrong_and_what_to_do(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == VERDICT
@@ -499,6 +506,22 @@ def split(lines: list[str]) -> tuple[list[str], list[str]]:
     """Return the lines before and after the blank one."""
     blank = lines.index("")
     return lines[:blank], lines[blank + 1 :]
+
+
+def test_lines_for_people_have_80_columns_where_there_is_no_terminal(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What continues a line stands below its text."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert VERDICT.startswith(lines[0]) and lines[1].startswith(" " * 13) and len(VERDICT) > 80
+    assert train(Path("text.txt"), "--out", "run") == 0
+    assert train(Path("text.txt"), "--out", "run", "--resume", "--steps", "6") == 0
+    told = capsys.readouterr().err.splitlines()
+    first = next(at for at, line in enumerate(told) if line.startswith("note: extended from 4 to 6 steps"))
+    assert told[first + 1].startswith("  ")
+    assert max(map(len, lines + told)) <= 80
 
 
 def test_doctor_tells_programs(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,7 +746,8 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
         command,
         *(PACKAGES if command == "train" else PACKAGES[:1]),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     if command == "doctor":
         assert done.stdout.splitlines()[0] == VERDICT

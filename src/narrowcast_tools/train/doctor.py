@@ -60,13 +60,10 @@ def doctor(json: bool) -> int:
 
 
 def _show(subject: str, text: str) -> None:
-    """Print a line, in a terminal with the lines that continue it below its text."""
-    begin = f"{subject:<12} "
-    line = begin + text
-    if sys.stdout.isatty():
-        columns = max(shutil.get_terminal_size().columns, 40)
-        line = textwrap.fill(line, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
-    print(line.rstrip(), flush=True)
+    """Print a line, with the lines that continue it below its text."""
+    begin, columns = f"{subject:<12} ", max(shutil.get_terminal_size().columns, 40)
+    lines = textwrap.fill(begin + text, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
+    print(lines.rstrip(), flush=True)
 
 
 def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Progress of a run: a bar with loss and time left on a terminal, plain lines elsewhere."""
 
+import textwrap
 import time
 
 from rich.console import Console
@@ -65,7 +66,7 @@ class Bar(Progress):
         self._rich.update(self._task, completed=done, held_out=f"{loss:.3f}")
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        _note(self._console, text)
 
     def end(self) -> None:
         self._rich.stop()
@@ -142,7 +143,7 @@ class Lines(Progress):
         self._held_out += f" at step {done}"
 
     def note(self, text: str) -> None:
-        self._print(f"note: {text}")
+        _note(self._console, text)
 
     def _line(self, done: int) -> None:
         self._last_line = time.monotonic()
@@ -160,6 +161,18 @@ class Lines(Progress):
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _note(console: Console, text: str) -> None:
+    """Print a note in lines of the console's width; a path or an option stays whole."""
+    lines = textwrap.fill(
+        f"note: {text}",
+        console.width,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
 
 def make_progress(console: Console, *, silent: bool = False) -> Progress:

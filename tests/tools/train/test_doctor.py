@@ -27,6 +27,7 @@ def test_every_recipe_is_tried() -> None:
 def test_what_is_wrong_comes_before_the_details(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "typer" else "1.0")
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
     assert doctor.doctor(json=False) == 0
