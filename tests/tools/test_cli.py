@@ -595,7 +595,8 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
     ("words", "code", "answer"),
     [
         ([], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
-        (["--help"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
+        (["--help"], 0, "First: narrowcast doctor, then narrowcast demo"),
+        (["bench", "--help"], 0, "Any of delayed, current, block,"),
         (["--version"], 0, f"narrowcast {nc.__version__}"),
         *(([name, "--help"], 0, f"Usage: narrowcast {name}") for name in NAMES),
         (["-h"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
@@ -607,9 +608,9 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (
             ["train", "--stpes", "9"],
             2,
-            "no option --stpes; the nearest: --steps; narrowcast train --help lists all",
+            "no option --stpes; the nearest: --steps; narrowcast train --help-all lists all",
         ),
-        (["train", "--recipe"], 2, "--recipe has no value; give it one"),
+        (["train", "--recipe"], 2, "--recipe has no value; give it one, as narrowcast train --help-all says"),
         (["compare"], 2, "runs is missing; narrowcast compare --help lists what"),
         (["presets", "all"], 2, "got unexpected extra argument"),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),

@@ -98,10 +98,11 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     names = [str(one.callback.__name__) for one in app.registered_commands if one.callback]
     name = next((word for word in words if not word.startswith("-")), "")
     program = f"narrowcast {name}" if name in names else "narrowcast"
-    look = f"{program} --help lists"
+    whole = f"{program} --help{'-all' if name == 'train' else ''}"
+    look = f"{whole} lists"
     if option := getattr(error, "option_name", ""):
         if "requires" in found:
-            return f"{option} has no value; give it one, as {program} --help says"
+            return f"{option} has no value; give it one, as {whole} says"
         alike = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
         return f"{program} has no option {option}; {f'the nearest: {alike[0]}; ' if alike else ''}{look} all"
     if kind == "MissingParameter":
@@ -119,7 +120,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if not values:
         return f"{_uncapitalized(found)}; {look} what it takes"
     kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
-    use = next((text for part, text in kinds if part in found), f"one that {program} --help names")
+    use = next((text for part, text in kinds if part in found), f"one that {whole} names")
     return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..bench.asked import bench_settings
+from ..bench.asked import MODES, RECIPES, bench_settings
 from ..plan.layout import BATCH, BATCH_PER_GPU
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
@@ -61,7 +61,8 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="narrowcast",
     cls=_Group,
-    help="Train a small Transformer in low precision, compare recipes, check this machine.",
+    help="Train a small Transformer in low precision, compare recipes, check this machine. "
+    "First: narrowcast doctor, then narrowcast demo --quick.",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -253,12 +254,14 @@ def bench(
         str, typer.Option(help="Model of account: small, 8b-4 (four layers of the 8B shape), 1b.")
     ] = "1b",
     only: Annotated[str, typer.Option(help="Run only benchmarks whose name contains this.")] = "",
-    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "delayed,current,block",
+    recipes: Annotated[
+        str, typer.Option(help=f"Any of {', '.join(RECIPES)}, separated by commas.")
+    ] = "delayed,current,block",
     modes: Annotated[
-        str, typer.Option(help="Any of eager, compiled, graphs, separated by commas.")
+        str, typer.Option(help=f"Any of {', '.join(MODES)}, separated by commas.")
     ] = "eager,compiled",
     in_parts: Annotated[
-        bool, typer.Option("--in-parts", help="account: compile four blocks of the model at a time.")
+        bool, typer.Option("--in-parts", help="With account: compile four blocks of the model at a time.")
     ] = False,
     optimizer: Annotated[
         str, typer.Option(help="Of models under a recipe: AdamW, which is PyTorch's fused one, or FusedAdam.")
@@ -274,7 +277,7 @@ def bench(
     ] = 300,
     minutes: Annotated[float, typer.Option(help="Minutes after which nothing starts; 0: no limit.")] = 0.0,
     resume: Annotated[
-        bool, typer.Option(help="Keep the rows of bench.csv in --out and measure the rest.")
+        bool, typer.Option("--resume", help="Keep the rows of bench.csv in --out and measure the rest.")
     ] = False,
 ) -> None:
     """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger if installed."""
