@@ -486,7 +486,7 @@ class Shards(nn.Module):
         if layer.bias is not None and self.dim == 0:
             layer.bias.grad = torch.cat([part.bias.grad for part in self.made])
         for name, buffer in layer.named_buffers():
-            if name.startswith("amax_") and "history" not in name:
+            if name.endswith("amax"):
                 buffer.copy_(torch.stack([part.get_buffer(name) for part in self.made]).amax(0))
 
 
@@ -507,14 +507,14 @@ def experts_of_replicas(one: Laid, experts: Any) -> list[nn.Module]:
 
     No state dict has them.
     """
-    own = {name: value for name, value in one.model.experts.named_buffers() if "scale_" in name}
+    own = {name: value for name, value in one.model.experts.named_buffers() if name.endswith("scale")}
     every = of_all_ranks(own)
     groups = {"hsdp+ep": [every[:2], every[2:]], "tp+ep": [every[::2]]}.get(one.layout, [every])
     made = []
     for group in groups:
         made.append(copy.deepcopy(experts, {id(value): value for value in experts.parameters()}))
         for name in own:
-            of_groups = [rank[name].unflatten(-1, (2, -1)) for rank in group]
+            of_groups = [rank[name].unflatten(-1, (4, -1)) for rank in group]
             made[-1].get_buffer(name).copy_(torch.cat(of_groups, -1).flatten())
     return made
 
@@ -558,7 +558,7 @@ def must_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -
 
 def is_scale(name: str) -> bool:
     """Whether a value is of delayed scaling."""
-    return "scale_" in name or "amax_" in name
+    return name.endswith(("scale", "amax_history", "amax"))
 
 
 def kept_by(layout: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
