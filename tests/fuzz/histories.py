@@ -449,6 +449,9 @@ class World:
         around = self.context() if self.program.get("around") else contextlib.nullcontext()
         ours = not self.plain and not self.torchs
         inside, watched = bool(item.get("inside")), bool(item.get("watched")) and ours and self.watchable()
+        watched = (
+            watched and item.get("between") != "failed"
+        )  # which collects up to where it fails: a watch is there first
         steps = nc.optimizers.step_in_backward(self.optimizer, self.model.blocks) if inside and ours else None
         with around, nc.watch(self.model, every=1) if watched else contextlib.nullcontext():
             self._forwards_and_backwards(index, item)

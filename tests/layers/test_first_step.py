@@ -136,14 +136,27 @@ def test_a_state_from_before_is_taken_for_one_that_has_seen_nothing() -> None:
         model, _ = made("Linear", DelayedScaling(amax_history_len=rows))
         current, _ = made("Linear", Float8CurrentScaling())
         state = model.state_dict()
+        for name in model._state_names():
+            state[f"{name}_fwd"], state[f"{name}_bwd"] = state.pop(name).split(2, -1)
         for first in (16.0, 1.0):
-            state["scale"] = torch.tensor([first, first, 65536.0, 1.0])
+            state["scale_fwd"], state["scale_bwd"] = torch.full((2,), first), torch.tensor([65536.0, 1.0])
             again, _ = made("Linear", DelayedScaling(amax_history_len=rows))
             again.load_state_dict(state)
             assert all(map(torch.equal, step(again, again, batch()), step(current, current, batch())))
         trained = nc.renew_delayed_scaling(again).state_dict()
         again.load_state_dict(trained)
         assert torch.equal(again.scale, trained["scale"])
+
+
+def test_a_scale_that_equals_a_first_one_of_before_is_kept() -> None:
+    """A history of one row is empty between steps, so that the amax of 28 which gave it is nowhere else."""
+    model, _ = made("Linear", DelayedScaling(amax_history_len=1))
+    model(torch.full_like(batch(), 28.0))
+    state = nc.renew_delayed_scaling(model).state_dict()
+    assert state["scale"][0] == 16.0 and not state["amax_history"].any()
+    again, _ = made("Linear", DelayedScaling(amax_history_len=1))
+    again.load_state_dict(state)
+    assert torch.equal(again.scale, model.scale)
 
 
 def test_a_group_without_rows_stays_unseen() -> None:

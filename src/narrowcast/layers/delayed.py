@@ -27,14 +27,7 @@ from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backwar
 from ..upstream.fsdp import is_managed
 from ..upstream.modules import keep_values, own_buffers, own_parameters
 from ..upstream.tensors import version_of
-from .extra_state import (
-    delayed_state,
-    forget_first_scales,
-    join_directions,
-    state_names,
-    take_extra_state,
-    wrong_value,
-)
+from .extra_state import delayed_state, join_directions, state_names, take_extra_state, wrong_value
 from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
 
@@ -253,10 +246,8 @@ class DelayedLayer(RecipeOwner):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for stage in self._stage_names:
-            if saved:
-                forget_first_scales(*(own_buffers(self)[name] for name in state_names(stage)))
-            if rule := self._delayed.get(stage):  # a history in this recipe's length
+        for stage, rule in self._delayed.items():
+            if rule is not None:  # a history in this recipe's length
                 self._fit_buffers(stage, rule)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
@@ -308,8 +299,9 @@ class DelayedLayer(RecipeOwner):
 def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
     layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
-    if is_in_backward():  # a recomputation: the step follows the rule of the forwards
-        for prefix, rule in layer._delayed.items():
-            at_end_of_backward(partial(layer._keep_state, prefix, rule))
+    if is_in_backward():  # a recomputation: the step follows the rule of the forwards, and keeps its history
+        at_end_of_backward(partial(layer._delayed.update, dict(layer._delayed)))
     for prefix, plan in zip(prefixes, plans):
+        if is_in_backward() and plan.delayed is not None and layer._delayed.get(prefix) is not None:
+            layer._delayed[prefix] = copy.copy(plan.delayed)
         layer._keep_state(prefix, plan.delayed)

@@ -123,14 +123,20 @@ def names_apart(prefix: str) -> tuple[str, ...]:
 
 def join_directions(state: dict[str, Any], prefix: str, stages: Iterable[str], groups: int) -> None:
     """Join the state of stages that a state dict has by :func:`names_apart`; nothing was seen of what is not there."""
-    for name in (name for stage in stages for name in state_names(prefix + stage)):
-        forward, backward = state.pop(f"{name}_fwd", None), state.pop(f"{name}_bwd", None)
-        if forward is not None and forward.shape[-1:] == (3 * groups,):  # with slots of weights
-            forward = torch.cat([forward[..., :groups], forward[..., 2 * groups :]], -1)
-        known = backward if forward is None else forward
-        if known is not None:
-            nothing = known.new_zeros(*known.shape[:-1], 2 * groups)
-            state[name] = torch.cat([nothing if half is None else half for half in (forward, backward)], -1)
+    for names in (state_names(prefix + stage) for stage in stages):
+        joined = []
+        for name in names:
+            forward, backward = state.pop(f"{name}_fwd", None), state.pop(f"{name}_bwd", None)
+            if forward is not None and forward.shape[-1:] == (3 * groups,):  # with slots of weights
+                forward = torch.cat([forward[..., :groups], forward[..., 2 * groups :]], -1)
+            known = backward if forward is None else forward
+            if known is not None:
+                nothing = known.new_zeros(*known.shape[:-1], 2 * groups)
+                halves = [nothing if half is None else half for half in (forward, backward)]
+                state[name] = torch.cat(halves, -1)
+                joined.append(state[name])
+        if len(joined) == len(names) and joined[0].shape == joined[1].shape[1:] == joined[2].shape:
+            _forget_first_scales(*joined)
 
 
 def wrong_value(name: str, saved: Tensor) -> float | None:
@@ -149,11 +155,10 @@ _FIRST = (1.0, 16.0, 512.0, 65536.0)
 
 
 @torch.no_grad()
-def forget_first_scales(scale: Tensor | None, history: Tensor | None, amax: Tensor | None) -> None:
-    """Set the scales of a loaded state of which nothing was seen to 0.
+def _forget_first_scales(scale: Tensor, history: Tensor, amax: Tensor) -> None:
+    """Set the scales of a state of which nothing was seen to 0.
 
     The history alone does not tell: one of one row is empty between steps, and still is when it gets more rows.
     """
-    if scale is not None and history is not None and amax is not None:
-        first = ~(history.any(0) | (amax != 0)) & torch.isin(scale, scale.new_tensor(_FIRST))
-        scale.masked_fill_(first, 0.0)
+    first = ~(history.any(0) | (amax != 0)) & torch.isin(scale, scale.new_tensor(_FIRST))
+    scale.masked_fill_(first, 0.0)
