@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 import narrowcast as nc
-from narrowcast._checks import counted
 from narrowcast_tools.train.machine import cpu_model
 
 Row = dict[str, object]
@@ -20,7 +19,7 @@ def machine(device: str, commit: str) -> Row:
     name = (
         torch.cuda.get_device_name()
         if device == "cuda"
-        else f"{cpu_model()}, {counted(torch.get_num_threads(), 'thread')}"
+        else f"{cpu_model()}, threads: {torch.get_num_threads()}"
     )
     return {
         "device": name,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import ELEMENT_FORMATS, FLT_MAX
+from ..functional.numerics import numerics_for
 from ..layers import LinearLayer
 from ..quantizers import NVFP4Quantizer
 from ..reference.scaling import reciprocal, scale_from_amax
@@ -66,8 +67,10 @@ class WeightScales:
 
     @torch.no_grad()
     def _amax(self) -> Tensor:
-        norms = torch._foreach_norm([weight.shard for weight in self.weights], math.inf)
-        largest = torch.stack([norm.float() for norm in norms]).to(self.mesh.device_type)
+        shards = [weight.shard for weight in self.weights]
+        float8 = numerics_for(shards[0]).float8
+        parts = [(float8.amax_parts if shard.numel() else float8.amax)(shard) for shard in shards]
+        largest = torch.stack(torch._foreach_norm(parts, math.inf)).to(self.mesh.device_type)
         if self.mesh.size() > 1:
             torch.distributed.all_reduce(
                 largest, op=torch.distributed.ReduceOp.MAX, group=self.mesh.get_group()
