@@ -243,6 +243,10 @@ def test_only_the_gradient_is_delayed() -> None:
     first = results(layer, recipe, x)
     assert_equal(first[:1], results(layer, Float8CurrentScaling(), x)[:1])
     assert layer.amax.count_nonzero() == 1 and layer.amax[2] > 0
+    calibrated = make_layer()
+    with nc.autocast(enabled=False, calibrating=True, recipe=recipe):
+        calibrated(x)
+    assert calibrated.amax is None  # an input without a scale of its own has no amax to collect
 
 
 # -- what the factory is asked, and when ------------------------------------------------------------------------------

@@ -493,7 +493,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _calibrate(self, stage: Stage, recipe: Recipe, inp: Tensor) -> None:
         """Collect the amax of the input under an autocast that only calibrates."""
         plan = linear_plan(recipe, stage.name, True, True, module_type=self._module_type)
-        if plan.delayed is not None:
+        if plan.input.unseen is not None:
             self._keep_states((stage.prefix,), (plan,))
             amax = getattr(self, f"{stage.prefix}amax")
             calibrate_(plain(inp).detach(), None, amax)
