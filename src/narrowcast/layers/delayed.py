@@ -53,6 +53,7 @@ class DelayedLayer(RecipeOwner):
     _module_type: str = "linear"  # in quantizer roles
     _reduced: bool = False  # ranks have agreed on its amax at least once
     _forwards: int = 0  # in training and eager code
+    _lent_in: int = -1  # the backward whose traces have other rules until it ends
     _versions: tuple[int, Set[int]] = (-1, frozenset())  # of scales, and of parameters under these
     _parallel: Any = None  # how the layer is split over ranks that join codes; None if it is not
 
@@ -299,7 +300,9 @@ class DelayedLayer(RecipeOwner):
 def _keep_states_while_tracing(context: Any) -> None:
     leave_state_to_ranks()
     layer, prefixes, plans = (traced_local(context, name) for name in ("self", "prefixes", "plans"))
-    if is_in_backward():  # a recomputation: the step follows the rule of the forwards, and keeps its history
+    if is_in_backward() and layer._lent_in != graph_task_id():
+        # a recomputation: the step follows the rule of the forwards, and keeps its history
+        layer.__dict__["_lent_in"] = graph_task_id()
         at_end_of_backward(partial(layer._delayed.update, dict(layer._delayed)))
     for prefix, plan in zip(prefixes, plans):
         if is_in_backward() and plan.delayed is not None and layer._delayed.get(prefix) is not None:
