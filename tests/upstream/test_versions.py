@@ -394,7 +394,7 @@ def test_a_run_skips_a_release_that_pip_cannot_have(tmp_path: Path) -> None:
 def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Path) -> None:
     """The whole suite comes last. What fails ends the run, which fails, too, and has pytest's line at its end.
 
-    Environments are made beside lint, each before its tests.
+    The environment of the slice is made beside lint, the next one only where the slice's is gone, for the disk.
     """
     done, whole = run_ci(tmp_path, fails=fails)
     installed = [call[1:] for call in whole if call[0] == "install"]
@@ -407,6 +407,13 @@ def test_a_run_ends_with_the_summary_of_its_last_tests(fails: str, tmp_path: Pat
     else:
         assert done.returncode == 0 and order == ["lint", "slice", "small", "test"]
         assert installed == [call[1:] for call in whole if call[0] in ("slice", "small")]
+        assert [call[0] for call in whole if call[0] != "lint"] == [
+            "install",
+            "slice",
+            "install",
+            "small",
+            "test",
+        ]
         of_releases = [
             (call[0], word)
             for call in whole
