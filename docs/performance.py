@@ -654,7 +654,7 @@ def how_much() -> str:
     ]
     names = {"delayed": "narrowcast, delayed", "current": "narrowcast, current"}
     for name in ("delayed", "current", "torchao tensorwise", "bf16"):
-        row = " | ".join(of_work.get(name, "") for of_work in cells)
+        row = " | ".join(of_work.get(name, "not measured") for of_work in cells)
         lines.append(f"| {names.get(name, name)} | {row} |")
     what = (
         "The first column is a training step on two GPUs, without embedding and head, the second the forward and "
@@ -662,8 +662,7 @@ def how_much() -> str:
         "a training step of a Llama of Transformers, converted."
     )
     device, torch, ours, dates = measured_with(HERO)
-    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}"
-    told += "; these rows were not measured with later releases."
+    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}, and not since."
     return "\n".join([*lines, "", *wrap(f"{what} {told}", 80), ""])
 
 
