@@ -1,17 +1,21 @@
 """Compile the kernels, as their tests launch them, for GPUs that are not here; ``make kernels`` runs this.
 
     python tests/kernels/cross_compile.py [--gpus 89 90 100 120] [--kernels mx. norm.] [--fusion] [--table FILE]
+    python tests/kernels/cross_compile.py --gpus 90 100 [--kernels mx. norm.] --record
 
 No GPU is needed. Which launches: ``launches.json``, which ``record_launches.py`` writes. What is checked: that Triton
-compiles each, that shared memory and registers fit the GPU, and that no kernel holds what ptxas 12.9 miscompiles
-(triton-lang/triton#11111).
+compiles each, that shared memory and registers fit the GPU, that no kernel holds what ptxas 12.9 miscompiles
+(triton-lang/triton#11111), and that the code is what ``ptx.csv`` has hashes of. A change that claims to alter no bit
+and no speed leaves that file as it is; ``--record`` is for the others, and for a new Triton.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import datetime
+import hashlib
 import importlib
 import itertools
 import json
@@ -24,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 LAUNCHES = Path(__file__).with_name("launches.json")
+PTX = Path(__file__).with_name("ptx.csv")
+RECORDED = (90, 100)
+"""The GPUs whose code ``PTX`` has hashes of."""
 SHARED_MEMORY = {89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Bytes that a block may have, by compute capability: CUDA's programming guide, table of technical specifications."""
 REGISTERS = 65536
@@ -44,6 +51,12 @@ class Variant:
     kinds: list[str]
     constants: list[Any]
 
+    @property
+    def key(self) -> str:
+        """Name it among the variants of its kernel."""
+        record = json.dumps([self.warps, self.options, self.kinds, self.constants])
+        return hashlib.sha256(record.encode()).hexdigest()[:8]
+
     def source(self) -> Any:
         """Return what Triton compiles."""
         from triton.compiler import ASTSource
@@ -51,14 +64,11 @@ class Variant:
         module, name = self.kernel.split(".")
         kernel = getattr(importlib.import_module(f"narrowcast.kernels.{module}"), name)
         signature, constants, attributes = {}, {}, {}
-        given = [*self.kinds, *(None for _ in self.constants)]
-        for at, (parameter, kind) in enumerate(zip(kernel.params, given, strict=True)):
+        values = iter(self.constants)
+        for at, (parameter, kind) in enumerate(itertools.zip_longest(kernel.params, self.kinds)):
             if kind is None:
                 signature[parameter.name] = "constexpr"
-                value = self.constants[at - len(self.kinds)]
-                constants[(at,)] = (
-                    False if parameter.name == "EMULATE" else value
-                )  # the interpreter's rounding
+                constants[(at,)] = False if parameter.name == "EMULATE" else next(values)
             elif kind == "=None" or (kind == "=1" and not parameter.do_not_specialize):
                 signature[parameter.name] = "constexpr"
                 constants[(at,)] = None if kind == "=None" else 1
@@ -148,6 +158,43 @@ def measured(compiled: Any) -> Compiled:
     )
 
 
+NO_CODE = re.compile(r"\s*(\.loc|\.file|\.version)\s|\$L__(tmp|func)|\s*$")
+"""Lines of PTX that name lines of the source or the assembler, or are empty."""
+
+
+def hash_of(ptx: str) -> str:
+    """Return the hash of PTX without comments and what debuggers read."""
+    lines = [line.partition("//")[0].rstrip() for line in ptx.partition("\t.section\t.debug")[0].splitlines()]
+    code = "\n".join(line for line in lines if not NO_CODE.match(line))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+Hashes = dict[tuple[str, str], dict[int, str]]
+"""Of code, by kernel and :attr:`Variant.key`, by GPU."""
+
+
+def recorded() -> tuple[str, Hashes]:
+    """Return the Triton of which ``PTX`` has hashes, and these."""
+    version, *lines = PTX.read_text().splitlines()
+    hashes = {
+        (row["kernel"], row["launch"]): {gpu: row[f"sm_{gpu}"] for gpu in RECORDED if row[f"sm_{gpu}"]}
+        for row in csv.DictReader(lines)
+    }
+    return version.rpartition(" ")[2], hashes
+
+
+def record(version: str, hashes: Hashes) -> None:
+    """Write hashes into ``PTX``, and keep those of other launches that the same Triton compiled."""
+    before, old = recorded()
+    lines = [f"# Triton {version}", ",".join(["kernel", "launch", *(f"sm_{gpu}" for gpu in RECORDED)])]
+    for variant in variants():
+        key = (variant.kernel, variant.key)
+        found = (old.get(key, {}) if before == version else {}) | hashes.get(key, {})
+        if found:
+            lines.append(",".join([*key, *(found.get(gpu, "") for gpu in RECORDED)]))
+    PTX.write_text("\n".join(lines) + "\n")
+
+
 def contractions(compiled: Any) -> int:
     """Count multiply-adds of floats that the GPU would run."""
     return len(re.findall(r"\b[DFH]FMA\S*", compiled.asm["sass"]))
@@ -170,8 +217,15 @@ def main() -> int:
         "--fusion", action="store_true", help="also say where enable_fp_fusion makes a difference"
     )
     parser.add_argument("--table", type=Path, help="write a table for the docs")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write {PTX.name} instead of comparing with it"
+    )
     args = parser.parse_args()
     faults, turn = 0, itertools.cycle(args.gpus)
+    of_triton, known = recorded()
+    known = known if of_triton == triton.__version__ and not args.record else {}
+    hashes: Hashes = {}
+    same = 0
     results: dict[str, dict[int, list[Compiled | str]]] = {}
     for kernel, of_kernel in itertools.groupby(variants(args.kernels), key=lambda variant: variant.kernel):
         chosen = list(of_kernel)
@@ -184,6 +238,12 @@ def main() -> int:
                     compiled = compile_for(variant, gpu)
                     result: Compiled | str = measured(compiled)
                     fault = result.fault(gpu)
+                    key, code = (kernel, variant.key), hash_of(compiled.asm["ptx"])
+                    hashes.setdefault(key, {})[gpu] = code
+                    wanted = known.get(key, {}).get(gpu)
+                    same += code == wanted
+                    if wanted not in (None, code):
+                        fault = fault or f"the code is another than that of {PTX.name}"
                     if args.fusion:
                         counts = (
                             contractions(compiled),
@@ -200,7 +260,10 @@ def main() -> int:
         print(kernel, len(chosen), flush=True)
     if args.table:
         args.table.write_text(table(results, args.gpus, triton.__version__))
-    print(f"{sum(len(x) for of in results.values() for x in of.values())} compiled, {faults} faults")
+    if args.record:
+        record(triton.__version__, hashes)
+    count = sum(len(x) for of in results.values() for x in of.values())
+    print(f"{count} compiled, {faults} faults, {same} with the code of {PTX.name}")
     return min(faults, 100)
 
 

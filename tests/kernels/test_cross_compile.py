@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from .conftest import HAS_TRITON
-from .cross_compile import LAUNCHES, SHARED_MEMORY, Compiled
+from .cross_compile import LAUNCHES, RECORDED, SHARED_MEMORY, Compiled, hash_of, recorded, variants
+
+if HAS_TRITON:
+    import triton
 
 SCRIPT = Path(__file__).with_name("cross_compile.py")
 ROOT = SCRIPT.parents[2]
@@ -41,6 +44,37 @@ def test_a_launch_of_every_kernel_compiles() -> None:
     kernels = json.loads(LAUNCHES.read_text())
     assert len(kernels) >= 45
     assert f"{len(kernels)} compiled, 0 faults" in _compile("--most", "1", "--each-on-one")
+
+
+SAMPLE = ("delayed.", "dequantize.", "mx.")
+
+
+def test_the_code_is_as_recorded() -> None:
+    """Of a few kernels, for Hopper and Blackwell: a change that claims to alter no bit and no speed alters no code."""
+    of_triton, _ = recorded()
+    if of_triton != triton.__version__:
+        pytest.skip(f"ptx.csv is of Triton {of_triton}")
+    count = len(RECORDED) * sum(kernel.startswith(SAMPLE) for kernel in json.loads(LAUNCHES.read_text()))
+    found = _compile("--most", "1", "--gpus", *map(str, RECORDED), "--kernels", *SAMPLE)
+    assert f"{count} compiled, 0 faults, {count} with the code of ptx.csv" in found
+
+
+def test_every_kernel_has_recorded_code() -> None:
+    """Of launches that tests make; after a change of either, run ``cross_compile.py --gpus 90 100 --record``."""
+    _, hashes = recorded()
+    launches = {(variant.kernel, variant.key) for variant in variants()}
+    assert not hashes.keys() - launches
+    assert {kernel for kernel, _ in hashes} == {kernel for kernel, _ in launches}
+    assert all(set(of_gpu) == set(RECORDED) for of_gpu in hashes.values())
+
+
+def test_comments_and_places_in_the_source_are_no_code() -> None:
+    code = ".visible .entry k(\n)\n{\n\tret;\n}\n"
+    told = (
+        "//\n.version 9.4\n.visible .entry k(  // -- Begin\n)\n{\n$L__func_begin0:\n\t.loc\t1 17 0  // a.py:17:0\n"
+        '$L__tmp0:\n\tret;\n}\n\t.file\t1 "/a.py"\n\t.section\t.debug_info\n\t{\n.b8 1\n\t}\n'
+    )
+    assert hash_of(told) == hash_of(code) != hash_of(code.replace("ret", "exit"))
 
 
 def test_no_kernel_takes_maxima_that_keep_nan() -> None:
