@@ -26,6 +26,8 @@ def _row(parameter: Any) -> str:
     """Return the row of an option or argument."""
     names = [*parameter.opts, *parameter.secondary_opts]
     shown = ", ".join(f"`{name}`" for name in names)
+    if "|" in (parameter.metavar or ""):  # the choices, which the help has no other place for
+        shown += f" `{_cell(parameter.metavar)}`"
     return f"| {shown} | {_default(parameter)} | {_cell(parameter.help or '')} |"
 
 
@@ -34,6 +36,7 @@ def page() -> str:
     import typer
 
     from narrowcast_tools.cli.commands import app
+    from narrowcast_tools.cli.options import EXAMPLES
 
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     same = "`narrowcast COMMAND --help` prints the same; for all of `train`, `narrowcast train --help-all`."
@@ -43,4 +46,5 @@ def page() -> str:
         shown = [one for one in command.params if one.name != "help" and one.help]  # others are hidden
         if shown:
             lines += ["| option | default | meaning |", "| --- | --- | --- |", *map(_row, shown), ""]
+        lines += ["```sh", *EXAMPLES[name], "```", ""]
     return "\n".join(lines)

@@ -6,10 +6,12 @@ import importlib
 import inspect
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,8 @@ import typer
 
 import narrowcast as nc
 from narrowcast_tools import cli
-from narrowcast_tools.cli import main
+from narrowcast_tools.cli import commands, main
+from narrowcast_tools.cli.options import EXAMPLES, OFTEN
 from narrowcast_tools.train import asked, doctor
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.demo import ALL_RECIPES
@@ -611,8 +614,22 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             "no option --stpes; the nearest: --steps; narrowcast train --help-all lists all",
         ),
         (["train", "--recipe"], 2, "--recipe has no value; give it one, as narrowcast train --help-all says"),
-        (["compare"], 2, "runs is missing; narrowcast compare --help lists what"),
-        (["presets", "all"], 2, "got unexpected extra argument"),
+        (["compare"], 2, "the argument runs is missing; narrowcast compare --help shows what to give"),
+        (
+            ["presets", "all"],
+            2,
+            "'all' belongs to no option of narrowcast presets; narrowcast presets --help lists",
+        ),
+        (
+            ["plan", "70b", "8"],
+            2,
+            "'70b 8' belongs to no option of narrowcast plan; narrowcast plan --help lists all",
+        ),
+        (
+            ["generate", "run", "--temp", "0"],
+            2,
+            "no option --temp; the nearest: --temperature; narrowcast generate",
+        ),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),
         (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; use one of h100, h200, h800"),
         (["train", "--help-all"], 0, "--kv-heads"),
@@ -668,7 +685,37 @@ def test_help_and_wrong_options_are_answered_without_pytorch(
     assert answer in done.stdout + done.stderr
     assert "<bool>" not in done.stdout
     assert "…" not in done.stdout, "the help leaves something out at 80 columns"
+    assert all(len(line) <= 80 for line in done.stdout.splitlines()[:-1])
+    if words and words[-1] in ("-h", "--help", "--help-all"):
+        assert "<str>" not in done.stdout, "say what the option takes"
+        assert "Examples:" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("line", list(chain(*EXAMPLES.values())))
+def test_the_examples_of_the_help_are_right(
+    line: str, text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command gets what it takes, and its values pass the check before the work."""
+    for run in ("runs/train-001", "runs/train-002"):
+        Path(run, "checkpoints").mkdir(parents=True)
+        Path(run, "result.json").touch()
+    program, name, *_ = words = shlex.split(line, comments=True)
+    done = []
+    work = SimpleNamespace(**{name: lambda **given: done.append(given)})
+    monkeypatch.setattr(commands, "import_module", lambda module: work)
+    assert program == "narrowcast" and main(words[1:]) == 0, capsys.readouterr().err
+    assert done or name == "doctor" or "--help" in words
+    assert main([*words[1:], "--no-such", "1"]) == 2
+
+
+def test_every_command_has_examples_and_at_most_fifteen_options() -> None:
+    group = typer.main.get_command(cli.app)
+    assert list(EXAMPLES) == ["narrowcast", *group.commands]  # type: ignore[attr-defined]
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        assert all(f"narrowcast {name}" in line for line in EXAMPLES[name][:1])
+        shown = [one for one in command.params if not one.hidden and (name != "train" or one.name in OFTEN)]
+        assert len(shown) <= 15, name
 
 
 def test_the_help_of_train_fits_a_screen_and_names_the_one_that_has_all() -> None:

@@ -103,11 +103,18 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if option := getattr(error, "option_name", ""):
         if "requires" in found:
             return f"{option} has no value; give it one, as {whole} says"
-        alike = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
+        params = error.ctx.command.params if error.ctx else []
+        longer = [one for param in params for one in param.opts if one.startswith(option)]
+        alike = sorted(longer, key=len) or difflib.get_close_matches(
+            option, getattr(error, "possibilities", None) or (), 1
+        )
         return f"{program} has no option {option}; {f'the nearest: {alike[0]}; ' if alike else ''}{look} all"
     if kind == "MissingParameter":
-        return f"{getattr(param, 'name', 'an argument')} is missing; {look} what {program} needs"
+        return f"the argument {getattr(param, 'name', '')} is missing; {whole} shows what to give"
     if param is None:
+        if "extra argument" in found:
+            extra = found[found.rfind("(") + 1 :].rstrip(").")
+            return f"{extra!r:.60} belongs to no option of {program}; {look} all"
         if program == "narrowcast" and name:
             alike = difflib.get_close_matches(name, names, 1)
             return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"

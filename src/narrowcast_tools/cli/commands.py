@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import runpy
 from collections.abc import Callable, Mapping
@@ -13,27 +14,44 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..bench.asked import MODES, RECIPES, bench_settings
+from ..bench.asked import ACCOUNT_MODELS, HEADS, MODES, OPTIMIZERS, RECIPES, bench_settings
+from ..plan.hardware import GPUS
+from ..plan.hardware import RECIPES as RATES
 from ..plan.layout import BATCH, BATCH_PER_GPU
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
+_ALL, _HELP = "narrowcast.help-all", "narrowcast.help"
 
-def _without_types_of_flags(params: list[Any]) -> list[Any]:
-    """Return parameters whose help shows no type for options without a value."""
-    for param in params:
-        if getattr(param, "is_flag", False):
+
+def _shown(params: list[Any]) -> list[Any]:
+    """Return parameters for the help: without types of Python, and without `--no-...` of flags that are off."""
+    shown = [copy.copy(param) for param in params]
+    for param in shown:
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: ""
+        elif getattr(param, "is_flag", False):
             param.metavar = ""
-    return params
+            if param.default is False:
+                param.secondary_opts = []
+    return shown
+
+
+def _show_examples(command: str | None) -> None:
+    # no epilog, whose lines some releases of Typer join and others part
+    typer.echo("\n".join([" Examples:", *(f"   {line}" for line in o.EXAMPLES[command or ""])]))
 
 
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types_of_flags(super().get_params(ctx))
+        params = super().get_params(ctx)
+        return _shown(params) if _HELP in ctx.meta else params
 
-
-_ALL = "narrowcast.help-all"
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta[_HELP] = True
+        super().format_help(ctx, formatter)
+        _show_examples(self.name)
 
 
 class _LongCommand(_Command):
@@ -55,7 +73,13 @@ def _show_all_options(context: typer.Context, wanted: bool) -> None:
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types_of_flags(super().get_params(ctx))
+        params = super().get_params(ctx)
+        return _shown(params) if _HELP in ctx.meta else params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta[_HELP] = True
+        super().format_help(ctx, formatter)
+        _show_examples(self.name)
 
 
 app = typer.Typer(
@@ -136,14 +160,14 @@ def train(
     graphs: o.Graphs = False,
     emulate: o.Emulate = False,
     recompute: o.Recompute = None,
-    accumulate: o.Accumulate = None,
-    optimizer: o.Optimizer = None,
     chunked_loss: o.ChunkedLoss = None,
     saved_activations: o.SavedActivations = None,
     step_in_backward: o.StepInBackward = None,
     steps: o.Steps = None,
     batch_size: o.BatchSize = None,
     seq_len: o.SeqLen = None,
+    accumulate: o.Accumulate = None,
+    optimizer: o.Optimizer = None,
     lr: o.LearningRate = None,
     warmup: o.Warmup = None,
     weight_decay: o.WeightDecay = None,
@@ -168,7 +192,7 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a small Llama-style model on text; with several recipes or seeds, compare them."""
+    """Train a small Llama-style model on text. With several recipes or seeds, compare them."""
 
 
 @_command("train.commands", check=compare_settings)
@@ -179,32 +203,37 @@ def compare(
         Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
     ] = Path("runs/comparison"),
 ) -> None:
-    """Compare finished runs of train: a table, a picture with the spread over seeds, and the numbers."""
+    """Compare finished runs of train: a table, a picture with the spread over seeds, and CSV files."""
 
 
 @_command("train.commands", check=generate_settings)
 def generate(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Folder of a training run or of one of its checkpoints.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="newline")] = "\n",
+    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
+    prompt: Annotated[
+        str, typer.Option(help="Text to continue.", show_default="newline", metavar="<text>")
+    ] = "\n",
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
     temperature: Annotated[
-        float, typer.Option(help="Below 1 favors likely tokens, above 1 rare ones; 0 takes the likeliest.")
+        float, typer.Option(help="Below 1 favors likely tokens, above 1 rare ones. 0: always the likeliest.")
     ] = Choice.temperature,
     top_k: Annotated[
-        int, typer.Option(help="Sample from this many of the likeliest tokens; 0: from all.")
+        int, typer.Option(help="Sample from this many of the likeliest tokens. 0: from all.")
     ] = Choice.top_k,
-    samples: Annotated[int, typer.Option(help="Continuations, generated together.")] = 1,
+    samples: Annotated[int, typer.Option(help="Continuations to generate, all at once.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe in place of the run's, such as bf16.", show_default="the run's")
+        str | None,
+        typer.Option(
+            help="Recipe to use instead of the run's.", show_default="the run's", metavar="<recipe>"
+        ),
     ] = None,
     device: o.Device = "auto",
     compile: o.Compile = False,
     graphs: o.Graphs = False,
     emulate: o.Emulate = False,
 ) -> None:
-    """Continue a text with a trained model, token by token, keeping keys and values in a cache."""
+    """Continue a text with a model that train made."""
 
 
 @_command("train.commands", check=demo_settings)
@@ -213,17 +242,19 @@ def demo(
     data: o.Data = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help=f"{QUICK.steps} steps: about {QUICK_TIME} of a CPU core with AVX-512."),
+        typer.Option(
+            "--quick", help=f"Train {QUICK.steps} steps: about {QUICK_TIME} on a CPU core with AVX-512."
+        ),
     ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
             help="Folder for loss.png and results.json.",
-            show_default="runs/demo, with --quick runs/demo-quick",
+            show_default="runs/demo, runs/demo-quick with --quick",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted demo; repeat its other options.")
+        bool, typer.Option("--resume", help="Continue an interrupted demo. Repeat its other options.")
     ] = False,
     write_docs: o.Document = None,
     device: o.Device = "auto",
@@ -232,12 +263,17 @@ def demo(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Optimizer steps per recipe.", show_default=f"{DEMO.steps}, with --quick {QUICK.steps}"
+            help="Optimizer steps per recipe.", show_default=f"{DEMO.steps}, {QUICK.steps} with --quick"
         ),
     ] = None,
     seed: o.Seed = o.SEED,
 ) -> None:
-    """Train each recipe that GPUs run natively on the same text; show table and picture of their losses."""
+    """Train one small model in bf16 and in six low-precision recipes, and compare the losses.
+
+    The recipes are delayed, current, rowwise, mxfp8, block and nvfp4.
+
+    A CPU emulates them. A GPU needs --emulate for those that it does not run natively.
+    """
 
 
 @_command("bench.command", check=bench_settings)
@@ -246,41 +282,69 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="layers, models, all, or tiny: a check in seconds; account: where a step's time goes, on a GPU.",
-            show_default="all, on a CPU tiny",
+            help="layers, models, all (both of these), tiny (a check of the program), or account (where the "
+            "time of one step goes; needs a GPU).",
+            show_default="all, tiny on a CPU",
         ),
     ] = "",
     model: Annotated[
-        str, typer.Option(help="Model of account: small, 8b-4 (four layers of the 8B shape), 1b.")
+        str,
+        typer.Option(
+            help="With account: the model. 8b-4 is four layers of the 8B shape.",
+            metavar="|".join(ACCOUNT_MODELS),
+        ),
     ] = "1b",
-    only: Annotated[str, typer.Option(help="Run only benchmarks whose name contains this.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Run only benchmarks whose name contains this.", metavar="<text>")
+    ] = "",
     recipes: Annotated[
-        str, typer.Option(help=f"Any of {', '.join(RECIPES)}, separated by commas.")
+        str,
+        typer.Option(help=f"Any of {', '.join(RECIPES)}, separated by commas.", metavar="<recipes>"),
     ] = "delayed,current,block",
     modes: Annotated[
-        str, typer.Option(help=f"Any of {', '.join(MODES)}, separated by commas.")
+        str,
+        typer.Option(help=f"Any of {', '.join(MODES)}, separated by commas.", metavar="<modes>"),
     ] = "eager,compiled",
     in_parts: Annotated[
-        bool, typer.Option("--in-parts", help="With account: compile four blocks of the model at a time.")
+        bool,
+        typer.Option(
+            "--in-parts", help="With account: compile four blocks at a time, in a quarter of the time."
+        ),
     ] = False,
     optimizer: Annotated[
-        str, typer.Option(help="Of models under a recipe: AdamW, which is PyTorch's fused one, or FusedAdam.")
+        str,
+        typer.Option(
+            help="Optimizer of models with a recipe: PyTorch's fused AdamW, or narrowcast's FusedAdam.",
+            metavar="|".join(OPTIMIZERS),
+        ),
     ] = "AdamW",
     head: Annotated[
-        str, typer.Option(help="Head of models under a recipe: bf16, current or block.")
+        str,
+        typer.Option(help="Recipe of the output head in models with a recipe.", metavar="|".join(HEADS)),
     ] = "bf16",
     device: o.Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.csv and bench.png.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results as CSV, and for a picture."),
+    ] = None,
     seconds: Annotated[
-        int,
-        typer.Option(help="Seconds per contender and benchmark, with compilation; 0: no limit."),
+        int, typer.Option(help="Most seconds for one measurement, compilation included. 0: no limit.")
     ] = 300,
-    minutes: Annotated[float, typer.Option(help="Minutes after which nothing starts; 0: no limit.")] = 0.0,
+    minutes: Annotated[
+        float,
+        typer.Option(help="Start no measurement after this many minutes.", show_default="no limit"),
+    ] = 0.0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the rows of bench.csv in --out and measure the rest.")
+        bool, typer.Option("--resume", help="Keep the results in --out and measure the rest.")
     ] = False,
 ) -> None:
-    """Time layers and training steps beside bf16, and beside torchao, Transformer Engine and Liger if installed."""
+    """Time layers and training steps, and compare them with bf16 and with other packages.
+
+    The other packages are torchao, Transformer Engine and Liger, if they are installed.
+    """
+
+
+_BATCH, _PARALLEL, _MEMORY, _SEARCHED = "Batch", "Parallel layout", "Memory", "searched"
 
 
 @_command("plan.command")
@@ -288,56 +352,77 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="8b, 70b, 405b (Llama 3), 671b (DeepSeek-V3), or the path of a model's config.json, with the names "
-            "that Transformers has."
+            help="8b, 70b or 405b (Llama 3), 671b (DeepSeek-V3), or the path of a config.json of Transformers.",
+            metavar="<model>",
         ),
     ] = "8b",
-    gpus: Annotated[int, typer.Option(help="GPUs, 8 per host.")] = 8,
-    recipe: Annotated[str, typer.Option(help="bf16, delayed, current or block.")] = "current",
-    gpu: Annotated[str, typer.Option(help="h100, h200 or h800.")] = "h200",
+    recipe: Annotated[str, typer.Option(help=f"Recipe: {', '.join(RATES)}.", metavar="<recipe>")] = "current",
+    gpus: Annotated[int, typer.Option(help="Number of GPUs. A host has 8.", metavar="<count>")] = 8,
+    gpu: Annotated[str, typer.Option(help="Kind of GPU.", metavar="|".join(GPUS))] = "h200",
+    optimizer: Annotated[
+        str,
+        typer.Option(help=f"{', '.join(o.OPTIMIZERS)}. train --help-all explains them.", metavar="<name>"),
+    ] = "adamw",
     batch: Annotated[
         int | None,
         typer.Option(
             help="Tokens per step, over all GPUs.",
             show_default=f"{BATCH_PER_GPU:,} per GPU, at most {BATCH:,}",
+            rich_help_panel=_BATCH,
         ),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
-    tp: Annotated[int, typer.Option(help="Ranks of tensor parallelism; 0 searches.")] = 0,
-    pp: Annotated[int, typer.Option(help="Ranks of the pipeline; 0 searches.")] = 0,
-    ep: Annotated[int, typer.Option(help="Ranks of expert parallelism; 0 searches.")] = 0,
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_BATCH)] = 8192,
+    tp: Annotated[
+        int,
+        typer.Option(help="Ranks of tensor parallelism.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
+    ] = 0,
+    pp: Annotated[
+        int,
+        typer.Option(help="Ranks of the pipeline.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
+    ] = 0,
+    ep: Annotated[
+        int,
+        typer.Option(help="Ranks of expert parallelism.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
+    ] = 0,
     recompute: Annotated[
-        bool | None, typer.Option(help="Recompute every layer.", show_default="searched")
+        bool | None,
+        typer.Option(
+            help="Recompute every layer in the backward.", show_default=_SEARCHED, rich_help_panel=_MEMORY
+        ),
     ] = None,
-    fp8_gather: Annotated[
-        bool | None, typer.Option(help="Gather weights quantized.", show_default="with FP8")
-    ] = None,
-    optimizer: Annotated[
-        str,
-        typer.Option(help="adamw (fp32), adamw-bf16; FusedAdam: fused-bf16, fused-int8 or fused-stochastic."),
-    ] = "adamw",
     saved_activations: Annotated[
-        str | None, typer.Option(help="fp8: norms and activations keep codes.")
+        str | None,
+        typer.Option(
+            help="Keep the inputs of norms and activations in FP8.",
+            show_default="bf16",
+            metavar="fp8",
+            rich_help_panel=_MEMORY,
+        ),
     ] = None,
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="Loss without whole logits: linear_cross_entropy.")
+        bool,
+        typer.Option("--chunked-loss", help="Compute the loss without all logits.", rich_help_panel=_MEMORY),
     ] = False,
     step_in_backward: Annotated[
         bool,
-        typer.Option("--step-in-backward", help="Step a layer's weights as soon as it has its gradients."),
+        typer.Option(
+            "--step-in-backward",
+            help="Update each layer in the backward and free its gradients.",
+            rich_help_panel=_MEMORY,
+        ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes and seconds.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
-    """Estimate memory, traffic and time of a training step on many GPUs; nothing runs."""
+    """Estimate memory, traffic and time of a training step on many GPUs. Nothing runs on a GPU."""
 
 
 @_command("cli.presets")
 def presets() -> None:
-    """Show what each --preset of train sets."""
+    """Show the numbers that each --preset of train sets."""
 
 
 @_command("train.doctor")
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what works on this machine, what is wrong and what to do; then versions and GPU tests."""
+    """Show what works on this machine, what is wrong, and what to do. Then list versions and GPU tests."""

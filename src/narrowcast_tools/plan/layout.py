@@ -53,15 +53,19 @@ def plan(
     if saved_activations not in (None, "fp8"):
         raise ValueError(f"--saved-activations is {saved_activations!r:.60}; use fp8, or leave it out")
     held = {"state": find_optimizer(optimizer), "saved_fp8": saved_activations == "fp8"}
-    if gpus < 1:
-        raise ValueError(f"--gpus is {gpus}; it must be at least 1")
+    for name, size in (("gpus", gpus), ("length", length)):
+        if size < 1:
+            raise ValueError(f"--{name} is {size}; it must be at least 1")
+    for name, ranks in (("tp", tp), ("pp", pp), ("ep", ep)):
+        if ranks < 0:
+            raise ValueError(f"--{name} is {ranks}; use 1 or more, or leave it out")
     if shape.experts and not ep and gpus % 8:
         raise ValueError(
             f"--gpus is {gpus}; the experts of {model} are split over 8 GPUs or more: use a multiple of 8"
         )
     if batch is None:
         batch = length if step_in_backward else default_batch(gpus, length)
-    if length < 1 or batch < length:
+    if batch < length:
         raise ValueError(f"--batch is {batch} tokens and --length {length}; a step needs a sequence at least")
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"
     held |= {"chunked_loss": chunked_loss, "step_in_backward": step_in_backward}

@@ -195,13 +195,14 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ("--gpu b200", "--gpu is 'b200'; use one of h100, h200, h800"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
         ("--model 671b --gpus 1", "the experts of 671b are split over 8 GPUs or more: use a multiple of 8"),
+        ("--length 0", "--length is 0; it must be at least 1"),
+        ("--pp -1", "--pp is -1; use 1 or more, or leave it out"),
         ("--gpus 8 --tp 3", "narrowcast: tp 3 does not divide 8 GPUs; use sizes"),
         ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
         ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
         ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
         ("--gpus 4096 --batch 8192", "raise the batch, tp or pp"),
         ("--gpus 8 --batch 100", "--batch is 100 tokens and --length 8192"),
-        ("--gpus 8 --recipe bf16 --fp8-gather", "an FP8 gather needs an FP8 recipe"),
         (
             "--model 405b --gpus 8",
             "405b does not fit 8 h200 GPUs: the smallest layout tried (FSDP 1 x TP 8",
@@ -226,6 +227,11 @@ def test_without_options_a_step_takes_seconds(capsys: pytest.CaptureFixture) -> 
     assert cli.main(["plan", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["recipe"] == "current" and 1 < told["step"] < 30
+
+
+def test_an_fp8_gather_needs_an_fp8_recipe() -> None:
+    with pytest.raises(ValueError, match="an FP8 gather needs an FP8 recipe"):
+        plan("8b", 8, "bf16", fp8_gather=True)
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
