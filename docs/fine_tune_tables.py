@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from narrowcast_tools.hardware import RESERVE
 from narrowcast_tools.plan import MODELS, OPTIMIZERS, Layout, held
-from narrowcast_tools.plan.hardware import RESERVE
 
 PAGE = Path(__file__).resolve().parent / "fine-tune-one-gpu.md"
 GIB = 2**30

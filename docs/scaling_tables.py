@@ -14,8 +14,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 import narrowcast as nc
+from narrowcast_tools.hardware import BATCH
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
-from narrowcast_tools.plan.layout import BATCH
 from narrowcast_tools.schemes import svg, write
 
 DOCS = Path(__file__).resolve().parent

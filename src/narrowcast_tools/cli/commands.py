@@ -15,9 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..bench.asked import ACCOUNT_MODELS, HEADS, MODES, OPTIMIZERS, RECIPES, bench_settings
-from ..plan.hardware import GPUS
-from ..plan.hardware import RECIPES as RATES
-from ..plan.layout import BATCH, BATCH_PER_GPU
+from ..hardware import BATCH, BATCH_PER_GPU, GPUS
+from ..hardware import RECIPES as RATES
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..plan.hardware import OPTIMIZERS
+from ..hardware import OPTIMIZERS
 from ..train.config import TrainConfig
 from ..train.names import MODES, RECIPES, TP_SIZE
 from ..train.presets import PRESETS

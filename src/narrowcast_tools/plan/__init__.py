@@ -1,7 +1,7 @@
 """Estimates of training on many GPUs: memory, bytes on the wire and time of a step, from measured rates."""
 
+from ..hardware import GPUS, OPTIMIZERS, RECIPES, Gpu
 from .estimate import Estimate, estimate, held
-from .hardware import GPUS, OPTIMIZERS, RECIPES, Gpu
 from .layout import Layout, plan
 from .models import MODELS, Model, find_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from ..hardware import ERROR, find_gpu
 from .estimate import Estimate, gib
-from .hardware import ERROR, find_gpu
 from .layout import plan as search
 from .models import find_model
 from .show import remark, tables, title

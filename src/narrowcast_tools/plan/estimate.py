@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from typing import Any
 
-from .hardware import ATTENTION, CODED, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
+from ..hardware import ATTENTION, CODED, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
 from .models import Model
 
 LOGITS = 2**27  # what a chunk of ``linear_cross_entropy`` holds, and 1024 classes at least

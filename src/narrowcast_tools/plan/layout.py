@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from ..hardware import BATCH, BATCH_PER_GPU, RESERVE, find_gpu, find_optimizer, find_rates
 from .estimate import Estimate, Layout, check, estimate, gib
-from .hardware import RESERVE, find_gpu, find_optimizer, find_rates
 from .models import find_model
 
-BATCH = 16 * 2**20  # tokens of a step on many GPUs
-BATCH_PER_GPU = 128 * 2**10  # on few: some seconds a step
 CLOSE = 0.97  # relative to the fastest: closer than the model's error, so take the simpler layout
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from rich.table import Table
 
+from ..hardware import HOST
 from .estimate import Estimate, gib
-from .hardware import HOST
 
 GIGA = 1e9
 
@@ -41,7 +41,7 @@ def tables(result: Estimate) -> list[Table]:
     """Return memory, bytes received and time of a step, part by part, of one GPU."""
     step = result.step
     return [
-        _table("held", result.memory, gib, result.total_memory),
+        _table("memory", result.memory, gib, result.total_memory),
         _table(
             "received per step", result.wire, lambda size: f"{size / GIGA:,.1f} GB", sum(result.wire.values())
         ),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
-from ..plan.hardware import OPTIMIZERS
+from ..hardware import OPTIMIZERS
 from .errors import SettingsError
 from .names import one_of, recipe_name
 

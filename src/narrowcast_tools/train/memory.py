@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..hardware import RECIPES, find_optimizer
 from ..plan.estimate import Layout, held
-from ..plan.hardware import RECIPES, find_optimizer
 from ..plan.models import Model
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError, TrainingError

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from narrowcast_tools import cli
+from narrowcast_tools.hardware import RESERVE
 from narrowcast_tools.plan import GPUS, MODELS, OPTIMIZERS, Layout, estimate, find_model, held, plan
-from narrowcast_tools.plan.hardware import RESERVE
 from narrowcast_tools.plan.layout import default_batch
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..words import find
+from .words import find
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
 
@@ -60,6 +60,8 @@ CODED = 1.0 + 4.0 / 128  # bytes of an element of a saved activation in codes
 ATTENTION = 350 * TERA
 ELEMENTWISE = 0.75  # share of a copy's bandwidth that norms, activations and quantizing reach
 STOLEN = 20 / 132  # share of the multiprocessors that communication takes while it is overlapped
+BATCH = 16 * 2**20  # tokens of a step on many GPUs
+BATCH_PER_GPU = 128 * 2**10  # on few: some seconds a step
 RESERVE = 0.92  # share of the memory that a plan may fill
 
 
