@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,32 @@ def test_no_message_writes_a_value_out() -> None:
     ]
     assert not found, f"use {{shown(value)}}: {', '.join(found)}"
     assert reprs("def f(x): raise ValueError(f'x is {x!r}')") == [1]
+
+
+def pages(source: str) -> list[int]:
+    """Return lines with a text, other than a docstring, that names a file of ``docs/``."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and id(node) not in docstrings
+        and isinstance(node.value, str)
+        and re.search(r"docs/\S*\.md", node.value)
+    ]
+
+
+def test_no_message_names_a_file_of_the_docs() -> None:
+    """A wheel has no ``docs/``; name the page by its title."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in sorted(SOURCE.glob("narrowcast*/**/*.py"))
+        for line in pages(path.read_text())
+    ]
+    assert not found, f"name the page by its title: {', '.join(found)}"
+    assert pages("'Reads docs/a.md.'\nPAGE = 'docs/a.md lists all'") == [2]
+    assert pages("raise ValueError(f'see docs/b-c.md {x}')") == [1]
 
 
 @pytest.mark.parametrize("value", ["no", 2.5, object(), [True], torch.ones(1), torch.bfloat16, np.zeros(3)])

@@ -78,7 +78,7 @@ def test_the_real_one_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_absent_names_say_what_replaces_them(te: Any) -> None:
-    with pytest.raises(ImportError, match="userbuffers; leave the ub_.*from-transformer-engine"):
+    with pytest.raises(ImportError, match="userbuffers; leave the ub_.*From Transformer Engine"):
         from transformer_engine.pytorch import initialize_ub  # noqa: F401
     with pytest.raises(ImportError, match=r"torch\.distributed\.all_reduce"):
         from transformer_engine.pytorch.distributed import symmetric_all_reduce  # noqa: F401

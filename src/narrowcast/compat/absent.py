@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PAGE = "docs/from-transformer-engine.md"
+PAGE = 'the page "From Transformer Engine"'
 EXTENSION = "transformer_engine_torch"  # Transformer Engine's C++ extension, a top-level module
 
 _USERBUFFERS = "there are no userbuffers; leave the ub_* options out"

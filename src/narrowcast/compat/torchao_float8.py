@@ -34,7 +34,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 e4m3_dtype, e5m2_dtype = torch.float8_e4m3fn, torch.float8_e5m2
 VERSION = "0.18.0+narrowcast"  # whose names these are
 _EPSILON = 1e-12  # the least amax that torchao scales by
-_PAGE = "docs/from-torchao.md lists what each option means here"
+_PAGE = 'the page "From torchao" lists what each option means here'
 
 
 class ScalingType(enum.Enum):
