@@ -156,6 +156,15 @@ def test_what_this_library_wrote_is_read_as_it_is(tmp_path: Path) -> None:
     assert nc.receipt(again).gemms[0].recipe == "Float8BlockScaling"
 
 
+@pytest.mark.parametrize("kind", ["compressed-mxfp4", "compressed-mxfp8"])
+def test_a_scale_of_e8m0_that_is_nan_is_refused(kind: str, tmp_path: Path) -> None:
+    """compressed-tensors 0.20 decodes code 255 to infinity; it is NaN in the specification of OCP."""
+    state, _ = written(kind, tmp_path)
+    state["0.weight_scale"][3, 1] = 255
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    unchanged(stack(*SIZES), tmp_path, "scales of '0.weight' hold 255; they must be finite", ValueError)
+
+
 @pytest.mark.parametrize(
     "change, match",
     [
