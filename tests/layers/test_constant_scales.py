@@ -217,7 +217,10 @@ def test_a_step_between_a_forward_and_its_backward_raises(layer: int, compiles: 
     call(x).sum().backward()
     late = call(x).sum()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError,
+        match="modified by an inplace operation" + (".*" if compiles else ".*run the backward first"),
+    ):
         late.backward()
 
 

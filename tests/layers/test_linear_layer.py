@@ -339,3 +339,62 @@ def test_a_size_that_is_true_and_a_dtype_of_eight_bits() -> None:
         nc.Linear(True, 32)
     with pytest.raises(TypeError, match="^params_dtype is torch.float8_e4m3fn; use torch.bfloat16"):
         nc.Linear(32, 32, params_dtype=torch.float8_e4m3fn)
+
+
+# -- parameters that do not fit ----------------------------------------------------------------------------------------
+
+
+def _narrower(name: str, columns: int) -> Any:
+    """Replace a weight by one of fewer columns, which zero-padding would hide."""
+
+    def change(layer: nn.Module) -> None:
+        old = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(torch.ones(*old.shape[:-1], columns)))
+
+    return change
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "block", "nvfp4", "rowwise"])
+@pytest.mark.parametrize(
+    "make, change, message",
+    [
+        (lambda r: nc.Linear(64, 48, recipe=r), _narrower("weight", 63), r"\(4, 64\).*in_features=63"),
+        (lambda r: nc.LayerNormLinear(64, 48, recipe=r), _narrower("weight", 48), "in_features=48"),
+        (lambda r: nc.LayerNormMLP(64, 80, recipe=r), _narrower("fc1_weight", 48), "hidden_size=48"),
+        (
+            lambda r: nc.LayerNormMLP(64, 80, recipe=r),
+            _narrower("fc2_weight", 64),
+            r"fc2 is \(64, 64\).* be 80",
+        ),
+        (
+            lambda r: nc.LayerNormMLP(64, 80, activation="swiglu", recipe=r),
+            _narrower("fc2_weight", 160),
+            r"be 80, the width of swiglu",
+        ),
+        (
+            lambda r: nc.GroupedLinear(2, 64, 48, recipe=r),
+            _narrower("weight1", 48),
+            r"weight1 has shape \(48, 48\)",
+        ),
+        (
+            lambda r: nc.Linear(64, 48, recipe=r),
+            lambda layer: setattr(layer, "bias", nn.Parameter(torch.ones(32))),
+            r"bias has shape \(32,\); it needs 48",
+        ),
+    ],
+    ids=["linear", "norm_linear", "fc1", "fc2", "gated_fc2", "grouped", "bias"],
+)
+def test_parameters_of_another_size_are_refused(make: Any, change: Any, message: str, recipe: str) -> None:
+    layer = make(recipe)
+    change(layer)
+    more = ([2, 2],) if isinstance(layer, nc.GroupedLinear) else ()
+    with pytest.raises(ValueError, match=message):
+        layer(torch.ones(4, 64), *more)
+
+
+def test_a_fused_call_refuses_layers_that_do_not_fit() -> None:
+    recipe = RECIPES["current"]
+    norm, fc1, fc2 = nc.RMSNorm(64), nc.Linear(64, 160, recipe=recipe), nc.Linear(64, 64, recipe=recipe)
+    x = torch.ones(4, 64)
+    with pytest.raises(ValueError, match=r"fc2 is \(64, 64\); its last dim must be 80"):
+        nc.nn.norm_mlp(norm, fc1, fc2, x, residual=x)

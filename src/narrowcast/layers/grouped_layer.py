@@ -329,8 +329,15 @@ class GroupedLinearLayer(LinearLayer):
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _checked_input(self, inp: Tensor, weight: Tensor, features: int | None = None) -> Tensor:
-        """Return the input, cast where torch.autocast says so."""
+    def _checked_input(self, inp: Tensor, weights: Sequence[Any], features: int | None = None) -> Tensor:
+        """Return the input, cast where torch.autocast says so; ``features``: its last dim, or that of the weights."""
+        weight = weights[0]
+        for at, other in enumerate(weights):
+            if other.shape != weight.shape or other.shape[-1] != self.in_features:
+                raise ValueError(
+                    f"weight{at} has shape {shape_of(other)}; all groups have one shape, the last dim of which is "
+                    f"in_features={self.in_features}"
+                )
         coded = can_return_quantized() and is_coded(inp)
         if isinstance(inp, (QuantizedTensorStorage, GroupedTensor)) and not coded:
             raise TypeError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._checks import flags, function, shown
+from .._checks import flags, function, shape_of, shown
 from .._determinism import DETERMINISM
 from .._tracing import record, records_transforms, refuse_in_transform, warn
 from ..autograd import (
@@ -326,8 +326,14 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         Raises:
             TypeError: ``is_first_microbatch`` is no bool.
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
-            ValueError: the layer is split in a way that the batch-invariant mode does not allow.
+            ValueError: the bias does not fit the weight; the layer is split in a way that the batch-invariant mode does
+                not allow.
         """
+        if bias is not None and bias.shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"{stage.bias} has shape {shape_of(bias)}; it needs {weight.shape[0]} elements, one for each row of "
+                f"{stage.weight}, {shape_of(weight)}"
+            )
         if is_first_microbatch is not None:
             flags(is_first_microbatch=is_first_microbatch)
         scales = scales or self._scales_of((stage.prefix,), (plan,))[0]

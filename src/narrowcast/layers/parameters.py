@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._activations import ACTIVATIONS
 from .._checks import function, shape_of, shown, tensor
 from .._device import checked_device, default_device
 from .._tracing import is_eager
@@ -104,6 +105,22 @@ def checked_input(
             f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them or use torch.autocast"
         )
     return inp
+
+
+def check_hidden(fc1: Tensor, fc2: Tensor, activation: str) -> None:
+    """Check that a layer behind an activation takes what that makes of the layer before it.
+
+    Args:
+        fc1, fc2: their weights.
+    Raises:
+        ValueError: it does not.
+    """
+    hidden = fc1.shape[0] // 2 if ACTIVATIONS[activation].gated else fc1.shape[0]
+    if fc2.shape[-1] != hidden:
+        raise ValueError(
+            f"the weight of fc2 is {shape_of(fc2)}; its last dim must be {hidden}, the width of {activation} behind "
+            f"a weight of fc1 of {shape_of(fc1)}"
+        )
 
 
 def casts(tensor: Tensor) -> bool:

@@ -177,7 +177,7 @@ class GroupedLinear(GroupedLinearLayer):
         if unknown:
             refuse_keywords(self, unknown)
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
-        inp = self._checked_input(inp, weights[0])
+        inp = self._checked_input(inp, weights)
         x = inp.reshape(-1, self.in_features)
         splits, covered = self._checked_splits(m_splits, x)
         out = rows_of_buffer(out, "out", (*inp.shape[:-1], self.out_features), inp.dtype, inp.device, inp)

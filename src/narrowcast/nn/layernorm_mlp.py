@@ -17,7 +17,7 @@ from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, Progr
 from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import check_hidden, parameter_dtype
 from ..layers.tensor_parallel import parallel_of, shared
 from ..recipe import LinearPlan, Recipe, linear_plan
 from ..state import checkpoint
@@ -198,7 +198,8 @@ class LayerNormMLP(NormLinearLayer):
         """
         if unknown:
             refuse_keywords(self, unknown)
-        inp = checked_input(inp, self.hidden_size, "hidden_size", self.fc1_weight)
+        fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
+        inp = checked_input(inp, fc1_weight.shape[-1], "hidden_size", fc1_weight)
         if residual is not None:
             _check_residual(residual, inp)
         recipe = self._recipe_in_force()
@@ -216,7 +217,8 @@ class LayerNormMLP(NormLinearLayer):
                 out = self._with_bias_behind(out, self.fc2_bias)
             return self._returned(out, self.fc2_bias, normalized, () if residual is None else (inp,))
         fc2, fc1 = self._stages
-        fc1_weight, fc1_bias, fc2_weight = self.fc1_weight, self.fc1_bias, self.fc2_weight
+        check_hidden(fc1_weight, fc2_weight, self.activation.activation)
+        fc1_bias = self.fc1_bias
         fc2_bias = None if self.return_bias or self._bias_behind else self.fc2_bias
         of_norm = self._norm_has_backward(inp) or (residual is not None and residual.requires_grad)
         of_fc1 = of_norm or fc1_weight.requires_grad or (fc1_bias is not None and fc1_bias.requires_grad)

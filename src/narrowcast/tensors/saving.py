@@ -66,8 +66,20 @@ def restore_from_func_ctx(ctx: Any) -> list[TensorOrQuantized | None]:
 def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     """Return what was saved; the context lets go of it, unless the graph is retained, so that it is freed as it is
     used.
+
+    Raises:
+        RuntimeError: it was written since the forward.
     """
-    saved = ctx.saved_tensors
-    if not torch.compiler.is_compiling() and isinstance(ctx, torch.autograd.function.BackwardCFunction):
-        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or not isinstance(ctx, torch.autograd.function.BackwardCFunction):
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "the weight, the input or the scale of a layer was modified by an inplace operation between the forward "
+            "and this backward, such as optimizer.step() or a renewal of scales; run the backward first"
+        ) from error
+    ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
     return saved

@@ -173,7 +173,7 @@ class GroupedLinear(GroupedLinearLayer, BasicOperation):
         (extra_inputs,), (own,) = basic_op_extra_inputs, basic_op_kwargs
         weights, biases = self._parts_of("weight"), self._parts_of("bias")
         width = self.in_features if activation is None else 2 * self.in_features
-        inp = self._checked_input(input_, weights[0], width)  # type: ignore[arg-type]
+        inp = self._checked_input(input_, weights, width)  # type: ignore[arg-type]
         x = inp.reshape(-1, width)
         splits, covered = self._checked_splits(extra_inputs[0], x, "the tensor of splits")
         bias_scales = extra_inputs[1] if self.scale_bias else None
