@@ -70,6 +70,7 @@ SHOWN = [
     ("misspelled", "'misspelled'"),
     ("m" * 50 + "n" * 50, "'" + "m" * 40 + "..." + "n" * 40 + "'"),
     (nc.recipe.Format.E5M2, "Format.E5M2"),
+    (nc.Linear, "the class Linear"),
     (torch.tensor(3.0), "tensor(3.)"),
     (torch.ones(3, 700), "a Tensor of shape (3, 700) and torch.float32"),
     (np.zeros((3, 700)), "an ndarray of shape (3, 700) and float64"),
@@ -159,6 +160,11 @@ def test_checks_name_argument_value_and_remedy() -> None:
         (lambda: nc.Linear(8, 8, device=2.5), "device is 2.5; use a torch.device"),
         (lambda: _checks.text(name=3), "name is 3, of type int; use a text or None"),
         (lambda: _checks.module("model", None), "model is None, of type NoneType; pass a torch.nn.Module"),
+        (lambda: _checks.tensor("x", nc.Linear), "x is the class Linear; give a tensor"),
+        (
+            lambda: nc.ops.Sequential(nc.ops.Linear),
+            "operation 0 is the class Linear; pass a torch.nn.Module, as",
+        ),
         (lambda: _checks.path("path", 1), "path is 1, of type int; pass a path"),
         (
             lambda: _checks.optimizer("optimizer", 1),

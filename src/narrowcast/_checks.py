@@ -28,7 +28,9 @@ def shown(value: Any) -> str:
         math.prod(shape) if isinstance(shape, tuple) else len(value) if isinstance(value, Collection) else 0
     )
     kind = type(value).__name__
-    if isinstance(value, Enum):
+    if isinstance(value, type):
+        text = a_kind(value)
+    elif isinstance(value, Enum):
         text = f"{kind}.{value.name}"
     elif isinstance(value, str):
         text = repr(value if many <= _NAME else f"{value[: _NAME // 2]}...{value[-_NAME // 2 :]}")
@@ -59,8 +61,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def a_kind(value: Any) -> str:
-    """Return the type of a value, with its article."""
-    return article(type(value).__name__)
+    """Return the type of a value, with its article; a class by its name."""
+    return f"the class {value.__name__}" if isinstance(value, type) else article(type(value).__name__)
 
 
 def typed(value: Any) -> str:
@@ -230,7 +232,8 @@ def module(label: str, value: Any) -> None:
         TypeError: the value is no module.
     """
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{label} is {typed(value)}; pass a torch.nn.Module")
+        made = f", as {value.__name__}(...) makes" if isinstance(value, type) else ""
+        raise TypeError(f"{label} is {typed(value)}; pass a torch.nn.Module{made}")
 
 
 def function(label: str, value: Any) -> None:

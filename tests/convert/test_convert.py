@@ -258,7 +258,9 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     ours = nc.Linear(8, 8, device="cpu")
     with pytest.raises(ValueError, match="a layer of narrowcast already; set_recipe gives it a recipe"):
         nc.convert(ours, CURRENT)
-    assert not nc.receipt(nc.convert(nn.Linear(8, 8), {"": None})).flops_covered  # as it was asked for
+    for nothing in ({"recipe": {"": None}}, {"recipe": CURRENT, "skip": "**"}):
+        with pytest.raises(ValueError, match="convert would change nothing in this Linear; 'the model': "):
+            nc.convert(nn.Linear(8, 8), **nothing)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,8 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
         (nn.Linear(4, 4), "{fp8", ValueError, "^convert: recipe: the recipes are no JSON"),
         (nn.Linear(4, 4), 8, TypeError, "convert: recipe is an int"),
-        ([nn.Linear(4, 4)], CURRENT, TypeError, "model is a list"),
+        ([3], CURRENT, TypeError, r"model is \[3\], of type list; pass a torch.nn.Module"),
+        (nn.Linear, CURRENT, TypeError, r"model is the class Linear; .* as Linear\(...\) makes"),
     ],
 )
 def test_what_cannot_be_raises(model: Any, recipe: Any, error: type[Exception], match: str) -> None:

@@ -37,6 +37,8 @@ def test_any_number_of_parts_is_also_none() -> None:
         ("model.layer", "the nearest: 'model.layers'"),
         ("up_proj", r"for that name anywhere, write '\*\*\.up_proj'"),
         ("embed", r"it matches 'embed' \(Embedding\), which is none"),
+        (".*up_proj", "patterns are no regular expressions: \\* is one part of a name"),
+        ("up|down", "patterns are no regular expressions: "),
         ("xyz", "it has: 'model.layers.0.mlp.up_proj', .*'lm_head' and others, 37 in all$"),
     ],
 )
@@ -66,6 +68,14 @@ def test_functions_choose_by_name_and_module() -> None:
     for wrong in (3, ["a", 3]):
         with pytest.raises(TypeError, match=r"^only: .*3 chooses no modules; use a pattern of names such as"):
             selected_names(wrong, modules, model, "layer", "only")  # type: ignore[arg-type]
+    for module, remedy in (
+        (nn.Linear, "the class Linear .*; write lambda name, module: isinstance\\(module, Linear\\)"),
+        (modules["b"], "a Linear is no function of .*; write its name: 'b'"),
+        (nn.Linear(2, 2), "a Linear is no function of .*; write the name of a module of the model"),
+    ):
+        for wrong in (module, ["a", module]):
+            with pytest.raises(TypeError, match=f"^only: {remedy}"):
+                selected_names(wrong, modules, model, "layer", "only")
 
 
 def test_names_may_come_from_a_generator() -> None:

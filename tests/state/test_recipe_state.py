@@ -315,7 +315,11 @@ def test_wrong_answers_of_a_factory_name_the_role(wrong: Any, error: type[Except
         (MXFP8BlockScaling(), {"roles": []}, "got 0 roles for num_quantizers=3"),
         (MXFP8BlockScaling(), {"roles": [QuantizerRole()] * 4}, "got 4 roles for num_quantizers=3"),
         (MXFP8BlockScaling(), {"num_quantizers": 0}, "num_quantizers is 0; use at least 1"),
-        (MXFP8BlockScaling, {}, "recipe is a type; pass one of narrowcast.recipe's recipes"),
+        (
+            MXFP8BlockScaling,
+            {},
+            "recipe is the class MXFP8BlockScaling; pass one of narrowcast.recipe's recipes",
+        ),
         ("mxfp8", {}, "recipe is a str"),
         (None, {}, "recipe is a NoneType"),
     ],

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from .. import _checks
-from .._checks import a_kind, is_one_of, not_among, shown, some
+from .._checks import is_one_of, not_among, shown, some
 from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
@@ -147,7 +147,7 @@ def convert(
     given = [one for one in decisions if recipes.get(one.found.name)]
     wanted = [one for one in given if one.found.name in chosen - skipped]
     if policy is None and not any(norm.layer for norm in chosen_norms):
-        _check_converts(model, wanted or given)
+        _check_converts(model, wanted or given or decisions)
     _apply(decisions, chosen_norms)
     for module in model.modules():
         unmerge_exactly(module, "base_layer", getattr(module, "base_layer", None))
@@ -191,8 +191,7 @@ def revert(model: Model) -> Model:
 
 
 def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {a_kind(model)}; pass a torch.nn.Module")
+    _checks.module("model", model)
     if recipe is None:
         raise TypeError(
             f"recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table; {_NONE}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import shown
+from .._checks import a_kind, shown
 
 Selector = str | Callable[[str, nn.Module], bool]
 """A pattern of module names, or a function of (name, module)."""
@@ -44,6 +44,13 @@ def selected_names(
     for one in listed:
         if isinstance(one, str):
             found += matching_names(one, modules, model, kind, argument)
+        elif isinstance(one, type):
+            how = f"write lambda name, module: isinstance(module, {one.__name__})"
+            raise TypeError(f"{argument}: {shown(one)} is no function of (name, module); {how}")
+        elif isinstance(one, nn.Module):
+            names = [shown(name) for name, module in model.named_modules() if module is one]
+            how = f"its name: {names[0]}" if names else "the name of a module of the model"
+            raise TypeError(f"{argument}: {a_kind(one)} is no function of (name, module); write {how}")
         elif callable(one):
             found += [name for name, module in modules.items() if _chooses(one, name, module)]
         else:
@@ -96,6 +103,8 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     """Return the nearest alternatives."""
     if not names:
         return "it has none"
+    if re.search(r"^\.|[\\^$+?|(\[{]", pattern):
+        return "patterns are no regular expressions: * is one part of a name, ** any number"
     anywhere = _regular_expression(f"**.{pattern}")
     if any(map(anywhere.match, names)):
         return f"for that name anywhere, write '**.{pattern}'"
