@@ -23,11 +23,9 @@ from narrowcast.inspect.picture import figure as watch_figure
 from narrowcast_tools.bench.account import Account, Row
 from narrowcast_tools.bench.account_show import account_figure
 from narrowcast_tools.schemes import svg, write
-from narrowcast_tools.train.comparison import TITLE
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
 from narrowcast_tools.train.picture import ON_A_CPU, figure
-from narrowcast_tools.train.picture import TITLE as FIRST_TITLE
 from narrowcast_tools.train.report import compare
 
 DOCS = Path(__file__).resolve().parent
@@ -76,7 +74,7 @@ def account() -> Figure:
     return account_figure(accounts, ACCOUNT.format(**where))
 
 
-def comparison(file: str, trained: str, title: str, *, strict: bool) -> Figure:
+def comparison(file: str, trained: str, *, strict: bool) -> Figure:
     """Return the picture of a file of held-out losses, by recipe, seed and step."""
     curves: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for row in rows_of(file):
@@ -85,7 +83,7 @@ def comparison(file: str, trained: str, title: str, *, strict: bool) -> Figure:
         RunResult(recipe, History([], curve), curve[-1][0], 0, Pace(0.0), 0.0, seed)
         for (recipe, seed), curve in curves.items()
     ]
-    return figure(compare(runs, strict=strict), subtitle=trained, title=title)
+    return figure(compare(runs, strict=strict), subtitle=trained)
 
 
 class Plain(nn.Module):
@@ -141,11 +139,11 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 
 def main() -> None:
     """Write each picture for light pages and for dark ones."""
-    first = comparison("first_light.csv", FIRST, FIRST_TITLE, strict=False)
+    first = comparison("first_light.csv", FIRST, strict=False)
     figures = {
         "account": account(),
         "first-light": first,
-        "losses-h200": comparison("train_125m.csv", H200, TITLE, strict=True),
+        "losses-h200": comparison("train_125m.csv", H200, strict=True),
         "watch": watch_figure(watched().records),
     }
     for name, drawn in figures.items():

@@ -21,7 +21,6 @@ from .picture import ON_A_CPU, draw
 from .recipes import CHOICES
 from .report import BASELINE, Row, compare, rows_to_json
 
-TITLE = "One Transformer on one text, in each recipe"
 # Options in which compared runs may differ; the result lists them.
 FREE = {
     "recipe",
@@ -104,9 +103,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
         f"{counted(settings['batch_size'], 'sequence')} of "
         f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
     )
-    write_bytes(
-        folder / "loss.png", draw(comparison.rows, subtitle=subtitle, title=TITLE, unit=comparison.unit)
-    )
+    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=subtitle, unit=comparison.unit))
     write_bytes(folder / "losses.csv", _losses(comparison.results))
     write_bytes(folder / "summary.csv", _summary(comparison))
     content = {

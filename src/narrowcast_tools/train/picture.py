@@ -1,4 +1,4 @@
-"""The picture of a comparison: each recipe's last held-out loss, and its gap to bfloat16 at every evaluation."""
+"""The picture of a comparison: each recipe's gap to bfloat16 at the last step, and at every evaluation."""
 
 import io
 import textwrap
@@ -15,93 +15,126 @@ from narrowcast._checks import counted
 from ..colors import color_of
 from .report import BASELINE, Row, judged
 
-RANGES = 1.48  # of the last step: the lines of the seeds, right of the labels
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
+ALLOWED = "#2e9e5b"  # its tint stands on light pages and on dark ones
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 
 ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
-TITLE = "A Transformer learns real text in every recipe"
 
 
-def draw(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> bytes:
+def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> bytes:
     """Return a PNG image of ``figure``."""
     image = io.BytesIO()
-    figure(rows, subtitle=subtitle, title=title, unit=unit).savefig(image, format="png")
+    figure(rows, subtitle=subtitle, unit=unit).savefig(image, format="png")
     return image.getvalue()
 
 
-def figure(rows: Sequence[Row], *, subtitle: str, title: str = TITLE, unit: str = "byte") -> Figure:
-    """Draw a comparison. With several seeds, a recipe's mean is a large dot, and its seeds show how far they lie apart.
+def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
+    """Draw a comparison: the finding, each recipe's last gap beside the allowed one, and the gaps over the steps.
 
     Args:
         rows: the comparison; the baseline among them.
         subtitle: what was trained, where.
         unit: what a token is called.
     """
-    ends = 0.9 + 0.27 * len(rows)
-    drawn = Figure(figsize=(7, ends + 4.6), dpi=175, layout="constrained")
-    drawn.suptitle(title, x=0.01, ha="left", size=13, weight="bold")
-    losses, gaps = drawn.subplots(2, 1, height_ratios=[ends, 3.9])
-    _draw_losses(losses, rows, unit)
-    _draw_gaps(gaps, rows)
+    last = 1.2 + 0.27 * len(rows)
+    drawn = Figure(figsize=(7, last + 4.4), dpi=175, layout="constrained")
+    drawn.suptitle(finding(rows), x=0.01, ha="left", size=13, weight="bold")
+    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 3.2])
+    _draw_last_gaps(ends, rows, unit)
+    _draw_gaps(curves, rows)
     drawn.supxlabel(textwrap.fill(subtitle, 100), x=0.01, ha="left", size=8.5, color="0.35")
     return drawn
 
 
-def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
-    """Draw a line of dots per recipe: curves of all steps would lie on each other."""
+def finding(rows: Sequence[Row]) -> str:
+    """Return the title: whether the recipes' losses count as equal to bf16's."""
+    above = [row.title for row in rows if not row.within]
+    if len(rows) == 1:
+        return f"{rows[0].title} learns the text"
+    if not judged(rows):
+        return "Losses beside bf16's, after too few steps to judge a recipe"
+    if not above:
+        return "Every recipe's loss is within the allowed gap to bf16"
+    return textwrap.fill(f"Above the allowed gap to bf16: {', '.join(above)}", 60)
+
+
+def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
+    """Draw a line of dots per recipe beside the gap that is allowed, and write gap and loss right of it."""
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (last_step, _) = baseline.held_out[0], baseline.held_out[-1]
-    # The gap of a recipe with fewer seeds counts from another mean of bf16 than the first row's.
-    uneven = len({len(row.seeds) for row in rows}) > 1
     fell = f", bf16 fell from {first:.2f}" if len(baseline.held_out) > 1 else ""
-    _style(axes, f"Held-out loss after {last_step} steps, nats per {unit}{fell}", "x")
-    axes.axvline(baseline.held_out_loss, color=color_of(BASELINE), linewidth=1, linestyle="--")
+    _style(axes, f"Gap to bf16 after {last_step} steps, percent", "x")
+    shown = [end for row in rows for end in row.gaps[-1][1:]]
+    allowed = {row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)}
+    bound = 1.12 * (max(map(abs, (*shown, *allowed))) or 1.0)
+    axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
+        if judged(rows) and row.tolerance_percent is not None:
+            axes.barh(
+                place,
+                bound + row.tolerance_percent,
+                left=-bound,
+                height=1.0,
+                color=ALLOWED,
+                alpha=0.13,
+                linewidth=0,
+            )
         if len(row.seeds) > 1:
-            axes.hlines(place, *row.spread, color=color, linewidth=2.5, alpha=0.5)
-        axes.plot(row.held_out_loss, place, "o", color=color, markersize=8)
-        if uneven:
-            same = row.held_out_loss / (1 + row.gap_percent / 100)
-            if row is not baseline:
-                axes.plot(same, place, "|", color=color_of(BASELINE), markersize=14, markeredgewidth=2)
-            end, told = max(row.spread[1], same), f"  {counted(len(row.seeds), 'seed')}"
-            axes.text(end, place, told, va="center", size=8)
-    axes.set_yticks(range(len(rows)), [f"{row.title}  {row.held_out_loss:.3f}" for row in rows])
+            axes.hlines(place, *row.gaps[-1][2:], color=color, linewidth=2.5, alpha=0.5)
+        axes.plot(row.gap_percent, place, "o", color=color, markersize=8)
+        gap = "" if row is baseline else signed_percent(row.gap_percent)
+        _beside(axes, place, gap, f"{row.held_out_loss:.3f}", color="0.15")
+    _beside(axes, -0.9, "gap", "loss", color="0.35")
+    several = any(len(row.seeds) > 1 for row in rows)
+    axes.set_yticks(
+        range(len(rows)),
+        [f"{row.title}, {counted(len(row.seeds), 'seed')}" if several else row.title for row in rows],
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.margins(x=0.1)
-    if _several(rows):
-        same = "\ngray tick: bf16's mean over the same seeds, from which the gap counts" if uneven else ""
-        told = f"dot: mean of the seeds; line: lowest to highest seed; dashed: bf16's mean{same}"
-        axes.set_xlabel(told, size=9)
+    axes.set_xlim(-bound, bound)
+    told = [f"right of 0: worse than bf16; loss: held-out, nats per {unit}{fell}"]
+    if allowed:
+        least, most = min(allowed), max(allowed)
+        wide = ", ".join(row.title for row in rows if row.tolerance_percent == most) if most > least else ""
+        told.append(f"green: counts as equal, up to {least:g}%" + (f" ({wide}: {most:g}%)" if wide else ""))
+    if several:
+        told.append("dot: mean of the seeds, each against bf16's of the same seed; line: lowest to highest")
+        told.append("line of bf16: its seeds around their mean")
     elif len(rows) > 1:
-        axes.set_xlabel("dashed: bf16; one seed is too short a comparison to rank recipes", size=9)
+        told.append("one seed cannot rank recipes")
+    axes.set_xlabel("\n".join(told), size=8.5)
 
 
-def _several(rows: Sequence[Row]) -> bool:
-    return any(len(row.seeds) > 1 for row in rows)
+def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
+    """Write a line of a table right of the panel."""
+    for column, text in enumerate(told):
+        where = {
+            "xycoords": axes.get_yaxis_transform(),
+            "textcoords": "offset points",
+            "annotation_clip": False,
+        }
+        right = (52 + 40 * column, 0)
+        axes.annotate(text, (1, place), right, ha="right", va="center", size=9, color=color, **where)
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.tolerance_percent is None)
     several = len(baseline.seeds) > 1
-    _style(
-        axes,
-        "Gap to bf16 at the same step" + (" and seed" if several else "") + ", percent; above 0 is worse",
-    )
+    _style(axes, "The same over the steps; above 0 is worse")
     axes.set_xlabel("optimizer step")
     last_step = baseline.held_out[-1][0]
-    tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent}, reverse=True)
-    later = [gap for row in rows for gap in row.gaps[len(row.gaps) // 2 :]]
-    # The second half of each curve and of bf16's band, and the ranges of the last step are inside.
-    shown = [gap[1] for gap in later] + [end for row in rows for end in row.gaps[-1][2:]]
-    shown += [end for gap in baseline.gaps[len(baseline.gaps) // 2 :] for end in gap[2:]]
+    tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)})
+    # The second half of each curve and bf16's band at the last step are inside.
+    shown = [gap[1] for row in rows for gap in row.gaps[len(row.gaps) // 2 :]] + list(baseline.gaps[-1][2:])
+    if tolerances and max(map(abs, shown)) < tolerances[0]:  # a small gap shall look small
+        shown += [-tolerances[0], tolerances[0]]
     low, high = min(0.0, *shown), max(0.0, *shown)
     room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
     low, high = low - room, high + room
-    for percent, dashes in zip(tolerances, (":", "--")) if judged(rows) else ():
+    for percent, dashes in zip(tolerances, ("--", ":")):
         if percent < high:
             held = [row.title for row in rows if row.tolerance_percent == percent]
             told = f"{f'{held[0]}: ' if len(held) == 1 else ''}up to {percent:g}% counts as equal"
@@ -113,32 +146,22 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         color = color_of(row.recipe)
         if row is baseline:
             if several:
-                label = "bf16's seeds around their mean"
+                widest = max(map(abs, (*lowest, *highest)))
+                label = "bf16's seeds around their mean" + (f", to {widest:.1f}%" if widest > high else "")
                 axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0, label=label)
             continue
         axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
-        if len(row.seeds) > 1:  # bands of several recipes would hide each other
-            beside = last_step * (RANGES + 0.014 * len(ends))
-            axes.vlines(beside, lowest[-1], highest[-1], color=color, linewidth=2.5)
         ends.append((percents[-1], row))
-    width = 1.43
-    if several:
-        width = RANGES + 0.014 * len(ends)
-        axes.vlines(
-            [], 0, 0, color="0.35", linewidth=2.5, label="a recipe's lowest to highest seed, last step"
-        )
     if axes.get_legend_handles_labels()[0]:  # below the curves, which it would cover
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.16), ncols=2, fontsize=8)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(-0.1, -0.18), ncols=2, fontsize=8)
     axes.set_ylim(low, high)
-    axes.set_xlim(0, last_step * width)
-    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= last_step])
-    axes.spines["bottom"].set_bounds(0, last_step)
-    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.06 * (high - low))
+    axes.set_xlim(0, last_step)
+    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.075 * (high - low))
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
-            signed_percent(row.title, end),
+            row.title,
             xy=(last_step, min(max(end, low), high)),
-            xytext=(last_step * 1.03, height),
+            xytext=(last_step * 1.05, height),
             color=color_of(row.recipe),
             size=9,
             va="center",
@@ -164,9 +187,9 @@ def _dashes(rows: Sequence[Row]) -> list[str]:
     return dashes
 
 
-def signed_percent(title: str, percent: float) -> str:
-    """Return a label such as `MXFP8 +0.31%`, with a real minus sign."""
-    return f"{title} {percent:+.2f}%".replace(" -", " \N{MINUS SIGN}")
+def signed_percent(percent: float) -> str:
+    """Return a label such as `+0.31%`, with a real minus sign."""
+    return f"{percent:+.2f}%".replace("-", "\N{MINUS SIGN}")
 
 
 def spread(heights: Sequence[float], *, apart: float) -> list[float]:
