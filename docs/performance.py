@@ -421,12 +421,14 @@ def measured_with(keys: Collection[str]) -> list[str]:
     return [*told, " to ".join(dict.fromkeys((dates[0], dates[-1])))]
 
 
+SHAPE = "8B shape: a layer of Llama 3 8B, 4096 wide, MLP of 14336"
+
+
 def charts() -> dict[str, str]:
     """Return the charts' text by file name: each light and dark."""
     sections = {section.key: section for section in SECTIONS}
     pictures = {**{key: (key,) for key in CHARTED}, "home": HERO}
-    device = caption(sections["mlp"]).split(",")[0]
-    heading = f"Times as fast as bf16 on {device} (higher is better)"
+    heading = "Times as fast as bf16; longer is faster"
     panels = {key: panel(sections[key]) for keys in pictures.values() for key in keys}
     fastest = max(bar.speed for one in panels.values() for bar in one.bars)
     return {
@@ -434,7 +436,10 @@ def charts() -> dict[str, str]:
             heading,
             [panels[key] for key in keys],
             scheme,
-            [line.format(*measured_with(keys)) for line in ("PyTorch {1}, narrowcast {2}", "{3}")],
+            [
+                *([SHAPE] if any("8B shape" in panels[key].title for key in keys) else []),
+                *(line.format(*measured_with(keys)) for line in ("PyTorch {1}, narrowcast {2}", "{0}, {3}")),
+            ],
             fastest,
         )
         for name, keys in pictures.items()
@@ -458,8 +463,9 @@ command are below it.
 LOSSES = """## Does the loss suffer?
 
 **Delayed scaling ends {gap:.2%} above bf16, whose own seeds are {apart:.1%} apart.** Held-out loss of 85M parameters
-after 1500 steps of 8192 bytes, the mean over seeds. A gap compares runs of the same seeds. Up to 0.5% counts as equal, 1.5%
-for NVFP4. The [first training run](first-light.md) allows twice as much, since one short run of one seed leaves more to chance.
+after 1500 steps of 8192 bytes, the mean over seeds. A gap compares runs of the same seeds. Up to 0.5% counts
+as equal, 1.5% for NVFP4. The [first training run](first-light.md) allows twice as much, since one short run of one seed
+leaves more to chance.
 
 | recipe | seeds | held-out loss | lowest to highest | gap to bf16 |
 | --- | ---: | ---: | ---: | ---: |
@@ -472,8 +478,9 @@ parameters with a vocabulary of some 50,000 tokens, and 85M on bytes.
 
 Reproduce on one H200: `narrowcast train --preset 125m --compile --by-block --recipe bf16,delayed --seeds 8`
 
-- How much may your loss differ? By as much as two seeds of your bf16 run differ: a smaller gap says nothing about a recipe. Here the
-  seeds of bf16 are {apart:.1%} apart, and a run of delayed scaling ends up to {most:.1%} above bf16 of its seed.
+- How much may your loss differ? By as much as two seeds of your bf16 run differ: a smaller gap says nothing about a
+  recipe. Here the seeds of bf16 are {apart:.1%} apart, and a run of delayed scaling ends up to {most:.1%} above bf16
+  of its seed.
 - Alone on the GPU bf16 takes 212,000 tokens/s here and FP8 140,000 (`transformer_h200.log`): the model is too narrow.
 """
 

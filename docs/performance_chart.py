@@ -10,7 +10,7 @@ from narrowcast_tools.colors import color_of
 
 WIDTH, NAMES, END = 480, 152, 364  # the picture, where bars begin, and where the longest ends
 ROW, BAR = 24, 15
-HEAD, TITLE, BELOW = 30, 34, 14
+HEAD, TITLE, BELOW = 32, 34, 14
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
@@ -60,15 +60,15 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
         heading: the line above them.
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
-        versions: the lines below them, which say with what and when they were measured.
+        versions: the lines below them, which say on what, with what and when they were measured.
         fastest: the speed of the longest bar in all pictures, which have one scale.
     """
     unit = (END - NAMES) / fastest
     one = NAMES + unit
     y: float = HEAD
-    parts = [_text(4, 17, heading, FAINT[scheme])]
+    parts = [_text(4, 18, heading, TEXT[scheme], 'font-size="16" font-weight="700"')]
     for panel in panels:
-        parts.append(_text(4, y + 19, panel.title, TEXT[scheme], 'font-size="14" font-weight="700"'))
+        parts.append(_text(4, y + 19, panel.title, TEXT[scheme], 'font-weight="600"'))
         y += TITLE
         end = y + ROW * len(panel.bars) - (ROW - BAR)
         parts.append(
