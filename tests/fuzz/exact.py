@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.recipe import DelayedScaling
 
 from .programs import Difference
 
@@ -108,8 +107,8 @@ class Exact:
         past = self.past.setdefault(layer, {kind: Past() for kind in ("input", "grad_output")})
         if layer.training or layer not in self.recipes:
             # an evaluation changes no rule, also not that of a layer which was given one
-            given = layer.recipe if isinstance(layer.recipe, DelayedScaling) else recipe
-            self.recipes[layer] = rule = recipe if layer.training else given
+            kept = layer.delayed_slots()
+            self.recipes[layer] = rule = kept[0].recipe if kept and not layer.training else recipe
             for one in past.values():
                 one.fit(rule.amax_history_len)
         if layer.scale is None:
