@@ -125,6 +125,27 @@ def test_convert_names_the_keyword(wrong: str, remedy: str) -> None:
     assert remedy in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (
+            lambda: nc.autocast("cuda", dtype=torch.bfloat16),
+            "autocast takes no 'dtype'; that is torch.autocast, ",
+        ),
+        (lambda: nc.autocast(qqq=1), r"it takes enabled, calibrating, recipe, amax_reduction_group$"),
+        (
+            lambda: nc.set_recipe(nn.Linear(2, 2), "block", only="0"),
+            r'name the layers in a table .*"mxfp8"}$',
+        ),
+        (lambda: nc.set_recipe(nn.Linear(2, 2), "block", exclude="0"), r'in a table .*, "lm_head": None}$'),
+    ],
+)
+def test_a_keyword_of_another_function_is_told_apart(call: Any, told: str) -> None:
+    with pytest.raises(TypeError, match=told) as raised:
+        call()
+    assert len(str(raised.value)) <= 300
+
+
 def test_options_of_transformer_engine_are_known() -> None:
     nc.Linear(16, 16, ub_overlap_ag=False)
     with pytest.raises(TypeError, match="Linear takes no 'ub_overlap_a'; did you mean ub_overlap_ag="):
@@ -177,6 +198,10 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
         (lambda: nc.convert(nn.Linear(2, 2)), "convert lacks recipe; call convert(model, 'current')"),
         (lambda: nc.convert(), "convert lacks model, recipe; call convert(model, 'current')"),
         (lambda: nc.convert(recipe="current"), "convert lacks model; call convert(model, 'current')"),
+        (
+            lambda: nc.export(nn.Linear(2, 2), "folder"),
+            "export lacks format; call export(model, path, format='compressed-tensors')",
+        ),
         (lambda: nc.Linear(8), "Linear lacks out_features; call Linear(in_features, out_features)"),
         (
             lambda: nc.reduce_delayed_scaling(),

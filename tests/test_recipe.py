@@ -744,7 +744,7 @@ def test_a_recipe_is_taken_by_name_in_compiled_code() -> None:
     ("name", "told"),
     [
         ("MXFP8", "no recipe is named 'MXFP8'; the nearest: 'mxfp8'"),
-        ("Float8CurrentScaling", "the nearest: 'current'"),
+        ("Float8CurrentScaling", "the nearest: 'current', the name of that class; use one of"),
         ("curent", "the nearest: 'current'"),
         ("fp4", "named 'fp4'; use one of 'delayed', "),
     ],

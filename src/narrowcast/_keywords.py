@@ -22,10 +22,14 @@ _LISTED = 200  # characters of the names that a message lists
 _CHECKED: dict[Any, Any] = {}  # functions, and constructors that check -> what checks
 _FOREIGN = {
     "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out",
+    "autocast.dtype": "that is torch.autocast, another context; write autocast(recipe='current')",
+    "autocast.device_type": "that is torch.autocast, another context; write autocast(recipe='current')",
+    "set_recipe.only": 'name the layers in a table of recipes, as in {"layers.*.mlp": "mxfp8"}',
+    "set_recipe.skip": 'name the layers in a table of recipes, as in {"": "mxfp8", "lm_head": None}',
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
 }
-"""Keywords of other packages, and what to do about them."""
-_EXAMPLES = {"recipe": "'current'"}
+"""Keywords of other packages, or of other functions, and what to do about them."""
+_EXAMPLES = {"recipe": "'current'", "format": "'compressed-tensors'"}
 """Values of arguments for a message; of others it has the name."""
 _SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
 
@@ -41,32 +45,39 @@ def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> No
     """
     for keyword in keywords:
         if keyword not in accepted:
-            raise TypeError(f"{name} takes no {shown(keyword)}; {_remedy(keyword, accepted)}")
+            raise TypeError(f"{name} takes no {shown(keyword)}; {_remedy(name, keyword, accepted)}")
 
 
-def _check_given(name: str, required: tuple[str, ...], given: int, keywords: Collection[str]) -> None:
+def _check_given(
+    name: str, required: tuple[str, ...], named: tuple[str, ...], given: int, keywords: Collection[str]
+) -> None:
     """Check that a call has what has no default.
 
     Args:
-        required: names without a default, in order. given: how many arguments came without a name.
+        required: names without a default, in order. named: those that only a keyword gives.
+        given: how many arguments came without a name.
 
     Raises:
         TypeError: one is missing; the message has a call with all of them.
     """
-    missing = [one for one in required[given:] if one not in keywords]
+    missing = [one for one in (*required[given:], *named) if one not in keywords]
     if missing:
-        call = ", ".join(_EXAMPLES.get(one, one) for one in required)
+        call = ", ".join(
+            [_EXAMPLES.get(one, one) for one in required]
+            + [f"{one}={_EXAMPLES.get(one, one)}" for one in named]
+        )
         raise TypeError(f"{name} lacks {', '.join(missing)}; call {name}({call})")
 
 
-def _remedy(keyword: str, accepted: Collection[str]) -> str:
-    if keyword in _FOREIGN:
-        return _FOREIGN[keyword]
+def _remedy(name: str, keyword: str, accepted: Collection[str]) -> str:
+    for known in (keyword, f"{name}.{keyword}", f"{name}.{_SYNONYMS.get(keyword)}"):
+        if known in _FOREIGN:
+            return _FOREIGN[known]
     near = [_SYNONYMS[keyword]] if _SYNONYMS.get(keyword) in accepted else []
     near += difflib.get_close_matches(keyword, accepted, 1) or [one for one in accepted if keyword in one]
     if near:
         return f"did you mean {near[0]}=?"
-    names = ", ".join(accepted)
+    names = ", ".join(one for one in accepted if not one.startswith("_"))
     return f"it takes {names if len(names) <= _LISTED else names[:_LISTED].rpartition(',')[0] + ', ...'}"
 
 
@@ -128,26 +139,30 @@ def _accepted(function: Any) -> tuple[str, ...]:
     return (*names, *sorted(declared.__required_keys__ | declared.__optional_keys__))
 
 
-def _required(function: Any) -> tuple[str, ...]:
-    """Return the names without a default that a function takes by position."""
+def _required(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names without a default: those that a function takes by position, and those only by keyword."""
     function = inspect.unwrap(function)
     code = function.__code__
-    return code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+    named = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    return (
+        code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())],
+        tuple(name for name in named if name not in (function.__kwdefaults__ or ())),
+    )
 
 
 def _checked_function(name: str, function: Any) -> Any:
     accepted = _accepted(function)
     if not accepted:
         return function
-    required = _required(function)
+    required, named = _required(function)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for keyword in kwargs:
             if keyword not in accepted:
                 check(name, accepted, kwargs)
-        if len(args) < len(required):
-            _check_given(name, required, len(args), kwargs)
+        if named or len(args) < len(required):
+            _check_given(name, required, named, len(args), kwargs)
         return function(*args, **kwargs)
 
     checked = _CHECKED.setdefault(
@@ -166,15 +181,16 @@ def _check_init(cls: type) -> None:
     accepted = _accepted(init)[1:]
     if not accepted or init in _CHECKED:
         return
-    required = _required(init)[1:]
+    required, named = _required(init)
+    required = required[1:]
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for keyword in kwargs:
             if keyword not in accepted:
                 check(type(self).__name__, accepted, kwargs)
-        if len(args) < len(required):
-            _check_given(type(self).__name__, required, len(args), kwargs)
+        if named or len(args) < len(required):
+            _check_given(type(self).__name__, required, named, len(args), kwargs)
         init(self, *args, **kwargs)
 
     _CHECKED[checked] = checked

@@ -268,7 +268,15 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     [
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
         (nn.Linear(4, 4), "{fp8", ValueError, "^convert: recipe: the recipes are no JSON"),
-        (nn.Linear(4, 4), 8, TypeError, "convert: recipe is an int"),
+        (nn.Linear(4, 4), 8, TypeError, "convert: recipe is 8, of type int; pass one of"),
+        (nn.Linear(4, 4), {"": CURRENT, "0": 8}, TypeError, "convert: '0': recipe is 8, of type int"),
+        (
+            nn.Linear(4, 4),
+            {"0": "curent"},
+            ValueError,
+            "convert: '0': no recipe is named 'curent'; the nearest",
+        ),
+        (nn.Linear(4, 4), [CURRENT], TypeError, r"convert: recipe is \[Float8CurrentScaling.* of type list"),
         ([3], CURRENT, TypeError, r"model is \[3\], of type list; pass a torch.nn.Module"),
         (nn.Linear, CURRENT, TypeError, r"model is the class Linear; .* as Linear\(...\) makes"),
     ],

@@ -938,7 +938,7 @@ def test_what_cannot_be(one: Any) -> None:
         groups = nc.GroupedLinear(2, 32, 32, device="cpu", single_grouped_weight=True)
     with pytest.raises(RuntimeError, match="single_grouped_weight=False and use FSDP2"):
         shard(groups, one)
-    with pytest.raises(TypeError, match="shard: recipe is an int"):
+    with pytest.raises(TypeError, match="shard: recipe is 8, of type int"):
         shard(layer, one, recipe=8)  # type: ignore[arg-type]
     model = torch.nn.Sequential(layer)
     shard(model, one, blocks=model)

@@ -177,7 +177,7 @@ def test_the_logits_are_never_whole() -> None:
             "leave backward_override out",
         ),
         ("currant", ValueError, "the nearest: 'current'"),
-        (3, TypeError, "recipe is an int"),
+        (3, TypeError, "recipe is 3, of type int"),
         (
             nc.recipe.CustomRecipe(
                 qfactory=lambda role: nc.NVFP4Quantizer(stochastic_rounding=role.tensor_type == "weight")

@@ -116,7 +116,7 @@ def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[s
 
 
 def test_without_operations_there_is_nothing_to_say() -> None:
-    with pytest.raises(TypeError, match="recipe is an int; pass one of narrowcast.recipe's recipes"):
+    with pytest.raises(TypeError, match="recipe is 8, of type int; pass one of narrowcast.recipe's recipes"):
         block().explain(8)  # type: ignore[arg-type]
     with unfused():
         explanation = Sequential(nn.Tanh()).explain()

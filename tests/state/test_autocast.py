@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from delayed_simulation import clean_autocast, make_layer
 
 import narrowcast as nc
 from narrowcast import state
-from narrowcast._checks import a_kind
+from narrowcast._checks import typed
 from narrowcast.state import THREAD
 
 __all__ = ["clean_autocast"]
@@ -173,7 +174,7 @@ def test_calibrating() -> None:
 @pytest.mark.parametrize("wrong", [b"current", 8, object()])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
-    name = a_kind(wrong)
+    name = re.escape(typed(wrong))
     with pytest.raises(TypeError, match=f"recipe is {name}; pass one of narrowcast.recipe's recipes"):
         nc.autocast(enabled=enabled, recipe=wrong)
     with pytest.raises(TypeError, match=f"recipe is {name}"):
@@ -183,6 +184,8 @@ def test_recipe_of_another_type(wrong: Any, enabled: bool) -> None:
 def test_the_class_of_a_recipe_is_to_be_called() -> None:
     with pytest.raises(TypeError, match=r"recipe is the class DelayedScaling; call it: DelayedScaling\(\)"):
         nc.autocast(recipe=nc.recipe.DelayedScaling)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="or a name such as 'current'; convert and set_recipe take tables$"):
+        nc.autocast(recipe={"": "current"})  # type: ignore[arg-type]
 
 
 def test_a_text_in_place_of_a_flag_is_no_recipe() -> None:
@@ -302,6 +305,19 @@ def test_state_can_be_taken_and_put_back() -> None:
     finally:
         nc.state.set_autocast_state(outside)
     assert not nc.state.is_fp8_enabled()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_an_autocast_of_another_kind_tells_what_to_do(owned: bool) -> None:
+    layer = nc.Linear(32, 32, device="cpu", recipe="current" if owned else None)
+    with nc.autocast(recipe="current"):
+        layer(torch.ones(3, 32))
+    told = r"numbers change with it; an autocast's recipe .*: leave it out, or give it recipe=$"
+    with (
+        nc.autocast(recipe="block"),
+        pytest.warns(UserWarning, match=told if owned else "numbers change with it$"),
+    ):
+        layer(torch.ones(3, 32))
 
 
 def test_an_autocast_around_a_plain_model_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,15 @@ class RecipeOwner(nn.Module):
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
     last = layer._last_recipe
     if last is not None and type(recipe) is not type(last):
+        own = layer._recipe is None or recipe is layer._recipe
+        remedy = (
+            ""
+            if own
+            else "; an autocast's recipe counts before the layers' own: leave it out, or give it recipe="
+        )
         warnings.warn(  # one text for all layers of a kind: shown once
             f"the recipe of {type(layer).__name__} changed from {type(last).__name__} to {type(recipe).__name__} "
-            "between two forwards; numbers change with it",
+            f"between two forwards; numbers change with it{remedy}",
             stacklevel=2,
         )
 

@@ -100,7 +100,10 @@ def recipe_table(recipe: RecipeChoice, caller: str, *none: str) -> dict[str, Rec
             raise TypeError(
                 f'{caller}: {_checks.typed(pattern)}, is no pattern; name modules by text, as in {{"layers.*": ...}}'
             )
-    return {pattern: checked_recipe(value, caller, *none) for pattern, value in table.items()}
+    return {
+        pattern: checked_recipe(value, f"{caller}: {_checks.shown(pattern)}" if pattern else caller, *none)
+        for pattern, value in table.items()
+    }
 
 
 def get_recipes(model: nn.Module) -> dict[str, Recipe | None]:

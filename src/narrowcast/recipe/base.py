@@ -368,7 +368,8 @@ def fp8_dtype(fp8_format: Format, tensor_type: str) -> DType:
 def refuse_pure_e5m2(recipe: Recipe, fp8_format: Format) -> None:
     if not is_one_of(fp8_format, (Format.E4M3, Format.HYBRID)):
         raise ValueError(
-            f"{type(recipe).__name__} got fp8_format={shown(fp8_format)}; training uses Format.E4M3 or Format.HYBRID"
+            f"{type(recipe).__name__} got fp8_format={shown(fp8_format)}; "
+            "training uses narrowcast.recipe.Format.E4M3 or Format.HYBRID"
         )
 
 

@@ -77,6 +77,8 @@ def nearest_recipe(name: str) -> str:
     if name.lower() in NAMES:
         return f"; the nearest: {shown(name.lower())}"
     classes = {cls.__name__.lower(): known for known, cls in NAMES.items()}
+    if name.lower() in classes:
+        return f"; the nearest: {shown(classes[name.lower()])}, the name of that class"
     known = of_number_format(name.lower(), [*NAMES, *ALIASES, *classes])
     alike = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
     nearest = dict.fromkeys(classes.get(one, one) for one in alike)

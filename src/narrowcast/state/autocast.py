@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
-from .._checks import a_kind, flags, shown
+from .._checks import flags, shown, typed
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..functional.collectives import check_group
@@ -144,12 +144,15 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
         raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"{owner}: recipe is {a_kind(recipe)}; pass one of narrowcast.recipe's recipes, or a name such "
-            "as 'current'"
+            f"{owner}: recipe is {typed(recipe)}; pass one of narrowcast.recipe's recipes, or a name such as 'current'"
+            f"{_TABLE if isinstance(recipe, Mapping) else ''}"
         )
     if can_remember():
         share_plans(recipe)
     return recipe
+
+
+_TABLE = "; convert and set_recipe take tables"
 
 
 def _is_recipe_name(name: str) -> bool:
