@@ -200,6 +200,26 @@ def test_a_value_that_is_no_choice_is_told_the_nearest_one() -> None:
     assert _checks.not_among(3, choices) == "3; use one of LayerNorm, RMSNorm"
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda model, path: nc.receipt(model).to_html(path),
+        lambda model, path: nc.watch(model).to_csv(path),
+        lambda model, path: nc.export(model, path, format="bf16"),
+        lambda model, path: nc.distributed.save_checkpoint(path, model),
+    ],
+    ids=["to_html", "to_csv", "export", "save_checkpoint"],
+)
+def test_a_path_that_cannot_be_written_is_named(write: Any, tmp_path: Path) -> None:
+    model = nc.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        OSError, match=r"^cannot write '.*'.*\(.+\); give a path in a folder that exists"
+    ) as raised:
+        write(model, tmp_path / "file" / "given")
+    assert raised.value.errno and "given'" in str(raised.value) and raised.value.__cause__ is not None
+
+
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "cuda:99", torch.device("mps")], ids=str)
 @pytest.mark.parametrize(
     "make",

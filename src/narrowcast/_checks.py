@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import operator
 import os
 import re
-from collections.abc import Collection, Container, Hashable, Iterable, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from numbers import Integral, Real
 from typing import Any
@@ -213,6 +214,26 @@ def path(label: str, value: Any) -> None:
     """
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{label} is {typed(value)}; pass a path")
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the path that the user gave where the system refuses to write, not one that was derived from it.
+
+    Raises:
+        OSError: of the class and number that the system raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None:  # a message of our own
+            raise
+        told = type(error)(
+            f"cannot write {shown(os.fspath(path))} ({error.strerror}); give a path in a folder that exists and is "
+            "writable"
+        )
+        told.errno = error.errno
+        raise told from error
 
 
 def optimizer(label: str, value: Any) -> None:

@@ -357,3 +357,5 @@ def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=told) as raised:
             nc.load_quantized(model, tmp_path / name)
         assert raised.value.__suppress_context__
+    with pytest.raises(NotADirectoryError, match="model.safetensors is a file; give its folder, .*plain$"):
+        nc.load_quantized(model, tmp_path / "plain" / "model.safetensors")

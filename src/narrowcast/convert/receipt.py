@@ -247,7 +247,9 @@ class Receipt:
 
     def to_html(self, path: str | Path) -> None:
         """Write a page with a picture of the FLOPs and the table; it needs no other file."""
-        Path(path).write_text(as_html(self), encoding="utf-8")
+        page = as_html(self)
+        with _checks.writing(path):
+            Path(path).write_text(page, encoding="utf-8")
 
 
 def receipt(model: nn.Module) -> Receipt:

@@ -98,7 +98,7 @@ def save_checkpoint(
     delayed = _names_of_state(model)
     broadcast = {name: first for name, first in _broadcast(model, records).items() if name not in delayed}
     planner = SavePlanner(records, len(together.ranks), broadcast, {"extra": digest(plain)}, delayed)
-    with together.step() as folders:
+    with together.step() as folders, _checks.writing(target):
         made = _Writing(target) if together.first else None
         if made is not None:
             folders[together.own] = made.folder

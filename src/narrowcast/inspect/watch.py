@@ -364,7 +364,7 @@ class Watch:
 
     def to_csv(self, path: str | Path) -> None:
         """Write all records, one a line under the names of :class:`Record`."""
-        with open(path, "w", newline="") as file:
+        with _checks.writing(path), open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Record)])
             writer.writerows(tuple(vars(one).values()) for one in self.records)
@@ -396,7 +396,8 @@ class Watch:
             raise ValueError("nothing was sampled yet; call step() once per step")
         from .picture import draw
 
-        draw(self.records, path)
+        with _checks.writing(path):
+            draw(self.records, path)
 
     def __enter__(self) -> Watch:
         return self

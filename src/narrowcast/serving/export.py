@@ -168,7 +168,7 @@ def _folder_for(path: Path, together: Together) -> Iterator[Path | None]:
     """
     folder: Path | None = None
     try:
-        with together.step():
+        with together.step(), _checks.writing(path):
             if together.first:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

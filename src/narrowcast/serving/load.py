@@ -186,13 +186,13 @@ def _quantize_while_reading(
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:
     """
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError, NotADirectoryError: it is not there.
         ValueError: it is no file, too large, or no JSON object.
     """
     try:
         found = file.stat()
-    except FileNotFoundError:
-        raise FileNotFoundError(_why_missing(file)) from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise type(error)(_why_missing(file)) from None
     if not stat.S_ISREG(found.st_mode) or found.st_size > at_most:
         raise ValueError(
             f"{file} is no file of at most {at_most} bytes; {file.name} of a checkpoint is small JSON"
@@ -209,6 +209,8 @@ def _json_object(file: Path, at_most: int) -> dict[str, Any]:
 def _why_missing(file: Path) -> str:
     """Return why a checkpoint has no file, and what to do."""
     folder = file.parent
+    if folder.is_file():
+        return f"{folder} is a file; give its folder, {folder.parent}"
     if not folder.is_dir():
         return f"{folder} is no folder; give the folder that nc.export, or save_pretrained of Transformers, wrote"
     names = sorted(one.name for one in folder.iterdir())
