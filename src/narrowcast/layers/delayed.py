@@ -252,10 +252,9 @@ class DelayedLayer(RecipeOwner):
                 self._fit_buffers(stage, rule)
         if known and not saved and any(key.startswith(prefix) for key in state_dict):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in known]
-            warnings.warn(  # Python shows equal texts once
-                f"the checkpoint has no delayed-scaling state for {type(self).__name__} layers; scales start anew",
-                stacklevel=3,
-            )
+            lacks = f"the checkpoint has no delayed-scaling state for {type(self).__name__} layers"
+            remedy = "right for weights to begin with; to resume a run, load what it saved under this recipe"
+            warnings.warn(f"{lacks}; scales start anew: {remedy}", stacklevel=3)  # equal texts: shown once
             self.reset_delayed_scaling()
 
     @torch.inference_mode(False)
