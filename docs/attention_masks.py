@@ -13,7 +13,7 @@ from narrowcast.attention.masks import distances, geometry, hidden_pairs, mask_r
 from narrowcast_tools.schemes import FONTS, INK, write
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-CELL, GAP, TITLE, LEFT = 16, 50, 48, 8
+CELL, GAP, TITLE, LEFT = 16, 50, 62, 22
 KEY = (
     "Row: a query. Column: a key. Filled: the query sees the key.",
     "White dot: the query's own key, which the mask counts from.",
@@ -65,6 +65,10 @@ def draw() -> str:
         for line, name in enumerate(reversed(names)):
             parts.append(f'<text x="{left}" y="{top - 8 - 15 * line}">{name}</text>')
         shown, own = seen(title, options)
+        middle = top + len(shown) * CELL / 2
+        parts.append(f'<text x="{left}" y="{top + len(shown) * CELL + 11}" font-size="11">keys →</text>')
+        turned = f'transform="rotate(-90 {left - 6} {middle})" text-anchor="middle"'
+        parts.append(f'<text x="{left - 6}" y="{middle}" font-size="11" {turned}>← queries</text>')
         for i, row in enumerate(shown.tolist()):
             for j, visible in enumerate(row):
                 x, y = left + j * CELL, top + i * CELL
@@ -73,7 +77,7 @@ def draw() -> str:
                 if own[i, j]:
                     middle = (CELL - 3) / 2
                     parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="3" fill="white"/>')
-    height = TITLE + 34 + 3 * (LENGTHS[0] * CELL + TITLE) - TITLE + 6
+    height = TITLE + 34 + 3 * (LENGTHS[0] * CELL + TITLE) - TITLE + 20
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" width="{2 * width * 1.3:g}" '
         f'font-family="{FONTS}" fill="{INK["light"]}" font-size="12" role="img" '

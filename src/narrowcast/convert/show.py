@@ -223,6 +223,7 @@ def _picture(receipt: Receipt) -> str:
     """Return a bar of the FLOPs per token: one part per weight, as wide as its share, in the color of its decision."""
     width, height, left, parts = 640.0, 48, 0.0, []
     shares: dict[str, float] = {}
+    narrow: dict[str, list[str]] = {}  # names that do not fit their part
     for one in receipt.gemms:
         share = one.flops_share * width
         shares[one.decision] = shares.get(one.decision, 0.0) + one.flops_share
@@ -234,16 +235,22 @@ def _picture(receipt: Receipt) -> str:
         )
         room = (share - 6) / 7.5  # characters between the edges
         name = one.name.rpartition(".")[2] if len(one.name) > room else one.name
+        if len(name) > room:
+            narrow.setdefault(one.decision, []).append(one.name)
         for told, y in ((name, 21), (percent, 37)):
             if len(told) <= room:
                 inside = f'x="{left + share / 2:.2f}" y="{y}" text-anchor="middle" font-size="13"'
                 ink = "black" if one.decision == "kept" else "white"
                 parts.append(f'<text {inside} fill="{ink}">{html.escape(told)}</text>')
         left += share
-    for index, decision in enumerate(decision for decision in _COLORS if decision in shares):
-        x, told = index * 150, f"{decision} {shares[decision]:.1%}"
+    x = 0.0
+    for decision in (decision for decision in _COLORS if decision in shares):
+        told, (unnamed, *more) = f"{decision} {shares[decision]:.1%}", narrow.get(decision) or [""]
+        if unnamed and not more and len(unnamed) <= 24:
+            told += f": layer {html.escape(unnamed)}"
         parts.append(f'<rect x="{x}" y="{height + 11}" width="13" height="13" fill="{_COLORS[decision]}"/>')
         parts.append(f'<text x="{x + 20}" y="{height + 22}" font-size="13" fill="#333333">{told}</text>')
+        x += 150 + 7.5 * max(0, len(told) - 15)
     told = "width: share of the FLOPs per token"
     parts.append(f'<text x="0" y="{height + 44}" font-size="13" fill="#333333">{told}</text>')
     return (

@@ -22,14 +22,14 @@ _KINDS = ("input", "weight", "grad_output")
 _STATISTICS: tuple[tuple[str, str, Any, str, tuple[float, float]], ...] = (
     (
         "SQNR, signal over error. Orange: much error. Dark violet: one value dwarfs the others.",
-        "dB",
+        "dB; both ends are bad",
         lambda one: one.sqnr,
         "PuOr",
         (8.0, 44.0),
     ),
     (
         "Underflow. Red: many values that were not 0 became 0.",
-        "share of the values",
+        "share of the values; more is worse",
         lambda one: one.underflow,
         "Reds",
         (0.0, 0.1),
@@ -69,6 +69,7 @@ def figure(records: Sequence[Record]) -> Figure:
             )
             shown = range(0, len(steps), max(1, len(steps) // 4))
             axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=8)
+            axes.tick_params(axis="x", labelbottom=True)
         above = {"xytext": (0, 20), "textcoords": "offset points", "fontsize": 9}
         row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row
         extend = "both" if limits[0] else "max"
