@@ -100,11 +100,11 @@ def in_eager(function: Any, *operands: Any, **options: Any) -> Any:
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients on, and has none itself."""
+    """Passes the first ``count`` gradients on, and has none itself; they depend on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
+    def forward(ctx: Any, count: int, *gradients: Any) -> Any:
+        return gradients[:count]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -130,7 +130,8 @@ def once_differentiable(backward: Any) -> Any:
             return found
         several = found if isinstance(found, tuple) else (found,)
         recorded = [one if one is None else one.detach().requires_grad_() for one in several]
-        refusing = _OnceDifferentiable.apply(*recorded)
+        # the received ones lead to what was differentiated: autograd.grad runs what is on a path to its inputs
+        refusing = _OnceDifferentiable.apply(len(recorded), *recorded, *gradients)
         return refusing if isinstance(found, tuple) else refusing[0]
 
     return run

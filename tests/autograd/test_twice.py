@@ -29,6 +29,8 @@ def test_a_second_derivative_says_what_to_use(name: str) -> None:
         RuntimeError, match=r"a second derivative; use .*autocast\(enabled=False\), which is exact$"
     ):
         penalty(LAYERS[name](), x).backward()
+    with pytest.raises(RuntimeError, match="a second derivative"):  # it runs what leads to x alone
+        torch.autograd.grad(penalty(LAYERS[name](), x), x)
 
 
 def test_a_linear_layer_in_high_precision_is_differentiated_twice() -> None:
