@@ -374,6 +374,15 @@ def test_wrong_answers_name_the_role(kind: str, wrong: Any, error: type[Exceptio
     assert THREAD.state.recipe is None
 
 
+@pytest.mark.parametrize("factory", [lambda: 3, lambda role, name: None])
+def test_a_factory_is_called_with_a_role(factory: Any) -> None:
+    with pytest.raises(
+        TypeError, match="^qfactory is .* cannot be called with one argument .* a QuantizerRole$"
+    ):
+        CustomRecipe(qfactory=factory)
+    assert CustomRecipe(qfactory=iter).qfactory is iter  # has no signature
+
+
 def test_differing_requests_are_refused() -> None:
     requests = {"input": DelayedScalingRequest(margin=1), "weight": DelayedScalingRequest(margin=2)}
     recipe = CustomRecipe(qfactory=lambda role: requests.get(role.tensor_type, nc.IdentityQuantizer()))

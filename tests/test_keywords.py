@@ -216,5 +216,7 @@ def test_a_missing_argument_is_told_with_a_call(call: Any, told: str) -> None:
 
 
 def test_shard_without_ranks_names_the_remedy() -> None:
+    with pytest.raises(TypeError, match="model is 3, of type int; pass a torch.nn.Module"):
+        nc.distributed.shard(3)
     with pytest.raises(RuntimeError, match="there are no ranks .* start the script with torchrun"):
         nc.distributed.shard(torch.nn.Sequential(nc.Linear(16, 16, device="cpu")))

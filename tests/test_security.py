@@ -242,6 +242,11 @@ def test_what_is_wrong_in_a_json_of_recipes_has_a_remedy(text: Any, match: str) 
 def test_recipes_with_functions_have_no_json() -> None:
     with pytest.raises(ValueError, match="CustomRecipe has no JSON"):
         nc.recipe.recipes_from_json('{"": {"type": "CustomRecipe", "qfactory": "print"}}')
+    own = nc.recipe.DelayedScaling(amax_compute_algo=lambda history, amax: history)
+    with pytest.raises(
+        TypeError, match="^'mlp': DelayedScaling.amax_compute_algo is a function <lambda>, which has"
+    ):
+        nc.recipe.recipes_to_json({"mlp": own})
 
 
 # -- checkpoints of torch.distributed.checkpoint -----------------------------------------------------------------------

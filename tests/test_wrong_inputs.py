@@ -71,6 +71,7 @@ SHOWN = [
     ("m" * 50 + "n" * 50, "'" + "m" * 40 + "..." + "n" * 40 + "'"),
     (nc.recipe.Format.E5M2, "Format.E5M2"),
     (nc.Linear, "the class Linear"),
+    (_checks.shown, "a function shown"),
     (torch.tensor(3.0), "tensor(3.)"),
     (torch.ones(3, 700), "a Tensor of shape (3, 700) and torch.float32"),
     (np.zeros((3, 700)), "an ndarray of shape (3, 700) and float64"),

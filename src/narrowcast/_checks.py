@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def shown(value: Any) -> str:
     kind = type(value).__name__
     if isinstance(value, type):
         text = a_kind(value)
+    elif isinstance(value, FunctionType):
+        text = f"a function {value.__name__}"
     elif isinstance(value, Enum):
         text = f"{kind}.{value.name}"
     elif isinstance(value, str):

@@ -80,6 +80,10 @@ def test_what_cannot_be_ranked_is_said() -> None:
     with pytest.raises(ValueError, match="no layer of the model has a recipe"):
         nc.bisect(model, x, loss=loss)
     nc.set_recipe(model, QUANTIZED["current"])
+    with pytest.raises(
+        ValueError, match=r"the loss has shape \(16, 32\); return one number, such as its mean"
+    ):
+        nc.bisect(model, x, loss=lambda y: y)
     with pytest.raises(TypeError, match="without a loss"):
         nc.bisect(model, x)
     with pytest.raises(ValueError, match="all 0"):

@@ -210,6 +210,11 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) ->
             nc.export(model, tmp_path / "out", **arguments)
     with pytest.raises(ValueError, match="meta device"):
         nc.export(copy.deepcopy(model).to("meta"), tmp_path / "out", format="bf16")
+    unseen = nc.convert(nn.Sequential(nn.Linear(32, 32)), "delayed")
+    with pytest.raises(
+        ValueError, match="the layer of '0.weight' has seen no input under delayed scaling yet"
+    ):
+        nc.export(unseen, tmp_path / "out", format="fp8-static")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="not empty"):

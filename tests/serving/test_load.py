@@ -94,8 +94,16 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     model = stack(160, 224, 96)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     other = nn.Sequential(*model, nn.Linear(96, 8, device=DEVICE, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="lacks '2.weight' and 1 more of the model, and the model nothing"):
+    with pytest.raises(RuntimeError, match="lacks '2.weight' and 1 more of the model; give the model"):
         nc.load_quantized(other, path)
+    file = path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({**tensors, "zzz": torch.ones(3)}, file)
+    with pytest.raises(
+        RuntimeError, match="^the model has no 'zzz', which the checkpoint has; give the model"
+    ):
+        nc.load_quantized(model, path)
+    safetensors.torch.save_file(tensors, file)
     with pytest.raises(ValueError, match="those of Float8CurrentScaling"):
         nc.load_quantized(model, path, QUANTIZED["block"])
     with pytest.raises(
@@ -144,6 +152,17 @@ def unchanged(model: Any, path: Path, match: str, error: type[Exception] = Value
         nc.load_quantized(model, path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(type(layer) is nn.Linear for layer in model)
+
+
+def test_scales_of_other_tiles_are_refused(tmp_path: Path) -> None:
+    _, path = saved("block", tmp_path)
+    tensors = safetensors.torch.load_file(path / "model.safetensors")
+    (key,) = [key for key in tensors if key.startswith("0.weight_scale")]
+    safetensors.torch.save_file({**tensors, key: torch.ones(1, 1)}, path / "model.safetensors")
+    told = (
+        r"the scales of '0.weight' are \(1, 1\), and a weight of \(224, 160\) has \[2, 2\] tiles of 128 x 128"
+    )
+    unchanged(stack(160, 224, 96), path, told)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from .._checks import a_kind, shown
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
@@ -97,6 +98,7 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    _checks.module("model", model)
     recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
     _check_compiled([*blocks, model])
     check_gradients_are_reduced(model, "FSDP2")

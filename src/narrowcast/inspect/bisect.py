@@ -151,6 +151,8 @@ def _gradients(
             raise TypeError(
                 f"the model returned {_checks.a_kind(out)} without a loss; pass loss=, a function of it"
             )
+        if value.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(value.shape)}; return one number, such as its mean")
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
     used = [torch.zeros(1, dtype=torch.float32) if grad is None else grad for grad in grads]
     return [grad.to(parameters[0].device) for grad in used], value.item()

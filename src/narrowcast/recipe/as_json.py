@@ -25,7 +25,9 @@ def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
     """
     if not isinstance(recipes, Mapping):
         raise TypeError(f"recipes is {typed(recipes)}; pass a table, such as narrowcast.get_recipes(model)")
-    return json.dumps({pattern: _described(recipe) for pattern, recipe in recipes.items()}, indent=2)
+    return json.dumps(
+        {pattern: _described(recipe, shown(pattern)) for pattern, recipe in recipes.items()}, indent=2
+    )
 
 
 LARGEST_TEXT = 2**24  # characters
@@ -75,7 +77,7 @@ def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-def _described(value: Any) -> Any:
+def _described(value: Any, where: str) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -90,14 +92,14 @@ def _described(value: Any) -> Any:
         }
         follows = type(value)(**settings)  # the parameters of its operands follow from its settings
         fields = {
-            name: _described(one)
+            name: _described(one, f"{where}: {type(value).__name__}.{name}")
             for name, one in held.items()
             if one != defaults[name] or one != getattr(follows, name)
         }
         return {"type": type(value).__name__, **fields}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{shown(value)} has no JSON; give recipes with functions in code")
+    raise TypeError(f"{where} is {shown(value)}, which has no JSON; give recipes with functions in code")
 
 
 _NO_JSON = "a CustomRecipe has no JSON: its factory is a function; give it in code"

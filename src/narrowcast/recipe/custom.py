@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
@@ -59,10 +60,23 @@ class CustomRecipe(Recipe):
         super()._check()
         if not callable(self.qfactory):
             raise ValueError(f"CustomRecipe needs a callable qfactory(role), got {shown(self.qfactory)}")
+        if can_check():
+            self._check_factory()
         if self.quantization_alignment <= 0:
             raise ValueError(
                 f"quantization_alignment is {self.quantization_alignment}; use a positive number"
             )
+
+    def _check_factory(self) -> None:
+        try:
+            inspect.signature(self.qfactory).bind(None)  # type: ignore[arg-type]
+        except ValueError:  # of what is written in C, which has none
+            pass
+        except TypeError as error:
+            raise TypeError(
+                f"qfactory is {shown(self.qfactory)}, which cannot be called with one argument ({error}); write a "
+                "function of a QuantizerRole"
+            ) from None
 
     def resolve(
         self, mode: Mode, roles: Sequence[QuantizerRole]

@@ -377,10 +377,9 @@ def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[s
     missing = [key for key, value in state.items() if id(value) not in given]
     unexpected = [key for key in tensors if key not in state]
     if missing or unexpected:
-        raise RuntimeError(
-            f"the checkpoint lacks {some(missing)} of the model, and the model {some(unexpected)} of it; give the "
-            "model that the checkpoint is of"
-        )
+        told = [f"the checkpoint lacks {some(missing)} of the model"] if missing else []
+        told += [f"the model has no {some(unexpected)}, which the checkpoint has"] if unexpected else []
+        raise RuntimeError(f"{'; '.join(told)}; give the model that the checkpoint is of")
     for key, value in tensors.items():
         if value.shape != state[key].shape:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import shown
 from ..convert.experts import StackedExpertsLayer
 from ..distributed.together import Together
 from ..layers import GroupedLinearLayer, Stage
@@ -126,7 +127,7 @@ def input_scale(matrix: Matrix, all_groups: Tensor) -> Tensor:
     seen, scale = all_groups[all_groups > 0.0], input_scales(layer, stage)[matrix.group]
     if not len(seen):
         raise ValueError(
-            f"{layer.name or stage.weight} has seen no input under delayed scaling yet, whose scale would be exported; "
-            "run a training step first, or a forward and narrowcast.renew_delayed_scaling(model)"
+            f"the layer of {shown(matrix.parts[0].name)} has seen no input under delayed scaling yet, whose scale "
+            "would be exported; run a training step first, or a forward and narrowcast.renew_delayed_scaling(model)"
         )
     return reciprocal((scale if scale > 0.0 else seen.min()).reshape(1))

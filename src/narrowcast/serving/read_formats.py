@@ -146,7 +146,8 @@ def _eight_bits(fmt: ReadFormat, key: str, found: dict[str, Tensor], shape: tupl
         expected = [cdiv(size, FLOAT8_BLOCK) for size in shape]
         if list(scale.shape) != expected:
             raise ValueError(
-                f"the scales of {shown(key)} are {tuple(scale.shape)}, of its tiles there are {expected}"
+                f"the scales of {shown(key)} are {tuple(scale.shape)}, and a weight of {shape} has {expected} tiles of "
+                "128 x 128, which are read; the file is damaged or has other tiles"
             )
     elif scale.numel() != 1:
         raise ValueError(f"the scales of {shown(key)} are {tuple(scale.shape)}; one scale per tensor is read")
