@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._inductor.config
+import triton
 from interpreting import fast_interpreter
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 import narrowcast as nc  # noqa: E402
 import narrowcast.kernels  # noqa: E402
 from narrowcast.functional import gemm  # noqa: E402
+from narrowcast.kernels import launch  # noqa: E402
 
 from . import twins  # noqa: E402
 
@@ -249,8 +251,9 @@ def prepare() -> None:
             loaded: Any = importlib.import_module(f"narrowcast.kernels.{module.name}")
         except ImportError:  # kernels of one kind of GPU, in another language
             continue
-        if hasattr(loaded, "INTERPRETING"):
-            loaded.INTERPRETING = True
+        if hasattr(loaded, "EMULATE"):
+            loaded.EMULATE = triton.language.constexpr(True)
+    launch.INTERPRETING = True
     gemm._multiply_decoded = _multiply_decoded
     torch._inductor.config.fx_graph_cache = False
     torch._inductor.config.compile_threads = 1

@@ -64,11 +64,11 @@ class Variant:
         module, name = self.kernel.split(".")
         kernel = getattr(importlib.import_module(f"narrowcast.kernels.{module}"), name)
         signature, constants, attributes = {}, {}, {}
-        values = iter(self.constants)
-        for at, (parameter, kind) in enumerate(itertools.zip_longest(kernel.params, self.kinds)):
+        given = [*self.kinds, *(None for _ in self.constants)]
+        for at, (parameter, kind) in enumerate(zip(kernel.params, given, strict=True)):
             if kind is None:
                 signature[parameter.name] = "constexpr"
-                constants[(at,)] = False if parameter.name == "EMULATE" else next(values)
+                constants[(at,)] = self.constants[at - len(self.kinds)]
             elif kind == "=None" or (kind == "=1" and not parameter.do_not_specialize):
                 signature[parameter.name] = "constexpr"
                 constants[(at,)] = None if kind == "=None" else 1

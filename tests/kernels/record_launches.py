@@ -61,9 +61,7 @@ def note(launcher: Any, arguments: tuple[Any, ...], constants: tuple[Any, ...]) 
     name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
     warps = launcher.num_warps
     options = {key: value for key, value in launcher.options.items() if key != "enable_fp_fusion"}
-    names = launcher.kernel.arg_names[len(arguments) :]
-    values = [value for name, value in zip(names, constants, strict=True) if name != "EMULATE"]
-    record = [warps, options, [kind_of(argument) for argument in arguments], values]
+    record = [warps, options, [kind_of(argument) for argument in arguments], list(constants)]
     _seen.setdefault(name, set()).add(json.dumps(record))
 
 

@@ -18,18 +18,17 @@ if kernels.AVAILABLE:
 
     from narrowcast.kernels.activation import sigmoid
     from narrowcast.kernels.codecs import round_to_dtype
-    from narrowcast.kernels.launch import INTERPRETING
 
     @triton.jit
-    def round_kernel(x_ptr, y_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def round_kernel(x_ptr, y_ptr, N: tl.constexpr):
         index = tl.program_id(0) * N + tl.arange(0, N)
-        tl.store(y_ptr + index, round_to_dtype(tl.load(x_ptr + index), y_ptr.dtype.element_ty, EMULATE))
+        tl.store(y_ptr + index, round_to_dtype(tl.load(x_ptr + index), y_ptr.dtype.element_ty))
 
     @triton.jit
-    def sigmoid_kernel(x_ptr, y_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def sigmoid_kernel(x_ptr, y_ptr, N: tl.constexpr):
         index = tl.program_id(0) * N + tl.arange(0, N)
-        y = sigmoid(tl.load(x_ptr + index), EMULATE)
-        tl.store(y_ptr + index, round_to_dtype(y, tl.float32, EMULATE))
+        y = sigmoid(tl.load(x_ptr + index))
+        tl.store(y_ptr + index, round_to_dtype(y, tl.float32))
 
 
 INTERPRETED_SHAPES = [(2,), (1, 2), (7, 6), (3, 130), (2, 2050), (2, 3, 10), (0, 4), (4, 0)]
@@ -92,7 +91,7 @@ def test_amax(width: int, device: torch.device) -> None:
 def test_round_to_dtype(dtype: torch.dtype, device: torch.device) -> None:
     x = patterns()
     y = torch.empty(x.shape, dtype=dtype, device=device)
-    round_kernel[(x.numel() // 1024,)](x.to(device), y, 1024, INTERPRETING, enable_fp_fusion=False)
+    round_kernel[(x.numel() // 1024,)](x.to(device), y, 1024, enable_fp_fusion=False)
     assert_bitwise(y, reduction.round_to_dtype(x, dtype))
 
 
@@ -100,7 +99,7 @@ def test_sigmoid(device: torch.device) -> None:
     x = patterns()
     x = torch.cat((x, torch.linspace(-130.0, 130.0, x.numel())))
     y = torch.empty(x.shape, device=device)
-    sigmoid_kernel[(x.numel() // 1024,)](x.to(device), y, 1024, INTERPRETING, enable_fp_fusion=False)
+    sigmoid_kernel[(x.numel() // 1024,)](x.to(device), y, 1024, enable_fp_fusion=False)
     assert_bitwise(y, reduction.canonical_nan(reference.sigmoid(x)))
 
 

@@ -233,10 +233,10 @@ def compiled(kernel, constants, **types):
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True, EMULATE=False)
+flags = dict(STORED_LR=False, STORED_COUNT=False, CORRECTED=True)
 numbers = dict.fromkeys(("lr", "beta1", "missing1", "beta2", "missing2", "eps", "decay"), "fp64")
 texts = [compiled(_adam_factors_kernel, flags, factors_ptr="*fp32", **numbers)]
-flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, GROUP=128, BLOCK=1024, EMULATE=False)
+flags = dict(BESIDE=0, DECAY=2, SCALED=False, STOPPABLE=False, WIDE=False, GROUP=128, BLOCK=1024)
 for coded, kinds in ((False, "*bf16"), (True, "*u8")):
     tensors = dict.fromkeys(("factors_ptr", "inv_scale_ptr", "found_inf_ptr"), "*fp32")
     for letter, kind in dict(w="*bf16", g="*bf16", m=kinds, v=kinds, b="*bf16", r="*fp32").items():

@@ -28,71 +28,68 @@ if kernels.AVAILABLE:
         round_pair_to_bfloat16,
         to_float32,
     )
-    from narrowcast.kernels.launch import INTERPRETING
 
     @triton.jit
-    def fp8_kernel(x_ptr, code_ptr, E5M2: tl.constexpr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def fp8_kernel(x_ptr, code_ptr, E5M2: tl.constexpr, N: tl.constexpr):
         index = tl.arange(0, N)
-        tl.store(code_ptr + index, fp8_code(tl.load(x_ptr + index), E5M2, EMULATE))
+        tl.store(code_ptr + index, fp8_code(tl.load(x_ptr + index), E5M2))
 
     @triton.jit
-    def words_kernel(x_ptr, word_ptr, packed_ptr, E5M2: tl.constexpr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def words_kernel(x_ptr, word_ptr, packed_ptr, E5M2: tl.constexpr, N: tl.constexpr):
         index = tl.arange(0, N)
         x0 = tl.load(x_ptr + 4 * index)
         x1 = tl.load(x_ptr + 4 * index + 1)
         x2 = tl.load(x_ptr + 4 * index + 2)
         x3 = tl.load(x_ptr + 4 * index + 3)
-        tl.store(word_ptr + index, fp8_word(x0, x1, x2, x3, E5M2, EMULATE))
-        c0 = fp8_code(x0, E5M2, EMULATE)
-        c1 = fp8_code(x1, E5M2, EMULATE)
-        c2 = fp8_code(x2, E5M2, EMULATE)
-        c3 = fp8_code(x3, E5M2, EMULATE)
-        tl.store(packed_ptr + index, pack_codes(c0, c1, c2, c3, EMULATE))
+        tl.store(word_ptr + index, fp8_word(x0, x1, x2, x3, E5M2))
+        c0 = fp8_code(x0, E5M2)
+        c1 = fp8_code(x1, E5M2)
+        c2 = fp8_code(x2, E5M2)
+        c3 = fp8_code(x3, E5M2)
+        tl.store(packed_ptr + index, pack_codes(c0, c1, c2, c3))
 
     @triton.jit
-    def fp4_kernel(x_ptr, word_ptr, one, N: tl.constexpr, EMULATE: tl.constexpr):
+    def fp4_kernel(x_ptr, word_ptr, one, N: tl.constexpr):
         index = tl.arange(0, N)
         sizes = ()
         signs = ()
         for j in tl.static_range(8):
             x = tl.load(x_ptr + 8 * index + j)
             x = x * one  # as in the kernels, whose products hold no negative NaN; a constant 1 is folded away
-            sizes = sizes + (fp4_magnitude(x, 0, False, EMULATE),)  # noqa: RUF005 - Triton has no starred tuples
-            signs = signs + (fp4_sign(x, EMULATE),)  # noqa: RUF005
+            sizes = sizes + (fp4_magnitude(x, 0, False),)  # noqa: RUF005 - Triton has no starred tuples
+            signs = signs + (fp4_sign(x),)  # noqa: RUF005
         word = pack_fp4(
             sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-            signs[0], signs[1], signs[2], signs[3], signs[4], signs[5], signs[6], signs[7], EMULATE,
+            signs[0], signs[1], signs[2], signs[3], signs[4], signs[5], signs[6], signs[7],
         )  # fmt: skip
         tl.store(word_ptr + index, word)
 
     @triton.jit
-    def fp4_stochastic_kernel(x_ptr, random_ptr, code_ptr, one, N: tl.constexpr, EMULATE: tl.constexpr):
+    def fp4_stochastic_kernel(x_ptr, random_ptr, code_ptr, one, N: tl.constexpr):
         index = tl.arange(0, N)
         x = tl.load(x_ptr + index) * one
-        size = fp4_magnitude(x, tl.load(random_ptr + index).to(tl.uint32), True, EMULATE)
-        tl.store(code_ptr + index, (size | ((fp4_sign(x, EMULATE) >> 28) & 8)).to(tl.uint8))
+        size = fp4_magnitude(x, tl.load(random_ptr + index).to(tl.uint32), True)
+        tl.store(code_ptr + index, (size | ((fp4_sign(x) >> 28) & 8)).to(tl.uint8))
 
     @triton.jit
-    def bfloat16_kernel(
-        x_ptr, half_ptr, rounded_ptr, widened_ptr, inverse_ptr, N: tl.constexpr, EMULATE: tl.constexpr
-    ):
+    def bfloat16_kernel(x_ptr, half_ptr, rounded_ptr, widened_ptr, inverse_ptr, N: tl.constexpr):
         index = tl.arange(0, N)
         first = tl.load(x_ptr + index)
         second = tl.load(x_ptr + N + index)
-        a, b = round_pair_to_bfloat16(first, second, EMULATE)
+        a, b = round_pair_to_bfloat16(first, second)
         tl.store(rounded_ptr + index, a)
         tl.store(rounded_ptr + N + index, b)
-        tl.store(widened_ptr + index, to_float32(tl.load(half_ptr + index), EMULATE))
-        tl.store(inverse_ptr + index, reciprocal(first, EMULATE))
+        tl.store(widened_ptr + index, to_float32(tl.load(half_ptr + index)))
+        tl.store(inverse_ptr + index, reciprocal(first))
 
     @triton.jit
-    def four_kernel(x_ptr, largest_ptr, N: tl.constexpr, EMULATE: tl.constexpr):
+    def four_kernel(x_ptr, largest_ptr, N: tl.constexpr):
         index = tl.arange(0, N)
         x0 = tl.load(x_ptr + index)
         x1 = tl.load(x_ptr + N + index)
         x2 = tl.load(x_ptr + 2 * N + index)
         x3 = tl.load(x_ptr + 3 * N + index)
-        tl.store(largest_ptr + index, tl.maximum(magnitude_of_four(x0, x1, x2, x3, EMULATE), 0.0))
+        tl.store(largest_ptr + index, tl.maximum(magnitude_of_four(x0, x1, x2, x3), 0.0))
 
     @triton.jit
     def decode_kernel(code_ptr, value_ptr, N: tl.constexpr):
@@ -140,7 +137,7 @@ def test_fp8(fmt, device: torch.device) -> None:
         (padded(golden["value"]), golden["code"]),
     ):
         codes = torch.empty(len(values), dtype=torch.uint8, device=device)
-        fp8_kernel[(1,)](values.to(device), codes, fmt is E5M2, len(values), INTERPRETING)
+        fp8_kernel[(1,)](values.to(device), codes, fmt is E5M2, len(values))
         if expected is None:
             assert_bitwise(codes, reference.encode_float8(values, fmt))
         else:
@@ -152,7 +149,7 @@ def test_words_hold_four_codes(fmt, device: torch.device) -> None:
     values = patterns()
     expected = reference.encode_float8(values, fmt).view(torch.int32)
     words = torch.empty(2, COUNT // 4, dtype=torch.int32, device=device)
-    words_kernel[(1,)](values.to(device), words[0], words[1], fmt is E5M2, COUNT // 4, INTERPRETING)
+    words_kernel[(1,)](values.to(device), words[0], words[1], fmt is E5M2, COUNT // 4)
     assert_bitwise(words[0], expected)
     assert_bitwise(words[1], expected)
 
@@ -162,7 +159,7 @@ def test_fp4(device: torch.device) -> None:
     fine = torch.linspace(-8, 8, COUNT)
     for values in (padded(golden["value"]), patterns(), fine, fine.bfloat16().float()):
         words = torch.empty(len(values) // 8, dtype=torch.int32, device=device)
-        fp4_kernel[(1,)](values.to(device), words, 1.0, len(words), INTERPRETING)
+        fp4_kernel[(1,)](values.to(device), words, 1.0, len(words))
         assert_bitwise(
             words.view(torch.uint8), reference.pack_codes(reference.encode_subbyte_(values.clone(), E2M1), 4)
         )
@@ -172,7 +169,7 @@ def test_fp4_stochastic(device: torch.device) -> None:
     for values in (torch.linspace(-8, 8, COUNT), patterns()):
         random = torch.randint(0, 256, (COUNT,), dtype=torch.uint8)
         codes = torch.empty(COUNT, dtype=torch.uint8, device=device)
-        fp4_stochastic_kernel[(1,)](values.to(device), random.to(device), codes, 1.0, COUNT, INTERPRETING)
+        fp4_stochastic_kernel[(1,)](values.to(device), random.to(device), codes, 1.0, COUNT)
         assert_bitwise(codes, reference.encode_float4_stochastic_(values.clone(), random.float()))
 
 
@@ -182,7 +179,7 @@ def test_bfloat16_and_reciprocal(device: torch.device) -> None:
     rounded = torch.empty(COUNT, device=device)
     widened, inverse = torch.empty(half, device=device), torch.empty(half, device=device)
     halves = values.view(torch.bfloat16)[:half]
-    bfloat16_kernel[(1,)](values.to(device), halves.to(device), rounded, widened, inverse, half, INTERPRETING)
+    bfloat16_kernel[(1,)](values.to(device), halves.to(device), rounded, widened, inverse, half)
     same_number(rounded, values.bfloat16().float())
     same_number(widened, halves.float())
     same_number(inverse, torch.ones(half) / values[:half])
@@ -192,7 +189,7 @@ def test_bfloat16_and_reciprocal(device: torch.device) -> None:
 def test_largest_of_four(dtype: torch.dtype, device: torch.device) -> None:
     values = patterns().to(dtype)
     largest = torch.empty(COUNT // 4, device=device)
-    four_kernel[(1,)](values.to(device), largest, COUNT // 4, INTERPRETING)
+    four_kernel[(1,)](values.to(device), largest, COUNT // 4)
     expected = values.float().abs().nan_to_num(nan=0.0, posinf=float("inf")).view(4, -1).amax(0)
     assert_bitwise(largest, expected)
 

@@ -18,8 +18,8 @@ from .. import _activations
 from .._activations import ACTIVATIONS
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, check_device, remembered
+from .codecs import EMULATE, at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
+from .launch import PLAIN, TENSOR, Launch, Launcher, check_device, remembered
 
 BLOCK = 1024
 AMAX_BLOCK = 2048  # with the amax, where it divides a row: 16 elements of a thread
@@ -35,10 +35,10 @@ _QGELU = tl.constexpr(1.702)
 
 
 @triton.jit
-def _reciprocal(x, EMULATE: tl.constexpr):
+def _reciprocal(x):
     """Return ``codecs.reciprocal`` for 1 <= x <= 2**125, without the branch that other values need."""
     if EMULATE:
-        return reciprocal(x, EMULATE)
+        return reciprocal(x)
     else:
         return tl.inline_asm_elementwise(
             """{
@@ -57,31 +57,31 @@ def _reciprocal(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x, EMULATE: tl.constexpr):
+def sigmoid(x):
     """Return ``1 / (1 + 2**t)`` with ``t = -x * log2(e)``."""
     t = x * -1.4426950408889634
     t = at_most(at_least(t, -125.0), 125.0)
-    return _reciprocal(exp2(t, EMULATE) + 1.0, EMULATE)
+    return _reciprocal(exp2(t) + 1.0)
 
 
 @triton.jit
-def exp2(t, EMULATE: tl.constexpr):
+def exp2(t):
     """Return ``2**t`` of ``t`` in [-125, 125]: a polynomial, scaled by bits of a rounding sum."""
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
-    p = product(f, 0.0013269521296024323, EMULATE) + 0.009671291336417198
-    p = product(p, f, EMULATE) + 0.0555071085691452
-    p = product(p, f, EMULATE) + 0.24022246897220612
-    p = product(p, f, EMULATE) + 0.6931470036506653
-    p = product(p, f, EMULATE) + 1.0
+    p = product(f, 0.0013269521296024323) + 0.009671291336417198
+    p = product(p, f) + 0.0555071085691452
+    p = product(p, f) + 0.24022246897220612
+    p = product(p, f) + 0.6931470036506653
+    p = product(p, f) + 1.0
     # The low byte of the sum's bits is the biased exponent. A NaN stays one in the product, not in its bits.
     power = (shifted.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
-    return product(p, power, EMULATE)
+    return product(p, power)
 
 
 @triton.jit
-def _gelu_argument(x, square, EMULATE: tl.constexpr):
-    return x * (product(square, _GELU_CUBIC, EMULATE) + _GELU_LINEAR)
+def _gelu_argument(x, square):
+    return x * (product(square, _GELU_CUBIC) + _GELU_LINEAR)
 
 
 @triton.jit
@@ -90,48 +90,48 @@ def _relu(x):
 
 
 @triton.jit
-def _tanh(x, EMULATE: tl.constexpr):
+def _tanh(x):
     """Return the hyperbolic tangent and its derivative, from the sigmoid, and near 0 from a polynomial."""
     size = tl.abs(x)
-    s = sigmoid(-(size + size), EMULATE)
+    s = sigmoid(-(size + size))
     far = 1.0 - (s + s)
     square = x * x
-    p = product(square, -0.006096714176237583, EMULATE) + 0.020997179672122
-    p = product(p, square, EMULATE) + -0.05385090783238411
-    p = product(p, square, EMULATE) + 0.1333276927471161
-    p = product(p, square, EMULATE) + -0.333333283662796
-    near = x + product(x, square * p, EMULATE)
+    p = product(square, -0.006096714176237583) + 0.020997179672122
+    p = product(p, square) + -0.05385090783238411
+    p = product(p, square) + 0.1333276927471161
+    p = product(p, square) + -0.333333283662796
+    near = x + product(x, square * p)
     value = tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
     return value, (s * (1.0 - s)) * 4.0
 
 
 @triton.jit
-def _bounded(x, beta, EMULATE: tl.constexpr):
+def _bounded(x, beta):
     """Return ``beta * tanh(x / beta)`` and its derivative."""
-    inverse = reciprocal(tl.full(x.shape, beta, tl.float32), EMULATE)  # one for all of a thread's elements
-    value, slope = _tanh(x * inverse, EMULATE)
+    inverse = reciprocal(tl.full(x.shape, beta, tl.float32))  # one for all of a thread's elements
+    value, slope = _tanh(x * inverse)
     return value * beta, slope
 
 
 @triton.jit
-def _situ(a, beta, EMULATE: tl.constexpr):
+def _situ(a, beta):
     """Return ``beta * tanh(a / beta) * sigmoid(a)`` and its derivative."""
-    value, slope = _bounded(a, beta, EMULATE)
-    s = sigmoid(a, EMULATE)
-    return value * s, product(slope, s, EMULATE) + product(value, s * (1.0 - s), EMULATE)
+    value, slope = _bounded(a, beta)
+    s = sigmoid(a)
+    return value * s, product(slope, s) + product(value, s * (1.0 - s))
 
 
 @triton.jit
-def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
+def activate(a, KIND: tl.constexpr):
     """Return the activation of ``a``; for a gated kind that of its gate."""
     if KIND == "gelu" or KIND == "geglu":
-        return a * sigmoid(_gelu_argument(a, a * a, EMULATE), EMULATE)
+        return a * sigmoid(_gelu_argument(a, a * a))
     elif KIND == "qgelu" or KIND == "qgeglu":
-        return a * sigmoid(a * _QGELU, EMULATE)
+        return a * sigmoid(a * _QGELU)
     elif KIND == "silu" or KIND == "swiglu":
-        return a * sigmoid(a, EMULATE)
+        return a * sigmoid(a)
     elif KIND == "glu":
-        return sigmoid(a, EMULATE)
+        return sigmoid(a)
     elif KIND == "relu" or KIND == "reglu":
         return _relu(a)
     else:
@@ -140,21 +140,21 @@ def activate(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _with_slope(a, KIND: tl.constexpr, EMULATE: tl.constexpr):
+def _with_slope(a, KIND: tl.constexpr):
     """Return ``activate`` and its derivative."""
     if KIND == "gelu" or KIND == "geglu":
         square = at_most(a * a, _FLT_MAX)
-        s = sigmoid(_gelu_argument(a, square, EMULATE), EMULATE)
-        argument_slope = product(square, _GELU_CUBIC_SLOPE, EMULATE) + _GELU_LINEAR
-        return a * s, s + product(a * (s * (1.0 - s)), argument_slope, EMULATE)
+        s = sigmoid(_gelu_argument(a, square))
+        argument_slope = product(square, _GELU_CUBIC_SLOPE) + _GELU_LINEAR
+        return a * s, s + product(a * (s * (1.0 - s)), argument_slope)
     elif KIND == "qgelu" or KIND == "qgeglu":
-        s = sigmoid(a * _QGELU, EMULATE)
-        return a * s, s + product(a * (s * (1.0 - s)), _QGELU, EMULATE)
+        s = sigmoid(a * _QGELU)
+        return a * s, s + product(a * (s * (1.0 - s)), _QGELU)
     elif KIND == "silu" or KIND == "swiglu":
-        s = sigmoid(a, EMULATE)
-        return a * s, s + product(a, s * (1.0 - s), EMULATE)
+        s = sigmoid(a)
+        return a * s, s + product(a, s * (1.0 - s))
     elif KIND == "glu":
-        s = sigmoid(a, EMULATE)
+        s = sigmoid(a)
         return s, s * (1.0 - s)
     elif KIND == "relu" or KIND == "reglu":
         return _relu(a), tl.where(a <= 0.0, 0.0, 1.0)
@@ -170,40 +170,40 @@ def _clamped(a, b, limit):
 
 
 @triton.jit
-def activate_gated(a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
+def activate_gated(a, b, KIND: tl.constexpr, P0, P1, P2):
     """Return the activation of the gate ``a`` times ``b``; the three numbers are those of ``numbers``."""
     if KIND == "clamped_swiglu":
         a, b = _clamped(a, b, P0)
-        return (a * sigmoid(a * P1, EMULATE)) * (b + P2)
+        return (a * sigmoid(a * P1)) * (b + P2)
     elif KIND == "situ_glu":
-        value, _ = _situ(a, P0, EMULATE)
-        linear, _ = _bounded(b, P1, EMULATE)
+        value, _ = _situ(a, P0)
+        linear, _ = _bounded(b, P1)
         return value * linear
     else:
-        return activate(a, KIND, EMULATE) * b
+        return activate(a, KIND) * b
 
 
 @triton.jit
-def activate_backward(g, a, KIND: tl.constexpr, EMULATE: tl.constexpr):
+def activate_backward(g, a, KIND: tl.constexpr):
     """Return gradient with respect to ``a`` of an activation that is not gated; ``g`` is that of its result."""
-    _, slope = _with_slope(a, KIND, EMULATE)
+    _, slope = _with_slope(a, KIND)
     return g * slope
 
 
 @triton.jit
-def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2, EMULATE: tl.constexpr):
+def activate_gated_backward(g, a, b, KIND: tl.constexpr, P0, P1, P2):
     """Return gradients with respect to the gate ``a`` and to ``b``; ``g`` is that of ``activate_gated``."""
     if KIND == "clamped_swiglu":
         x, y = _clamped(a, b, P0)
-        s = sigmoid(x * P1, EMULATE)
-        da = (g * (y + P2)) * (s + product(x * (s * (1.0 - s)), P1, EMULATE))
+        s = sigmoid(x * P1)
+        da = (g * (y + P2)) * (s + product(x * (s * (1.0 - s)), P1))
         return tl.where(a > P0, 0.0, da), tl.where(tl.abs(b) > P0, 0.0, g * (x * s))
     elif KIND == "situ_glu":
-        value, slope = _situ(a, P0, EMULATE)
-        linear, linear_slope = _bounded(b, P1, EMULATE)
+        value, slope = _situ(a, P0)
+        linear, linear_slope = _bounded(b, P1)
         return (g * linear) * slope, (g * value) * linear_slope
     else:
-        value, slope = _with_slope(a, KIND, EMULATE)
+        value, slope = _with_slope(a, KIND)
         return (g * b) * slope, g * value
 
 
@@ -240,7 +240,6 @@ def _activation_forward_kernel(
     SCALED: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     P0, P1, P2 = in_float32(P0, P1, P2)
     row = tl.program_id(0) // chunks
@@ -251,23 +250,23 @@ def _activation_forward_kernel(
     if SCALED:
         scale = tl.load(scale_ptr + row + tl.arange(0, 1))
         if EMULATE:
-            scale = to_float32(scale, EMULATE)
+            scale = to_float32(scale)
         else:  # which takes elements in pairs
             scale = scale.to(tl.float32)
     if GATED:
         gate = x_ptr + row.to(tl.int64) * F * 2 + start
-        a = to_float32(tl.load(gate + index, mask=inside, other=0.0), EMULATE)
-        b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0), EMULATE)
-        y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
+        a = to_float32(tl.load(gate + index, mask=inside, other=0.0))
+        b = to_float32(tl.load(gate + F + index, mask=inside, other=0.0))
+        y = activate_gated(a, b, KIND, P0, P1, P2)
     else:
-        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
-        y = activate(a, KIND, EMULATE)
+        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0))
+        y = activate(a, KIND)
     if SCALED:
         y = y * scale
-    y = round_to_dtype(y, y_ptr.dtype.element_ty, EMULATE)
+    y = round_to_dtype(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + output + index, y, mask=inside)
     if AMAX:
-        _raise_amax(amax_ptr, magnitude(y, EMULATE), inside)
+        _raise_amax(amax_ptr, magnitude(y), inside)
 
 
 @triton.jit
@@ -286,7 +285,6 @@ def _activation_backward_kernel(
     STORE: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
     P0, P1, P2 = in_float32(P0, P1, P2)
@@ -295,26 +293,26 @@ def _activation_backward_kernel(
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(F - start, BLOCK).to(tl.int32)
     output = row.to(tl.int64) * F + start
-    g = to_float32(tl.load(grad_ptr + output + index, mask=inside, other=0.0), EMULATE)
+    g = to_float32(tl.load(grad_ptr + output + index, mask=inside, other=0.0))
     if GATED:
         gate = row.to(tl.int64) * F * 2 + start
-        a = to_float32(tl.load(x_ptr + gate + index, mask=inside, other=0.0), EMULATE)
-        b = to_float32(tl.load(x_ptr + gate + F + index, mask=inside, other=0.0), EMULATE)
-        da, db = activate_gated_backward(g, a, b, KIND, P0, P1, P2, EMULATE)
-        da, db = round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+        a = to_float32(tl.load(x_ptr + gate + index, mask=inside, other=0.0))
+        b = to_float32(tl.load(x_ptr + gate + F + index, mask=inside, other=0.0))
+        da, db = activate_gated_backward(g, a, b, KIND, P0, P1, P2)
+        da, db = round_to_dtype(da, DTYPE), round_to_dtype(db, DTYPE)
         if STORE:
             tl.store(dx_ptr + gate + index, da, mask=inside)
             tl.store(dx_ptr + gate + F + index, db, mask=inside)
         if AMAX:
-            larger = tl.maximum(magnitude(da, EMULATE), magnitude(db, EMULATE))
+            larger = tl.maximum(magnitude(da), magnitude(db))
             _raise_amax(amax_ptr, larger, inside)
     else:
-        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0), EMULATE)
-        da = round_to_dtype(activate_backward(g, a, KIND, EMULATE), DTYPE, EMULATE)
+        a = to_float32(tl.load(x_ptr + output + index, mask=inside, other=0.0))
+        da = round_to_dtype(activate_backward(g, a, KIND), DTYPE)
         if STORE:
             tl.store(dx_ptr + output + index, da, mask=inside)
         if AMAX:
-            _raise_amax(amax_ptr, magnitude(da, EMULATE), inside)
+            _raise_amax(amax_ptr, magnitude(da), inside)
 
 
 _forward = Launcher(_activation_forward_kernel, num_warps=4)
@@ -396,7 +394,7 @@ def _launch(
         launcher,
         (elements // width * chunks, 1, 1),
         [*tensors, F, chunks, *parameters],
-        (activation, gated, *options, block, INTERPRETING),
+        (activation, gated, *options, block),
     )
 
 

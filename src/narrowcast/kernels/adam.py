@@ -21,7 +21,7 @@ from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, cdiv
 from .adam_step import halves, joined, rounded_at_random, stepped
 from .codecs import product, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input, is_aligned, is_traced
+from .launch import Launcher, check_device, check_input, is_aligned, is_traced
 from .log_codes import decode_logarithms, encode_logarithms
 from .sources import Source
 
@@ -36,13 +36,13 @@ _FEW = 2**31 - 2**16  # elements that 32 bits count, a block more included
 
 
 @triton.jit
-def _correction(missing, count, EMULATE: tl.constexpr):
+def _correction(missing, count):
     """Compute ``reference.adam.correction``, (1,)."""
     power = tl.full((1,), 0.0, tl.float32) + tl.cast(missing, tl.float32)
     total = tl.full((1,), 0.0, tl.float32)
     while count > 0:
-        total = tl.where(count % 2 == 1, total + product(power, 1.0 - total, EMULATE), total)
-        power = product(power, 2.0 - power, EMULATE)
+        total = tl.where(count % 2 == 1, total + product(power, 1.0 - total), total)
+        power = product(power, 2.0 - power)
         count = count // 2
     return total
 
@@ -61,7 +61,6 @@ def _adam_factors_kernel(
     STORED_LR: tl.constexpr,
     STORED_COUNT: tl.constexpr,
     CORRECTED: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     if STORED_LR:
         lr = tl.load(lr)
@@ -80,8 +79,8 @@ def _adam_factors_kernel(
     count = tl.full((), 0, tl.int32) + count  # else 1 would be a constant
     tl.store(here + 8, (tl.full((1,), 0, tl.int32) + count).to(tl.float32, bitcast=True))
     if CORRECTED:
-        root = tl.sqrt_rn(_correction(missing2, count, EMULATE))
-        rate = tl.div_rn(rate * root, _correction(missing1, count, EMULATE))
+        root = tl.sqrt_rn(_correction(missing2, count))
+        rate = tl.div_rn(rate * root, _correction(missing1, count))
         floor = floor * root
     tl.store(here, rate)
     tl.store(here + 1, floor)
@@ -112,14 +111,13 @@ def _load_moment(
     groups,
     SIGNED: tl.constexpr,
     CODED: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     if CODED:
         there = range_ptr + group * 2
         top, bottom = _load(there, groups), _load(there + 1, groups)
-        return decode_logarithms(_load(ptr + at, inside), top, bottom, SIGNED, EMULATE)
+        return decode_logarithms(_load(ptr + at, inside), top, bottom, SIGNED)
     else:
-        return to_float32(_load(ptr + at, inside), EMULATE)
+        return to_float32(_load(ptr + at, inside))
 
 
 @triton.jit
@@ -133,16 +131,15 @@ def _store_moment(
     groups,
     SIGNED: tl.constexpr,
     CODED: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     if CODED:
-        codes, top, bottom = encode_logarithms(x, SIGNED, EMULATE)
+        codes, top, bottom = encode_logarithms(x, SIGNED)
         tl.store(ptr + at, codes, mask=inside)
         there = range_ptr + group * 2
         tl.store(there, top, mask=groups)
         tl.store(there + 1, bottom, mask=groups)
     else:
-        tl.store(ptr + at, round_to_dtype(x, ptr.dtype.element_ty, EMULATE), mask=inside)
+        tl.store(ptr + at, round_to_dtype(x, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -165,7 +162,6 @@ def _step_tile(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Step the elements of a tile of one tensor; ``WHOLE``: none of them lies past its end."""
     group = tile * (BLOCK // GROUP)
@@ -184,21 +180,21 @@ def _step_tile(
     if not WHOLE:
         inside, inside_groups = at < n, group < groups
     weight = _load(weight_ptr + at, inside)
-    g = to_float32(_load(grad_ptr + at, inside), EMULATE)
-    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, inside_groups, True, FIRST, EMULATE)
-    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, inside_groups, False, SECOND, EMULATE)
+    g = to_float32(_load(grad_ptr + at, inside))
+    m = _load_moment(first_ptr, first_range_ptr, at, inside, group, inside_groups, True, FIRST)
+    v = _load_moment(second_ptr, second_range_ptr, at, inside, group, inside_groups, False, SECOND)
     if BESIDE == 2:
         w = joined(weight, _load(beside_ptr + at, inside))
     else:
-        w = to_float32(weight, EMULATE)
+        w = to_float32(weight)
     if SCALED:
-        g = product(g, tl.load(inv_scale_ptr).to(tl.float32), EMULATE)
+        g = product(g, tl.load(inv_scale_ptr).to(tl.float32))
         if not WHOLE:
             g = tl.where(inside, g, 0.0)
-    w, m, v = stepped(w, g, m, v, factors_ptr, DECAY, EMULATE)
+    w, m, v = stepped(w, g, m, v, factors_ptr, DECAY)
 
-    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, inside_groups, True, FIRST, EMULATE)
-    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, inside_groups, False, SECOND, EMULATE)
+    _store_moment(first_ptr, first_range_ptr, m, at, inside, group, inside_groups, True, FIRST)
+    _store_moment(second_ptr, second_range_ptr, v, at, inside, group, inside_groups, False, SECOND)
     if BESIDE == 2:
         high, rest = halves(w)
         tl.store(weight_ptr + at, high, mask=inside)
@@ -207,9 +203,9 @@ def _step_tile(
         count = tl.load(factors_ptr + 8).to(tl.int32, bitcast=True)
         tl.store(weight_ptr + at, rounded_at_random(w, at, count), mask=inside)
     else:
-        tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty, EMULATE), mask=inside)
+        tl.store(weight_ptr + at, round_to_dtype(w, weight_ptr.dtype.element_ty), mask=inside)
     if BESIDE == 1:
-        tl.store(beside_ptr + at, round_to_dtype(w, beside_ptr.dtype.element_ty, EMULATE), mask=inside)
+        tl.store(beside_ptr + at, round_to_dtype(w, beside_ptr.dtype.element_ty), mask=inside)
 
 
 # fmt: off
@@ -226,7 +222,7 @@ def _adam_step_kernel(
     factors_ptr, inv_scale_ptr, found_inf_ptr,
     BESIDE: tl.constexpr, DECAY: tl.constexpr, SCALED: tl.constexpr, STOPPABLE: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Step eight tensors, their programs one after another: those of the second from ``s1`` on, and so forth.
 
@@ -259,11 +255,11 @@ def _adam_step_kernel(
     if FIRST or SECOND:
         for tile in range(program * _TILES, program * _TILES + _TILES):
             if (tile + 1) * BLOCK <= n:
-                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, True, EMULATE)
+                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, True)
             elif tile * BLOCK < n:
-                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False, EMULATE)
+                _step_tile(tile, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False)
     else:
-        _step_tile(program, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False, EMULATE)
+        _step_tile(program, n, *tensors, BESIDE, DECAY, SCALED, FIRST, SECOND, GROUP, BLOCK, False)
 
 
 _factors = Launcher(_adam_factors_kernel, num_warps=1)
@@ -338,7 +334,7 @@ def factors(
     made = torch.empty(9, dtype=torch.float32, device=device)
     stored = isinstance(lr, Tensor), isinstance(count, Tensor)
     numbers = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, weight_decay)
-    _factors((1, 1, 1), (made, lr, count, *numbers), (*stored, bias_correction, INTERPRETING))
+    _factors((1, 1, 1), (made, lr, count, *numbers), (*stored, bias_correction))
     return made
 
 
@@ -433,7 +429,7 @@ def _launch(
     launch(
         (ends[-1], 1, 1),
         (*itertools.chain(*columns), *sizes, *ends[:-1], *shared),
-        (kind, *flags, *coded, FLOAT8_BLOCK, max(sizes) >= _FEW, block, INTERPRETING),
+        (kind, *flags, *coded, FLOAT8_BLOCK, max(sizes) >= _FEW, block),
     )
 
 

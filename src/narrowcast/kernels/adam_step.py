@@ -10,17 +10,17 @@ from .tiles import load_elements, store_elements
 
 
 @triton.jit
-def stepped(w, g, m, v, factors_ptr, DECAY: tl.constexpr, EMULATE: tl.constexpr):
+def stepped(w, g, m, v, factors_ptr, DECAY: tl.constexpr):
     """Return weight and moments after a step, all fp32; the factors are those of ``_adam_factors_kernel``."""
     if DECAY == 1:
-        g = g + product(w, tl.load(factors_ptr + 7), EMULATE)
-    m = product(m, tl.load(factors_ptr + 3), EMULATE) + product(g, tl.load(factors_ptr + 4), EMULATE)
-    v = product(v, tl.load(factors_ptr + 5), EMULATE) + product(g * g, tl.load(factors_ptr + 6), EMULATE)
+        g = g + product(w, tl.load(factors_ptr + 7))
+    m = product(m, tl.load(factors_ptr + 3)) + product(g, tl.load(factors_ptr + 4))
+    v = product(v, tl.load(factors_ptr + 5)) + product(g * g, tl.load(factors_ptr + 6))
     # A division would take its slow path for zero gradients; a reciprocal does not.
-    inverse = reciprocal(tl.sqrt_rn(v) + tl.load(factors_ptr + 1), EMULATE)
-    change = product(m * inverse, tl.load(factors_ptr), EMULATE)
+    inverse = reciprocal(tl.sqrt_rn(v) + tl.load(factors_ptr + 1))
+    change = product(m * inverse, tl.load(factors_ptr))
     if DECAY == 2:
-        change = change + product(w, tl.load(factors_ptr + 2), EMULATE)
+        change = change + product(w, tl.load(factors_ptr + 2))
     return w - change, m, v
 
 
@@ -63,27 +63,26 @@ def step_elements(
     DECAY: tl.constexpr,
     BESIDE: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Step elements of a parameter in place and return them in its dtype."""
     weight = load_elements(operands[0] + at, inside, EVEN)
-    g = to_float32(load_elements(operands[1] + at, inside, EVEN), EMULATE)
-    m = to_float32(load_elements(operands[2] + at, inside, EVEN), EMULATE)
-    v = to_float32(load_elements(operands[3] + at, inside, EVEN), EMULATE)
+    g = to_float32(load_elements(operands[1] + at, inside, EVEN))
+    m = to_float32(load_elements(operands[2] + at, inside, EVEN))
+    v = to_float32(load_elements(operands[3] + at, inside, EVEN))
     if BESIDE == 2:
         w = joined(weight, load_elements(operands[4] + at, inside, EVEN))
     else:
-        w = to_float32(weight, EMULATE)
-    w, m, v = stepped(w, g, m, v, operands[5], DECAY, EMULATE)
-    store_elements(operands[2] + at, round_to_dtype(m, operands[2].dtype.element_ty, EMULATE), inside, EVEN)
-    store_elements(operands[3] + at, round_to_dtype(v, operands[3].dtype.element_ty, EMULATE), inside, EVEN)
+        w = to_float32(weight)
+    w, m, v = stepped(w, g, m, v, operands[5], DECAY)
+    store_elements(operands[2] + at, round_to_dtype(m, operands[2].dtype.element_ty), inside, EVEN)
+    store_elements(operands[3] + at, round_to_dtype(v, operands[3].dtype.element_ty), inside, EVEN)
     if BESIDE == 2:
         rounded, rest = halves(w)
         store_elements(operands[4] + at, rest, inside, EVEN)
     else:
-        rounded = round_to_dtype(w, operands[0].dtype.element_ty, EMULATE)
+        rounded = round_to_dtype(w, operands[0].dtype.element_ty)
     store_elements(operands[0] + at, rounded, inside, EVEN)
     if BESIDE == 1:
-        rounded = round_to_dtype(w, operands[4].dtype.element_ty, EMULATE)
+        rounded = round_to_dtype(w, operands[4].dtype.element_ty)
         store_elements(operands[4] + at, rounded, inside, EVEN)
     return rounded if EVEN else tl.where(inside, rounded, 0.0)

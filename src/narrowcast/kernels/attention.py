@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .codecs import EMULATE, round_to_dtype, to_float32
+from .launch import Launcher, check_device
 
 ROWS, KEYS = 64, 64
 """Tile of the forward. The bits depend on both."""
@@ -26,9 +26,9 @@ _COLUMNS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def _product(a, b, EMULATE: tl.constexpr):
+def _product(a, b):
     if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        return tl.dot(to_float32(a, EMULATE), to_float32(b, EMULATE))
+        return tl.dot(to_float32(a), to_float32(b))
     return tl.dot(a, b)
 
 
@@ -46,10 +46,10 @@ def _rows(ptr, offsets, inside, CHECKED: tl.constexpr, D: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def _store_rows(ptr, offsets, inside, values, D: tl.constexpr, WIDTH: tl.constexpr, EMULATE: tl.constexpr):
+def _store_rows(ptr, offsets, inside, values, D: tl.constexpr, WIDTH: tl.constexpr):
     column = tl.arange(0, WIDTH)
     there = inside[:, None] & (column < D)[None, :]
-    rounded = round_to_dtype(values, ptr.dtype.element_ty, EMULATE)
+    rounded = round_to_dtype(values, ptr.dtype.element_ty)
     tl.store(ptr + offsets[:, None] + column[None, :], rounded, mask=there)
 
 
@@ -105,13 +105,13 @@ def _keys_seen(
 def _step(
     out, total, top, ones, q, k_ptr, v_ptr, pairs, start, query, there, S_KV, scale, left, right, shift, ks, vs, hk,
     CHECKED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE: tl.constexpr, EMULATE: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys; ``CHECKED``: some query may not see some."""
     key = start + tl.arange(0, TILE)
     k = _rows(k_ptr, key.to(tl.int64) * ks, key < S_KV, CHECKED, D, WIDTH)
     v = _rows(v_ptr, key.to(tl.int64) * vs, key < S_KV, CHECKED, D_V, WIDTH_V)
-    scores = _product(q, tl.trans(k), EMULATE) * scale
+    scores = _product(q, tl.trans(k)) * scale
     if CHECKED:
         hidden = _hidden(pairs, query, key, S_KV, left, right, shift, hk, there, MASK, WINDOW)
         scores = tl.where(hidden, float("-inf"), scores)
@@ -119,11 +119,11 @@ def _step(
             v = tl.where((tl.min(hidden.to(tl.int32), axis=0) == 0)[:, None], v, 0.0).to(v.dtype)
     higher = tl.maximum(top, tl.max(scores, axis=1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = round_to_dtype(tl.exp2(scores - base[:, None]), v.dtype, EMULATE)
+    weights = round_to_dtype(tl.exp2(scores - base[:, None]), v.dtype)
     rest = tl.exp2(top - base)[:, None]
     # tl.sum would add in another order where a mask is loaded: with the layout that the compiler takes
-    total = tl.fma(total, tl.broadcast_to(rest, total.shape), _product(weights, ones, EMULATE))
-    out = tl.fma(out, tl.broadcast_to(rest, out.shape), _product(weights, v, EMULATE))
+    total = tl.fma(total, tl.broadcast_to(rest, total.shape), _product(weights, ones))
+    out = tl.fma(out, tl.broadcast_to(rest, out.shape), _product(weights, v))
     return out, total, higher
 
 
@@ -132,7 +132,7 @@ def _forward_kernel(
     out_ptr, lse_ptr, top_ptr, q_ptr, k_ptr, v_ptr, hidden_ptr, S_Q, S_KV, HEADS, scale, left, right, shift,
     qb, qh, qs, kb, kh, ks, vb, vh, vs, hb, hh, hs, hk,
     GROUP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EMULATE: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)  # of keys
@@ -152,19 +152,17 @@ def _forward_kernel(
     for start in tl.range(begin, whole, TILE_N):
         out, total, top = _step(
             out, total, top, ones, q, k_ptr, v_ptr, pairs, start, query, there, S_KV, scale, left, right, shift,
-            ks, vs, hk,
-            False, MASK, WINDOW, D, WIDTH, D_V, WIDTH_V, TILE_N, EMULATE,
+            ks, vs, hk, False, MASK, WINDOW, D, WIDTH, D_V, WIDTH_V, TILE_N,
         )  # fmt: skip
     for start in tl.range(whole, end, TILE_N):
         out, total, top = _step(
             out, total, top, ones, q, k_ptr, v_ptr, pairs, start, query, there, S_KV, scale, left, right, shift,
-            ks, vs, hk,
-            True, MASK, WINDOW, D, WIDTH, D_V, WIDTH_V, TILE_N, EMULATE,
+            ks, vs, hk, True, MASK, WINDOW, D, WIDTH, D_V, WIDTH_V, TILE_N,
         )  # fmt: skip
     total = tl.max(total, axis=1)
     total = tl.where(total == 0.0, 1.0, total)
     place = (batch * HEADS * GROUP + own) * S_Q + at
-    _store_rows(out_ptr, place * D_V, there, out / total[:, None], D_V, WIDTH_V, EMULATE)
+    _store_rows(out_ptr, place * D_V, there, out / total[:, None], D_V, WIDTH_V)
     tl.store(top_ptr + place, top * _LN_2, mask=there)
     tl.store(lse_ptr + place, tl.where(top == float("-inf"), 0.0, (top + tl.log2(total)) * _LN_2), mask=there)
 
@@ -172,14 +170,14 @@ def _forward_kernel(
 @triton.jit
 def _gradient_of_scores(
     q, k, v, grad, lse, delta, pairs, query, key, there, S_KV, scale, left, right, shift, hk,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, EMULATE: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return the weights of a tile and the gradient of its products of queries and keys, but for the scale."""
-    weights = tl.exp2(_product(q, tl.trans(k), EMULATE) * scale - lse[:, None])
+    weights = tl.exp2(_product(q, tl.trans(k)) * scale - lse[:, None])
     hidden = _hidden(pairs, query, key, S_KV, left, right, shift, hk, there, MASK, WINDOW)
     weights = tl.where(hidden, 0.0, weights)
-    slope = weights * (_product(grad, tl.trans(v), EMULATE) - delta[:, None])
-    return round_to_dtype(weights, q.dtype, EMULATE), round_to_dtype(slope, q.dtype, EMULATE)
+    slope = weights * (_product(grad, tl.trans(v)) - delta[:, None])
+    return round_to_dtype(weights, q.dtype), round_to_dtype(slope, q.dtype)
 
 
 @triton.jit(do_not_specialize=["left", "right", "shift"])
@@ -187,7 +185,7 @@ def _query_gradient_kernel(
     dq_ptr, grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, hidden_ptr, S_Q, S_KV, HEADS, scale, scale_out,
     left, right, shift, qb, qh, qs, kb, kh, ks, vb, vh, vs, hb, hh, hs, hk,
     GROUP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EMULATE: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)
@@ -208,11 +206,10 @@ def _query_gradient_kernel(
         k = _rows(k_ptr, key.to(tl.int64) * ks, key < S_KV, True, D, WIDTH)
         v = _rows(v_ptr, key.to(tl.int64) * vs, key < S_KV, True, D_V, WIDTH_V)
         made = _gradient_of_scores(
-            q, k, v, grad, lse, delta, pairs, query, key, there, S_KV, scale, left, right, shift, hk,
-            MASK, WINDOW, EMULATE,
+            q, k, v, grad, lse, delta, pairs, query, key, there, S_KV, scale, left, right, shift, hk, MASK, WINDOW,
         )  # fmt: skip
-        dq += _product(made[1], k, EMULATE)
-    _store_rows(dq_ptr, place * D, there, dq * scale_out, D, WIDTH, EMULATE)
+        dq += _product(made[1], k)
+    _store_rows(dq_ptr, place * D, there, dq * scale_out, D, WIDTH)
 
 
 @triton.jit(do_not_specialize=["left", "right", "shift"])
@@ -220,7 +217,7 @@ def _key_gradient_kernel(
     dk_ptr, dv_ptr, grad_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, hidden_ptr, S_Q, S_KV, HEADS, scale, scale_out,
     left, right, shift, qb, qh, qs, kb, kh, ks, vb, vh, vs, hb, hh, hs, hk,
     GROUP: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EMULATE: tl.constexpr,
+    D_V: tl.constexpr, WIDTH_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     batch = (tl.program_id(1) // HEADS).to(tl.int64)
     head = (tl.program_id(1) % HEADS).to(tl.int64)
@@ -246,13 +243,13 @@ def _key_gradient_kernel(
         delta = tl.load(delta_ptr + place, mask=there, other=0.0)
         weights, slope = _gradient_of_scores(
             q, k, v, grad, lse, delta, hidden_ptr + batch * hb + own * hh + at * hs, query, key, there, S_KV,
-            scale, left, right, shift, hk, MASK, WINDOW, EMULATE,
+            scale, left, right, shift, hk, MASK, WINDOW,
         )  # fmt: skip
-        dv += _product(tl.trans(weights), grad, EMULATE)
-        dk += _product(tl.trans(slope), q, EMULATE)
+        dv += _product(tl.trans(weights), grad)
+        dk += _product(tl.trans(slope), q)
     place = ((batch * HEADS + head) * S_KV + key).to(tl.int64)
-    _store_rows(dk_ptr, place * D, inside, dk * scale_out, D, WIDTH, EMULATE)
-    _store_rows(dv_ptr, place * D_V, inside, dv, D_V, WIDTH_V, EMULATE)
+    _store_rows(dk_ptr, place * D, inside, dk * scale_out, D, WIDTH)
+    _store_rows(dv_ptr, place * D_V, inside, dv, D_V, WIDTH_V)
 
 
 _forward = Launcher(_forward_kernel, num_warps=4, num_stages=3)
@@ -324,7 +321,7 @@ def attention(
                 shift,
                 *strides,
             ),
-            (*constants, ROWS, KEYS, INTERPRETING),
+            (*constants, ROWS, KEYS),
         )
     return out, lse, top
 
@@ -365,7 +362,7 @@ def attention_backward(
             shift,
             *strides,
         )
-        tiles = (*constants, BACKWARD_ROWS, BACKWARD_KEYS, INTERPRETING)
+        tiles = (*constants, BACKWARD_ROWS, BACKWARD_KEYS)
         rows = q.shape[2] * q.shape[1] // heads
         _query_gradient((cdiv(rows, BACKWARD_ROWS), q.shape[0] * heads, 1), (dq, grad, q, k, v, *rest), tiles)
         _key_gradient(

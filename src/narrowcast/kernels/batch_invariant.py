@@ -15,9 +15,9 @@ from torch import Tensor
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .activation import exp2
-from .codecs import at_least, product, round_to_dtype, to_float32
+from .codecs import EMULATE, at_least, product, round_to_dtype, to_float32
 from .grouped_gemm import tile_origin
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 from .reduction import fold_lanes
 
 # A tile's size changes no bit: an element of the product is of its row and its column.
@@ -63,7 +63,6 @@ def _matmul_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     BAND: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     batch = tl.program_id(1).to(tl.int64)
     m0, n0 = tile_origin(tl.program_id(0), M, N, TILE_M, TILE_N, BAND)
@@ -100,8 +99,8 @@ def _matmul_kernel(
                         a = tl.load(left + left_offsets, mask=here[:, None] & there[None, :], other=0.0)
                         b = tl.load(right + right_offsets, mask=there[:, None], other=0.0)
                     if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-                        a = to_float32(a, EMULATE)
-                        b = to_float32(b, EMULATE)
+                        a = to_float32(a)
+                        b = to_float32(b)
                     if SCALED == "blocks":
                         x = tl.load(left_scale + left_scale_offsets)[:, None]
                         y = tl.load(right_scale + right_scale_offsets)
@@ -125,7 +124,7 @@ def _matmul_kernel(
         halves += quarters
     target = out_ptr + ((batch * M + m0) * N + n0) + row[:, None].to(tl.int64) * N + column[None, :]
     inside = here[:, None] & (column < N - n0)[None, :]
-    tl.store(target, round_to_dtype(halves, out_ptr.dtype.element_ty, EMULATE), mask=inside)
+    tl.store(target, round_to_dtype(halves, out_ptr.dtype.element_ty), mask=inside)
 
 
 _small = Launcher(_matmul_kernel, num_warps=4, num_stages=4)
@@ -170,7 +169,7 @@ def _product(
             out, left, right, *(scales or (left, right)), M, columns, K, cdiv(K // splits, step), left.stride(1),
             *strides, *scale_strides,
         ),
-        (splits, scaled, right_block, K % step == 0, tile_m, tile_n, step, BAND, INTERPRETING),
+        (splits, scaled, right_block, K % step == 0, tile_m, tile_n, step, BAND),
     )  # fmt: skip
     return out
 
@@ -241,14 +240,14 @@ def mix(weights: Tensor, values: Tensor) -> Tensor:
 
 
 @triton.jit
-def _exponential(x, EMULATE: tl.constexpr):
+def _exponential(x):
     """Return the exponential of fp32 that is not positive; 0 where its exponent is below -125."""
-    t = product(x, tl.full(x.shape, 1.4426950408889634, tl.float32), EMULATE)
-    return tl.where(t < -125.0, 0.0, exp2(at_least(t, -125.0), EMULATE))
+    t = product(x, tl.full(x.shape, 1.4426950408889634, tl.float32))
+    return tl.where(t < -125.0, 0.0, exp2(at_least(t, -125.0)))
 
 
 @triton.jit(do_not_specialize=["T"])
-def _softmax_kernel(x_ptr, out_ptr, T, K, ROWS: tl.constexpr, LANES: tl.constexpr, EMULATE: tl.constexpr):
+def _softmax_kernel(x_ptr, out_ptr, T, K, ROWS: tl.constexpr, LANES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     offsets = row[:, None] * K + lane[None, :]
@@ -262,15 +261,13 @@ def _softmax_kernel(x_ptr, out_ptr, T, K, ROWS: tl.constexpr, LANES: tl.constexp
     lanes = tl.zeros([ROWS, LANES], tl.float32)
     for start in tl.range(0, K, LANES):
         inside = there & (lane < K - start)[None, :]
-        lanes += _exponential(
-            tl.load(x_ptr + offsets + start, mask=inside, other=float("-inf")) - base, EMULATE
-        )
+        lanes += _exponential(tl.load(x_ptr + offsets + start, mask=inside, other=float("-inf")) - base)
     total = fold_lanes(lanes)
     total = tl.where(total == 0.0, 1.0, total)
     totals = tl.broadcast_to(total[:, None], [ROWS, LANES])
     for start in tl.range(0, K, LANES):
         inside = there & (lane < K - start)[None, :]
-        e = _exponential(tl.load(x_ptr + offsets + start, mask=inside, other=0.0) - base, EMULATE)
+        e = _exponential(tl.load(x_ptr + offsets + start, mask=inside, other=0.0) - base)
         tl.store(out_ptr + offsets + start, tl.div_rn(e, totals), mask=inside)
 
 
@@ -290,5 +287,5 @@ def softmax(logits: Tensor) -> Tensor:
     if x.numel():
         K = x.shape[-1]
         T = x.numel() // K
-        _softmax((cdiv(T, SOFTMAX_ROWS), 1, 1), (x, out, T, K), (SOFTMAX_ROWS, LANES, INTERPRETING))
+        _softmax((cdiv(T, SOFTMAX_ROWS), 1, 1), (x, out, T, K), (SOFTMAX_ROWS, LANES))
     return out

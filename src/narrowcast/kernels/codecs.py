@@ -1,8 +1,8 @@
 """Element codecs as Triton device functions: fp8 and E2M1 encoding, E8M0 scales, byte packing across rows.
 
-Every function takes ``EMULATE``. On a GPU it is False and the hardware conversions run; under Triton's interpreter it
-is True and integer arithmetic takes their place, because the interpreter's own down-casts round wrongly. Both give the
-codes of ``reference.codecs``, bit for bit.
+On a GPU the hardware conversions run; under Triton's interpreter integer arithmetic takes their place, because the
+interpreter's own down-casts round wrongly. Both give the codes of ``reference.codecs``, bit for bit. ``EMULATE``
+chooses, once for the process: the compilers of kernels and of graphs read it like the other constants of this file.
 
 Rows are packed before they are transposed: four codes of one column, from four consecutive rows, become one 32-bit
 word. A tile of words is then transposed through shared memory as 32-bit elements, a quarter of the traffic of a tile
@@ -14,6 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import INTERPRETING
+
+EMULATE = tl.constexpr(INTERPRETING)
+"""Whether the kernels run in the interpreter, which lacks instructions of a GPU and rounds otherwise."""
+
 # Four conversions fill one 32-bit register; satfinite clamps, so no separate clamp is spent. On one line, because the
 # compiler of a graph copies it into a string.
 _FOUR_TO_E4M3 = tl.constexpr(
@@ -24,7 +29,7 @@ _FOUR_TO_E5M2 = tl.constexpr(_FOUR_TO_E4M3.value.replace("e4m3", "e5m2"))
 
 
 @triton.jit
-def to_float32(x, EMULATE: tl.constexpr):
+def to_float32(x):
     """Widen bf16, fp16 or fp32 to fp32, exactly."""
     if x.dtype == tl.bfloat16:
         if EMULATE:
@@ -45,13 +50,13 @@ def to_float32(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def to_float32_for(x, USE: tl.constexpr, EMULATE: tl.constexpr):
+def to_float32_for(x, USE: tl.constexpr):
     """Return ``to_float32`` of a bf16 tensor that is widened for other uses, too, each with a name of its own.
 
     The compiler would take them for one, whose result stays in registers from the first use to the last, twice as wide.
     """
     if EMULATE or x.dtype != tl.bfloat16:
-        return to_float32(x, EMULATE)
+        return to_float32(x)
     else:
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000; // " + USE,
@@ -64,13 +69,13 @@ def to_float32_for(x, USE: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def magnitude(x, EMULATE: tl.constexpr):
+def magnitude(x):
     """|x| as fp32 for a maximum that ignores NaN: on a GPU the maximum itself does, the interpreter's does not.
 
     A maximum over nothing but NaN is NaN on a GPU: take its maximum with 0 before using it.
     """
     if EMULATE:
-        wide = to_float32(x, EMULATE)
+        wide = to_float32(x)
         return tl.where(wide == wide, tl.abs(wide), 0.0)
     else:
         # The sign goes before the widening: the compiler then takes maxima of bf16 pairs.
@@ -78,10 +83,10 @@ def magnitude(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def larger(a, b, EMULATE: tl.constexpr):
+def larger(a, b):
     """Return the larger magnitudes of two tensors, with any sign, in their dtype; NaN is ignored."""
     if EMULATE:
-        return tl.maximum(magnitude(a, EMULATE), magnitude(b, EMULATE))
+        return tl.maximum(magnitude(a), magnitude(b))
     elif a.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -118,24 +123,24 @@ def larger_or_nan(a, b):
 
 
 @triton.jit
-def magnitude_of_four(x0, x1, x2, x3, EMULATE: tl.constexpr):
+def magnitude_of_four(x0, x1, x2, x3):
     """Return the largest of four magnitudes as fp32, under the rules of ``magnitude``."""
-    low = larger(x0, x1, EMULATE)
-    high = larger(x2, x3, EMULATE)
-    return magnitude(larger(low, high, EMULATE), EMULATE)
+    low = larger(x0, x1)
+    high = larger(x2, x3)
+    return magnitude(larger(low, high))
 
 
 @triton.jit
-def magnitudes_of_tile(xs, ys, PAIRED: tl.constexpr, EMULATE: tl.constexpr):
+def magnitudes_of_tile(xs, ys, PAIRED: tl.constexpr):
     """Return the largest |x| of four interleaved rows, and if ``PAIRED`` of four more, by position; NaN ignored."""
-    largest = magnitude_of_four(*xs, EMULATE)
+    largest = magnitude_of_four(*xs)
     if PAIRED:
-        largest = tl.maximum(largest, magnitude_of_four(*ys, EMULATE))
+        largest = tl.maximum(largest, magnitude_of_four(*ys))
     return largest
 
 
 @triton.jit
-def reciprocal(x, EMULATE: tl.constexpr):
+def reciprocal(x):
     """Return ``RN(1 / x)`` in fp32, subnormal results kept."""
     if EMULATE:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
@@ -146,7 +151,7 @@ def reciprocal(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, EMULATE: tl.constexpr):
+def product(a, b):
     """Return ``RN(a * b)`` of fp32 that a sum may follow: no compiler contracts the two into a multiply-add.
 
     A launch of our own forbids contraction as an option; launched from a compiled graph, a kernel has no such option.
@@ -196,7 +201,7 @@ def _fp8_code_emulated(x, E5M2: tl.constexpr):
 
 
 @triton.jit
-def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
+def fp8_code(x, E5M2: tl.constexpr):
     """Return codes of fp32 ``x``, nearest even; beyond the largest finite value, infinities included, it saturates."""
     if EMULATE:
         return _fp8_code_emulated(x, E5M2)
@@ -205,13 +210,13 @@ def fp8_code(x, E5M2: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+def scaled_float32(x, scale, CURRENT: tl.constexpr):
     """Return fp32 ``x * scale``, with NaN for an infinite ``x``, which ``fp8_code`` would turn into a number.
 
     ``CURRENT``: the scale is that of ``scale_from_amax``, so it is 0 where there is an infinity, whose product is NaN.
     Else what is added is 0 with the sign of the product, which leaves the product as it is, and NaN for an infinity.
     """
-    wide = to_float32(x, EMULATE)
+    wide = to_float32(x)
     if CURRENT:
         return wide * scale
     else:
@@ -219,16 +224,16 @@ def scaled_float32(x, scale, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp8_codes(xs, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr, EMULATE: tl.constexpr):
+def fp8_codes(xs, scale, E5M2: tl.constexpr, CURRENT: tl.constexpr):
     """Return codes of four tensors."""
     codes = ()
     for j in tl.static_range(4):
-        codes = codes + (fp8_code(scaled_float32(xs[j], scale, CURRENT, EMULATE), E5M2, EMULATE),)
+        codes = codes + (fp8_code(scaled_float32(xs[j], scale, CURRENT), E5M2),)
     return codes
 
 
 @triton.jit
-def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
+def pack_codes(c0, c1, c2, c3):
     """Return one word per element position: byte ``j`` is the code at that position of ``c<j>``."""
     if EMULATE:
         low = c0.to(tl.uint32) | (c1.to(tl.uint32) << 8)
@@ -255,10 +260,10 @@ def pack_codes(c0, c1, c2, c3, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr, EMULATE: tl.constexpr):
+def fp8_word(x0, x1, x2, x3, E5M2: tl.constexpr):
     """Return ``pack_codes`` of the codes of four fp32 tensors, for callers that need the word alone."""
     if EMULATE:
-        return pack_codes(*fp8_codes((x0, x1, x2, x3), 1.0, E5M2, True, EMULATE), EMULATE)
+        return pack_codes(*fp8_codes((x0, x1, x2, x3), 1.0, E5M2, True))
     ASM: tl.constexpr = _FOUR_TO_E5M2 if E5M2 else _FOUR_TO_E4M3
     return tl.inline_asm_elementwise(
         ASM, "=r,r,r,r,r", [x0, x1, x2, x3], dtype=tl.uint32, is_pure=True, pack=1
@@ -284,11 +289,11 @@ def decode_subbyte(code, BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: 
 
 
 @triton.jit
-def round_pair_to_bfloat16(a, b, EMULATE: tl.constexpr):
+def round_pair_to_bfloat16(a, b):
     """Return two fp32 tensors rounded to nearest even bf16, as fp32."""
     if EMULATE:
-        first, second = round_to_dtype(a, tl.bfloat16, EMULATE), round_to_dtype(b, tl.bfloat16, EMULATE)
-        return to_float32(first, EMULATE), to_float32(second, EMULATE)
+        first, second = round_to_dtype(a, tl.bfloat16), round_to_dtype(b, tl.bfloat16)
+        return to_float32(first), to_float32(second)
     # The conversion of a pair has several times the rate of single conversions.
     return tl.inline_asm_elementwise(
         """{
@@ -320,7 +325,7 @@ def _round_to_float16_emulated(x):
 
 
 @triton.jit
-def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
+def round_to_dtype(x, DTYPE: tl.constexpr):
     """Round fp32 ``x`` to nearest even bf16, fp16 or fp32; a NaN becomes a GPU's one NaN, 0x7F and all ones."""
     if DTYPE == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
@@ -344,7 +349,7 @@ def round_to_dtype(x, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
+def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr):
     """Return E2M1 magnitude codes 0..7 of fp32 ``x`` in the low byte of uint32; what lies above that byte is
     unspecified.
 
@@ -372,7 +377,7 @@ def fp4_magnitude(x, random, STOCHASTIC: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def fp4_sign(x, EMULATE: tl.constexpr):
+def fp4_sign(x):
     """Return the bits of fp32 ``x`` as uint32 with the sign on top; no sign for NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     if EMULATE:
@@ -381,7 +386,7 @@ def fp4_sign(x, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMULATE: tl.constexpr):
+def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7):
     """Return eight codes in one word, element ``i`` in nibble ``i``, from ``fp4_magnitude`` and ``fp4_sign``."""
     if EMULATE:
         low = (m0 & 7) | ((m1 & 7) << 4) | ((m2 & 7) << 8) | ((m3 & 7) << 12)
@@ -423,7 +428,7 @@ def pack_fp4(m0, m1, m2, m3, m4, m5, m6, m7, s0, s1, s2, s3, s4, s5, s6, s7, EMU
 
 
 @triton.jit
-def decode_fp8(code, E5M2: tl.constexpr, EMULATE: tl.constexpr):
+def decode_fp8(code, E5M2: tl.constexpr):
     """Return fp32 values of uint8 codes, NaN and infinities included."""
     if E5M2:  # the upper byte of an fp16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)

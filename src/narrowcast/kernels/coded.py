@@ -14,7 +14,7 @@ from torch import Tensor
 from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, MX_BLOCK, cdiv
 from .codecs import decode_fp8, round_to_dtype
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 from .scaling import scales_of_rows
 from .sources import Source
 
@@ -33,7 +33,6 @@ def _coded_rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * COLUMNS
@@ -42,7 +41,7 @@ def _coded_rows_kernel(
     offsets = row[:, None] * K + column
     code = tl.load(codes_ptr + offsets, mask=inside, other=0)
     scale = scales_of_rows(scale_ptr, row, start, K, row < rows, BLOCK, COLUMNS)
-    value = round_to_dtype(decode_fp8(code, E5M2, EMULATE) * scale, out_ptr.dtype.element_ty, EMULATE)
+    value = round_to_dtype(decode_fp8(code, E5M2) * scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, value, mask=inside)
 
 
@@ -80,7 +79,7 @@ def rows(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Tenso
         _rows(
             (cdiv(R, ROWS), cdiv(K, COLUMNS), 1),
             (data, scales, out, R, K),
-            (e5m2, block, ROWS, COLUMNS, INTERPRETING),
+            (e5m2, block, ROWS, COLUMNS),
         )
     return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 
 STATISTICS_BLOCK = 8192
 GRADIENT_BLOCK = 4096
@@ -22,9 +22,7 @@ LEAST_BLOCK = 512  # a pair of elements for each thread, as the widening takes t
 
 
 @triton.jit
-def _cross_entropy_statistics_kernel(
-    x_ptr, target_ptr, out_ptr, T, V, stride, BLOCK: tl.constexpr, EMULATE: tl.constexpr
-):
+def _cross_entropy_statistics_kernel(x_ptr, target_ptr, out_ptr, T, V, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride
     index = tl.arange(0, BLOCK)
@@ -33,7 +31,7 @@ def _cross_entropy_statistics_kernel(
     total = tl.zeros([], tl.float32)
     for start in range(0, V, BLOCK):
         inside = start + index < V
-        x = to_float32(tl.load(x_row + start + index, mask=inside, other=0.0), EMULATE)
+        x = to_float32(tl.load(x_row + start + index, mask=inside, other=0.0))
         total += tl.sum(x, 0)
         x = tl.where(inside, x, float("-inf"))
         new = tl.maximum(highest, tl.max(x, 0))
@@ -72,7 +70,6 @@ def _cross_entropy_gradient_kernel(
     on_target,
     everywhere,
     BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = (tl.program_id(0) // chunks).to(tl.int64)
     column = (tl.program_id(0) % chunks) * BLOCK + tl.arange(0, BLOCK)
@@ -80,11 +77,11 @@ def _cross_entropy_gradient_kernel(
     grad = tl.load(grad_ptr + row)
     lse = tl.load(lse_ptr + row)
     target = tl.load(target_ptr + row).to(tl.int64)
-    x = to_float32(tl.load(x_ptr + row * stride + column, mask=inside, other=0.0), EMULATE)
+    x = to_float32(tl.load(x_ptr + row * stride + column, mask=inside, other=0.0))
     dx = logit_gradient(x, column == target, lse, grad, on_target, everywhere)
     tl.store(
         dx_ptr + row * dx_stride + column,
-        round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE),
+        round_to_dtype(dx, dx_ptr.dtype.element_ty),
         mask=inside,
     )
 
@@ -113,9 +110,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
     out = torch.empty((3, T), dtype=torch.float32, device=logits.device)
     if T:
         block = min(STATISTICS_BLOCK, max(LEAST_BLOCK, triton.next_power_of_2(V)))
-        _statistics(
-            (T, 1, 1), (logits, target.contiguous(), out, T, V, logits.stride(0)), (block, INTERPRETING)
-        )
+        _statistics((T, 1, 1), (logits, target.contiguous(), out, T, V, logits.stride(0)), (block,))
     return out
 
 
@@ -140,7 +135,7 @@ def gradient(
         chunks = cdiv(V, block)
         tensors = (logits, target.contiguous(), lse.contiguous(), grad.contiguous(), dx)
         numbers = (V, logits.stride(0), dx.stride(0), chunks, on_target, everywhere)
-        _gradient((T * chunks, 1, 1), (*tensors, *numbers), (block, INTERPRETING))
+        _gradient((T * chunks, 1, 1), (*tensors, *numbers), (block,))
     return dx
 
 

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .codecs import round_to_dtype, to_float32
+from .codecs import EMULATE, round_to_dtype, to_float32
 from .launch import (
-    INTERPRETING,
     PLAIN,
     TENSOR,
     Launch,
@@ -71,7 +70,6 @@ def _decode_attention_kernel(
     WINDOW: tl.constexpr,
     SINK: tl.constexpr,
     LOG2_E: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     program, part = tl.program_id(0), tl.program_id(1)
     batch, group = program // G, program % G
@@ -87,7 +85,7 @@ def _decode_attention_kernel(
     head = program * GROUP + row
     q = tl.load(q_ptr + head[:, None] * D + i[None, :], mask=here[:, None] & (i < D)[None, :], other=0.0)
     if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        q = to_float32(q, EMULATE)
+        q = to_float32(q)
     k_at = k_ptr + batch.to(tl.int64) * k_batch + group * k_head + i[:, None]
     v_at = v_ptr + batch.to(tl.int64) * v_batch + group * v_head + j[None, :]
     unit = tl.cast(scale, tl.float32)  # a graph passes floats in fp64
@@ -104,7 +102,7 @@ def _decode_attention_kernel(
         k = tl.load(k_at + place[None, :].to(tl.int64) * k_row, mask=keys_there, other=0.0)
         v = tl.load(v_at + place[:, None].to(tl.int64) * v_row, mask=values_there, other=0.0)
         if EMULATE:
-            k, v = to_float32(k, EMULATE), to_float32(v, EMULATE)
+            k, v = to_float32(k), to_float32(v)
         score = tl.dot(q, k, input_precision="ieee") * unit
         score = tl.where(inside[None, :], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, axis=1))
@@ -120,7 +118,7 @@ def _decode_attention_kernel(
             out = out * factor[:, None]
         out = out / tl.where(total == 0.0, 1.0, total)[:, None]
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        tl.store(out_ptr + head[:, None] * V + j[None, :], round_to_dtype(out, DTYPE, EMULATE), mask=there)
+        tl.store(out_ptr + head[:, None] * V + j[None, :], round_to_dtype(out, DTYPE), mask=there)
     else:
         at = head * SPLITS + part
         tl.store(out_ptr + at[:, None] * V + j[None, :], out, mask=there)
@@ -140,7 +138,6 @@ def _join_kernel(
     SPLITS: tl.constexpr,
     SINK: tl.constexpr,
     LOG2_E: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     head = tl.program_id(0)
     part, j = tl.arange(0, SPLITS), tl.arange(0, VALUES)
@@ -157,7 +154,7 @@ def _join_kernel(
     parts = tl.load(parts_ptr + at[:, None] * V + j[None, :], mask=(j < V)[None, :], other=0.0)
     out = tl.sum(parts * factor[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + head * V + j, round_to_dtype(out, DTYPE, EMULATE), mask=j < V)
+    tl.store(out_ptr + head * V + j, round_to_dtype(out, DTYPE), mask=j < V)
 
 
 BLOCK = 64
@@ -198,12 +195,12 @@ def _launches(
     arguments: list[Any] = [TENSOR] * 5 + [TENSOR if taken else None, TENSOR, TENSOR if joins else None]
     arguments += [scale * LOG2_E, window, groups, D, V, *strides]
     sizes = heads // groups, rows, BLOCK, DIM, VALUES, (DIM, VALUES) == dims
-    constants = (*sizes, splits, window >= 0, taken, LOG2_E, INTERPRETING)
+    constants = (*sizes, splits, window >= 0, taken, LOG2_E)
     attend_ = Launch(_attend, (batch * groups, splits, 1), arguments, constants)
     if not joins:
         return 1, attend_, None
     arguments = [TENSOR, TENSOR, TENSOR if sink else None, TENSOR, heads, V]
-    constants = (VALUES, splits, sink, LOG2_E, INTERPRETING)
+    constants = (VALUES, splits, sink, LOG2_E)
     return splits, attend_, Launch(_join, (batch * heads, 1, 1), arguments, constants)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, FLOAT8_BLOCK_1D, FLOAT8_BLOCK_2D, MXFP8, ElementFormat, Layout, cdiv
 from .codecs import decode_fp8, repeat_columns, round_to_dtype
 from .dequantize_nvfp4 import nvfp4_block_scaled, nvfp4_columnwise, nvfp4_rowwise
-from .launch import INTERPRETING, Launcher, check_codes, is_aligned
+from .launch import Launcher, check_codes, is_aligned
 from .mx import dequantize_packed_columnwise as mx_packed_columnwise
 from .mx import dequantize_packed_rowwise as mx_packed_rowwise
 from .scaling import e8m0_value
@@ -137,7 +137,6 @@ def _dequantize_fp8_kernel(
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_ROWS
@@ -164,20 +163,18 @@ def _dequantize_fp8_kernel(
         scale_ptr, scale_row_stride, scale_column_stride, m0, k0, M, K, GROUP_ROWS, GROUP_COLUMNS, TILE_ROWS,
         TILE_COLUMNS,
     )  # fmt: skip
-    values = round_to_dtype(decode_fp8(codes, E5M2, EMULATE) * scale, out_ptr.dtype.element_ty, EMULATE)
+    values = round_to_dtype(decode_fp8(codes, E5M2) * scale, out_ptr.dtype.element_ty)
     store_row(out_ptr + start, offsets, values, row, column, rows_left, columns_left, EVEN)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr"])
-def _dequantize_flat_kernel(
-    codes_ptr, scale_ptr, out_ptr, n, E5M2: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
-):
+def _dequantize_flat_kernel(codes_ptr, scale_ptr, out_ptr, n, E5M2: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
     code = tl.load(codes_ptr + start + index, mask=inside, other=0)
-    value = decode_fp8(code, E5M2, EMULATE) * tl.load(scale_ptr)
-    tl.store(out_ptr + start + index, round_to_dtype(value, out_ptr.dtype.element_ty, EMULATE), mask=inside)
+    value = decode_fp8(code, E5M2) * tl.load(scale_ptr)
+    tl.store(out_ptr + start + index, round_to_dtype(value, out_ptr.dtype.element_ty), mask=inside)
 
 
 _fp8 = Launcher(_dequantize_fp8_kernel, num_warps=4)
@@ -214,7 +211,6 @@ def _run(
         (codes, scale_inv, out, M, K, *strides, band_bits),
         (
             fmt.name == "e5m2", *rule.group, rule.transposed, rows, columns, even, words, max(M, K) >= 2**23,
-            INTERPRETING,
         ),
     )  # fmt: skip
     return out
@@ -246,7 +242,7 @@ def _per_tensor(
         _flat(
             (cdiv(n, FLAT_BLOCK), 1, 1),
             (data, scale_inv, out, n),
-            (fmt.name == "e5m2", FLAT_BLOCK, INTERPRETING),
+            (fmt.name == "e5m2", FLAT_BLOCK),
         )
     return out
 

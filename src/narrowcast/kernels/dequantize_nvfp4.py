@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import E2M1, RHT_SIGN_MASK, cdiv, round_to_float32
 from .codecs import decode_fp4, decode_fp8, repeat_columns, round_to_dtype
-from .launch import INTERPRETING, Launcher, check_codes, is_aligned
+from .launch import Launcher, check_codes, is_aligned
 from .nvfp4_groups import butterflies
 from .tiles import load_row, store_row, tile_grid, tile_position
 
@@ -26,9 +26,9 @@ TRANSPOSED_TILE_COLUMNS = 64
 
 
 @triton.jit
-def _factor(scale, amax, RECIPROCAL: tl.constexpr, SCALED: tl.constexpr, EMULATE: tl.constexpr):
+def _factor(scale, amax, RECIPROCAL: tl.constexpr, SCALED: tl.constexpr):
     """Return the factor of E2M1 values: the block scale, and the share of the amax if ``SCALED``."""
-    factor = decode_fp8(scale, False, EMULATE)
+    factor = decode_fp8(scale, False)
     if SCALED:
         factor = factor * amax * RECIPROCAL
     return factor
@@ -56,7 +56,6 @@ def _dequantize_nvfp4_rows_kernel(
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_ROWS
@@ -85,8 +84,8 @@ def _dequantize_nvfp4_rows_kernel(
         amax = tl.load(amax_ptr + m0 + row, mask=inside, other=0.0)
     elif SCALED:
         amax = tl.load(amax_ptr)
-    value = decode_fp4(codes) * repeat_columns(_factor(scale, amax, RECIPROCAL, SCALED, EMULATE), 16)
-    value = round_to_dtype(value, out_ptr.dtype.element_ty, EMULATE)
+    value = decode_fp4(codes) * repeat_columns(_factor(scale, amax, RECIPROCAL, SCALED), 16)
+    value = round_to_dtype(value, out_ptr.dtype.element_ty)
     store_row(out_ptr + (m0 * K + k0), row * K + column, value, row, column, rows_left, columns_left, EVEN)
 
 
@@ -141,7 +140,6 @@ def _dequantize_nvfp4_columns_kernel(
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # A 64-bit word is the 16 codes of one group of rows in one column.
     tile_m, tile_k = tile_position(band_bits, False)
@@ -166,7 +164,7 @@ def _dequantize_nvfp4_columns_kernel(
         amax = tl.load(amax_ptr + k0 + column, mask=column < columns_left, other=0.0)
     else:
         amax = tl.load(amax_ptr)
-    factor = _factor(scale, amax, RECIPROCAL, True, EMULATE)
+    factor = _factor(scale, amax, RECIPROCAL, True)
 
     if RHT:
         values = _unrotated(words, factor, SIGN_MASK, TILE_ROWS, TILE_COLUMNS)
@@ -174,7 +172,7 @@ def _dequantize_nvfp4_columns_kernel(
         shift = tl.arange(0, 16)[None, :, None] * 4
         codes = ((tl.expand_dims(words, 1) >> shift) & 0xF).to(tl.uint32)
         values = tl.reshape(decode_fp4(codes) * tl.expand_dims(factor, 1), (TILE_ROWS, TILE_COLUMNS))
-    values = round_to_dtype(values, out_ptr.dtype.element_ty, EMULATE)
+    values = round_to_dtype(values, out_ptr.dtype.element_ty)
     row = tl.arange(0, TILE_ROWS)[:, None]
     tile = out_ptr + (m0 * K + k0)
     store_row(tile, row * K + column, values, row, column, rows_left, columns_left, EVEN)
@@ -220,7 +218,7 @@ def _run_rows(
         (data, scale_inv, data if amax is None else amax, out, M, K, packed, *scale_inv.stride(), band_bits),
         (
             reciprocal, amax is not None, amax is not None and amax.numel() > 1, TILE_ROWS, TILE_COLUMNS,
-            M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0, max(M, K) >= 2**23, INTERPRETING,
+            M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0, max(M, K) >= 2**23,
         ),
     )  # fmt: skip
     return out
@@ -255,7 +253,7 @@ def nvfp4_columnwise(
         (words, scale_inv, amax, out, rows, K, groups, *scale_inv.stride(), band_bits),
         (
             _reciprocal(e4m3_max), amax.numel() > 1, rht, RHT_SIGN_MASK if rht and random_signs else 0, *tile,
-            rows % tile[0] == 0 and K % tile[1] == 0, max(rows, K) >= 2**23, INTERPRETING,
+            rows % tile[0] == 0 and K % tile[1] == 0, max(rows, K) >= 2**23,
         ),
     )  # fmt: skip
     return out

@@ -20,11 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import FLOAT8_BLOCK, FLT_MAX, cdiv
-from .codecs import decode_fp8, fp8_code, magnitude, round_to_dtype, scaled_float32, to_float32
+from .codecs import EMULATE, decode_fp8, fp8_code, magnitude, round_to_dtype, scaled_float32, to_float32
 from .float8 import amax_parts, largest_magnitude
 from .float8_block import block_scales
 from .launch import (
-    INTERPRETING,
     PLAIN,
     TENSOR,
     Launch,
@@ -57,7 +56,6 @@ def _scale_of_all(
     OVERFLOW: tl.constexpr,
     PARTIALS: tl.constexpr,
     AMAX_BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return the encoding scale of the whole tensor: given, or from its amax; 1 if each block has its own.
 
@@ -70,13 +68,13 @@ def _scale_of_all(
         scale = tl.load(scale_ptr + SLOT)
         if scale == 0.0:
             start = tl.full([], 0, tl.int32)
-            largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK, EMULATE)
+            largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK)
             scale = scale_or_first(scale, unseen, tl.maximum(largest, 0.0))
         return scale
     elif SCALING == "current":
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)
-            largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK, EMULATE)
+            largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK)
         else:
             index = tl.arange(0, PARTIALS)
             largest = tl.max(tl.load(scale_ptr + index, mask=index < partials, other=0.0), axis=0)
@@ -86,13 +84,13 @@ def _scale_of_all(
 
 
 @triton.jit
-def _store(out_ptr, place, total, bias_ptr, n, inside, BIAS: tl.constexpr, EMULATE: tl.constexpr):
+def _store(out_ptr, place, total, bias_ptr, n, inside, BIAS: tl.constexpr):
     """Round fp32 sums and a bias of the output's dtype to it, and store them."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if BIAS:
-        bias = to_float32(tl.load(bias_ptr + n, mask=inside, other=0.0), EMULATE)
-        total = total + to_float32(round_to_dtype(bias, DTYPE, EMULATE), EMULATE)
-    tl.store(out_ptr + place, round_to_dtype(total, DTYPE, EMULATE), mask=inside)
+        bias = to_float32(tl.load(bias_ptr + n, mask=inside, other=0.0))
+        total = total + to_float32(round_to_dtype(bias, DTYPE))
+    tl.store(out_ptr + place, round_to_dtype(total, DTYPE), mask=inside)
 
 
 @triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "weight_scale_ptr"])
@@ -120,7 +118,6 @@ def _one_row_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_K: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     first = tl.program_id(0) * ROWS  # of the rows of the weight, which lie in one block of its scales
     n = first + tl.arange(0, ROWS)
@@ -138,7 +135,6 @@ def _one_row_kernel(
         OVERFLOW,
         PARTIALS,
         AMAX_BLOCK,
-        EMULATE,
     )
     total = tl.zeros([ROWS, TILE_K // 16], tl.float32)
     for step in range(0, K, TILE_K):
@@ -148,27 +144,24 @@ def _one_row_kernel(
         x = tl.load(x_ptr + k, mask=k < K, other=0.0)
         if SCALING == "1x128":
             x = tl.reshape(x, [TILE_K // _BLOCK, _BLOCK])
-            amax = tl.max(magnitude(x, EMULATE), axis=1)
-            scales, inverse = block_scales(amax, epsilon, 448.0, OVERFLOW, POWER_2, EPSILON, EMULATE)
-            value = decode_fp8(
-                fp8_code(to_float32(x, EMULATE) * scales[:, None], False, EMULATE), False, EMULATE
-            )
+            amax = tl.max(magnitude(x), axis=1)
+            scales, inverse = block_scales(amax, epsilon, 448.0, OVERFLOW, POWER_2, EPSILON)
+            value = decode_fp8(fp8_code(to_float32(x) * scales[:, None], False), False)
             block = step // _BLOCK + tl.arange(0, TILE_K // _BLOCK)
             of_weight = weight_scale_ptr + first // _BLOCK * row_stride + block * block_stride
             inverse = inverse * tl.load(of_weight, mask=block * _BLOCK < K, other=0.0)
             value = tl.reshape(value * inverse[:, None], [TILE_K])
         else:
             value = decode_fp8(
-                fp8_code(scaled_float32(x, scale, SCALING == "current", EMULATE), False, EMULATE),
+                fp8_code(scaled_float32(x, scale, SCALING == "current"), False),
                 False,
-                EMULATE,
             )
-        products = decode_fp8(codes, False, EMULATE) * value[None, :]
+        products = decode_fp8(codes, False) * value[None, :]
         total += tl.sum(tl.reshape(products, [ROWS, TILE_K // 16, 16]), axis=2)  # by each thread
     result = tl.sum(total, axis=1)
     if SCALING != "1x128":
         result = result * (tl.div_rn(1.0, scale) * tl.load(weight_scale_ptr))
-    _store(out_ptr, n, result, bias_ptr, n, n < N, BIAS, EMULATE)
+    _store(out_ptr, n, result, bias_ptr, n, n < N, BIAS)
 
 
 @triton.jit(
@@ -203,7 +196,6 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     first = tl.program_id(0) * TILE_N
     n = first + tl.arange(0, TILE_N)
@@ -222,7 +214,6 @@ def _few_rows_kernel(
         OVERFLOW,
         PARTIALS,
         AMAX_BLOCK,
-        EMULATE,
     )
     begin = tl.program_id(1) * length
     codes_at = codes_ptr + n.to(tl.int64)[:, None] * K + inner[None, :]
@@ -233,16 +224,16 @@ def _few_rows_kernel(
         codes = tl.load(codes_at + step, mask=(n < N)[:, None] & there[None, :], other=0)
         x = tl.load(x_at + step, mask=(m < M)[:, None] & there[None, :], other=0)
         if SCALING == "1x128":
-            amax = tl.max(magnitude(x, EMULATE), axis=1)
-            scales, inverse = block_scales(amax, epsilon, 448.0, OVERFLOW, POWER_2, EPSILON, EMULATE)
-            own = fp8_code(to_float32(x, EMULATE) * scales[:, None], False, EMULATE)
+            amax = tl.max(magnitude(x), axis=1)
+            scales, inverse = block_scales(amax, epsilon, 448.0, OVERFLOW, POWER_2, EPSILON)
+            own = fp8_code(to_float32(x) * scales[:, None], False)
         elif SCALING == "codes":
             own = x
             inverse = tl.load(scale_ptr + step // _BLOCK * scale_stride + m, mask=m < M, other=0.0)
         else:
-            own = fp8_code(scaled_float32(x, scale, SCALING == "current", EMULATE), False, EMULATE)
+            own = fp8_code(scaled_float32(x, scale, SCALING == "current"), False)
         if EMULATE:
-            a, b = decode_fp8(codes, False, EMULATE), decode_fp8(own, False, EMULATE)
+            a, b = decode_fp8(codes, False), decode_fp8(own, False)
             part = tl.dot(a, tl.trans(b), input_precision="ieee")
         else:
             a, b = codes.to(tl.float8e4nv, bitcast=True), own.to(tl.float8e4nv, bitcast=True)
@@ -258,7 +249,7 @@ def _few_rows_kernel(
     if SPLIT:
         tl.store(out_ptr + tl.program_id(1) * M * N + place, total, mask=inside)
     else:
-        _store(out_ptr, place, total, bias_ptr, n[:, None] + m[None, :] * 0, inside, BIAS, EMULATE)
+        _store(out_ptr, place, total, bias_ptr, n[:, None] + m[None, :] * 0, inside, BIAS)
 
 
 @triton.jit
@@ -271,13 +262,12 @@ def _sum_kernel(
     BIAS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + part * n + place, mask=place < n, other=0.0)
-    _store(out_ptr, place, total, bias_ptr, place % N, place < n, BIAS, EMULATE)
+    _store(out_ptr, place, total, bias_ptr, place % N, place < n, BIAS)
 
 
 ONE_ROW_TILE = (8, 2048)  # rows of the weight, elements of the contraction
@@ -332,7 +322,7 @@ def _launches(
     if M == 1 and scaling != "codes":
         rows, tile = ONE_ROW_TILE
         arguments = [*operands, TENSOR if bias else None, TENSOR, N, K, *ends]
-        constants = (*options, bias, rows, tile, INTERPRETING)
+        constants = (*options, bias, rows, tile)
         return 1, Launch(_one_row, (cdiv(N, rows), 1, 1), arguments, constants), None
     rows, tiles = max(16, triton.next_power_of_2(M)), cdiv(N, TILE_N)
     splits = _splits(tiles, K)
@@ -349,13 +339,13 @@ def _launches(
         strides[0],
         *ends,
     ]
-    constants = (*options, bias and not joins, joins, rows, TILE_N, TILE_K, INTERPRETING)
+    constants = (*options, bias and not joins, joins, rows, TILE_N, TILE_K)
     multiply = Launch(_few_rows, (tiles, splits, 1), arguments, constants)
     if not joins:
         return 1, multiply, None
     arguments = [TENSOR, TENSOR if bias else None, TENSOR, M * N, N]
     grid = cdiv(M * N, SUM_BLOCK), 1, 1
-    return splits, multiply, Launch(_sum, grid, arguments, (bias, splits, SUM_BLOCK, INTERPRETING))
+    return splits, multiply, Launch(_sum, grid, arguments, (bias, splits, SUM_BLOCK))
 
 
 def matmul(

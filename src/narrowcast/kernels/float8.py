@@ -35,7 +35,6 @@ from .codecs import (
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words_of
 from .graph_amax import amax_parts_in_graph
 from .launch import (
-    INTERPRETING,
     PLAIN,
     TENSOR,
     Launch,
@@ -64,7 +63,7 @@ kernel instead of two. They are read out of L2: at most 4 us more of an H200, le
 
 
 @triton.jit
-def largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr):
     """Return max|x| of every ``step / BLOCK``-th block of a contiguous tensor, from ``start`` on; NaN ignored."""
     QUARTER: tl.constexpr = BLOCK // 4
     index = tl.arange(0, QUARTER)
@@ -76,7 +75,7 @@ def largest_magnitude(x_ptr, start, step, n, BLOCK: tl.constexpr, EMULATE: tl.co
         for j in tl.static_range(4):
             inside = index + j * QUARTER < left
             quarters = quarters + (tl.load(tile + j * QUARTER + index, mask=inside, other=0.0),)
-        largest = tl.maximum(largest, magnitude_of_four(*quarters, EMULATE))
+        largest = tl.maximum(largest, magnitude_of_four(*quarters))
         start += step
     return tl.max(largest, axis=0)
 
@@ -93,13 +92,12 @@ def _tensor_scale(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     PARTIALS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return the encoding scale: given, from the amax pass's partial maxima, or (0) from the full tensor."""
     if CURRENT:
         if PARTIALS == 0:
             start = tl.full([], 0, tl.int32)
-            largest = largest_magnitude(x_ptr, start, _AMAX_BLOCK, n, _AMAX_BLOCK, EMULATE)
+            largest = largest_magnitude(x_ptr, start, _AMAX_BLOCK, n, _AMAX_BLOCK)
         else:
             index = tl.arange(0, PARTIALS)
             parts = tl.load(scale_ptr + index, mask=index < partials, other=0.0).to(tl.float32)
@@ -141,21 +139,20 @@ def _emit_tile(
     CURRENT: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Encode four interleaved rows and store their codes, the codes' transpose and the sums over the tile's rows."""
     row = tl.arange(0, xs[0].shape[0])[:, None] * 4
     column = tl.arange(0, xs[0].shape[1])[None, :]
     if SUMS:
         parts = sums_ptr + (m0 // 16 * K + k0)
-        store_column_sums(parts, xs, K, rows_left, columns_left, EMULATE)
-    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
+        store_column_sums(parts, xs, K, rows_left, columns_left)
+    codes = fp8_codes(xs, scale, E5M2, CURRENT)
     if ROWWISE:
         offsets = row * K + column
         data = data_ptr + (m0 * K + k0)
         store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
     if COLUMNWISE:
-        words = pack_codes(*codes, EMULATE)
+        words = pack_codes(*codes)
         store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
@@ -163,7 +160,7 @@ def _emit_tile(
 def _own_scale(
     scale, unseen, words_ptr, operands, M, K, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-    PAIRED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr,
+    PAIRED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the scale of the amax of all tiles, instead of 0."""
     columns = tl.cdiv(width, TILE_COLUMNS)
@@ -178,9 +175,9 @@ def _own_scale(
             below = tl.minimum(M - m - row, ROWS_AT_ONCE).to(tl.int32)
             xs, ys = load_four_rows(
                 operands, m + row, k, K, below, left, ROWS_AT_ONCE, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2, PAIRED,
-                EVEN, EMULATE,
+                EVEN,
             )  # fmt: skip
-            largest = tl.maximum(largest, magnitudes_of_tile(xs, ys, PAIRED, EMULATE))
+            largest = tl.maximum(largest, magnitudes_of_tile(xs, ys, PAIRED))
         raise_own_amax(words_ptr, tl.max(largest))
         end_part(words_ptr, 1)
         part = take_part(words_ptr, 1)
@@ -199,7 +196,7 @@ def _float8_cast_tile_kernel(
     FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr,
     SOURCE: tl.constexpr, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
     PAIRED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+    WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # FIRST: the scale of a tensor of which nothing was seen, for a scale of 0 (``first_scale.py``): its "own", or
     # "given" as ``unseen``; "": a scale of 0 is one.
@@ -224,12 +221,12 @@ def _float8_cast_tile_kernel(
     if EARLY:
         xs, ys = load_four_rows(
             operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
-            PAIRED, EVEN, EMULATE,
+            PAIRED, EVEN,
         )  # fmt: skip
         if AMAX:
             previous = tl.load(amax_ptr)
     scale = _tensor_scale(
-        scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
+        scale_ptr, partials, operand_0, M * K, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS
     )  # fmt: skip
     if FIRST == "given":
         scale = tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
@@ -237,42 +234,42 @@ def _float8_cast_tile_kernel(
         if scale == 0.0:
             scale = _own_scale(
                 scale, unseen, words_ptr, operands, M, K, width, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
-                PAIRED, EVEN, EMULATE,
+                PAIRED, EVEN,
             )  # fmt: skip
             if EARLY:  # once more, so that its registers are free until here
                 xs, ys = load_four_rows(
                     operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1,
-                    P2, PAIRED, EVEN, EMULATE,
+                    P2, PAIRED, EVEN,
                 )  # fmt: skip
     if not EARLY:
         xs, ys = load_four_rows(
             operands, m0, k0, K, rows_left, columns_left, TILE_ROWS, TILE_COLUMNS, SOURCE, FUNCTION, P0, P1, P2,
-            PAIRED, EVEN, EMULATE,
+            PAIRED, EVEN,
         )  # fmt: skip
         if AMAX:
             previous = tl.load(amax_ptr)
     if AMAX:
-        _accumulate_amax(amax_ptr, previous, tl.max(magnitudes_of_tile(xs, ys, PAIRED, EMULATE)))
+        _accumulate_amax(amax_ptr, previous, tl.max(magnitudes_of_tile(xs, ys, PAIRED)))
     _emit_tile(
         xs, scale, data_ptr, transpose_ptr, sums_ptr, m0, k0, M, K, rows_left, columns_left, E5M2, ROWWISE,
-        COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
+        COLUMNWISE, SUMS, CURRENT, EVEN, WORDS,
     )  # fmt: skip
     if PAIRED:
         _emit_tile(
             ys, scale, data_ptr, transpose_ptr, sums_ptr, m0, width + k0, M, K, rows_left, columns_left, E5M2,
-            ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS, EMULATE,
+            ROWWISE, COLUMNWISE, SUMS, CURRENT, EVEN, WORDS,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         tl.store(scale_inv_ptr, tl.div_rn(1.0, scale))
 
 
 @triton.jit
-def _load_flat(x_ptr, block, n, ROUNDED: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def _load_flat(x_ptr, block, n, ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
     """Return a block of a contiguous tensor, rounded as its source rounds; zeros after its end."""
     start = block.to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     inside = index < tl.minimum(n - start, BLOCK).to(tl.int32)
-    return convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED, EMULATE)
+    return convert(tl.load(x_ptr + start + index, mask=inside, other=0.0), ROUNDED)
 
 
 @triton.jit(
@@ -284,7 +281,7 @@ def _float8_cast_kernel(
     E5M2: tl.constexpr,
     ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr, CURRENT: tl.constexpr, FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, PARTIALS: tl.constexpr, FIRST: tl.constexpr, ROUNDED: tl.constexpr,
-    BLOCK: tl.constexpr, EMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     # No transposition: row-wise data only, or a single row or column, whose transpose has the same bytes.
     program = tl.program_id(0)
@@ -298,23 +295,23 @@ def _float8_cast_kernel(
         if scale == 0.0:
             part = take_part(words_ptr, 1)
             while part < tl.num_programs(0):
-                values = _load_flat(x_ptr, part, n, ROUNDED, BLOCK, EMULATE)
-                raise_own_amax(words_ptr, tl.max(magnitude(values, EMULATE), axis=0))
+                values = _load_flat(x_ptr, part, n, ROUNDED, BLOCK)
+                raise_own_amax(words_ptr, tl.max(magnitude(values), axis=0))
                 end_part(words_ptr, 1)
                 part = take_part(words_ptr, 1)
             scale = own_scales(scale, unseen, words_ptr, 1, tl.num_programs(0), 0, None)
-    x = _load_flat(x_ptr, program, n, ROUNDED, BLOCK, EMULATE)
+    x = _load_flat(x_ptr, program, n, ROUNDED, BLOCK)
     if AMAX:
         previous = tl.load(amax_ptr)
     if FIRST != "own":
         scale = _tensor_scale(
-            scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS, EMULATE
+            scale_ptr, partials, x_ptr, n, epsilon, CURRENT, FP8_MAX, OVERFLOW, POWER_2, PARTIALS
         )  # fmt: skip
     if FIRST == "given":
         scale = tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
     if AMAX:
-        _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x, EMULATE), axis=0))
-    code = fp8_code(scaled_float32(x, scale, CURRENT, EMULATE), E5M2, EMULATE)
+        _accumulate_amax(amax_ptr, previous, tl.max(magnitude(x), axis=0))
+    code = fp8_code(scaled_float32(x, scale, CURRENT), E5M2)
     if ROWWISE:
         tl.store(data_ptr + start + index, code, mask=inside)
     if COLUMNWISE:
@@ -324,11 +321,11 @@ def _float8_cast_kernel(
 
 
 @triton.jit
-def _float8_amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr, EMULATE: tl.constexpr):
+def _float8_amax_kernel(x_ptr, partials_ptr, n, BLOCK: tl.constexpr):
     # Programs stride through the tensor together, so that its end is what the last reads leave in L2.
     program = tl.program_id(0)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    largest = largest_magnitude(x_ptr, program.to(tl.int64) * BLOCK, step, n, BLOCK, EMULATE)
+    largest = largest_magnitude(x_ptr, program.to(tl.int64) * BLOCK, step, n, BLOCK)
     tl.store(partials_ptr + program, largest)
 
 
@@ -344,7 +341,6 @@ def _float8_transpose_kernel(
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     tile_m, tile_k = tile_position(band_bits, False)
     m0 = tile_m * TILE_ROWS
@@ -361,7 +357,7 @@ def _float8_transpose_kernel(
     offsets = row * K + column
     data = data_ptr + (m0 * K + k0)
     codes = load_tile(data, offsets, row, column, K, rows_left, columns_left, EVEN)
-    words = pack_codes(*codes, EMULATE)
+    words = pack_codes(*codes)
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
@@ -412,7 +408,7 @@ def _cast_launch(
         operands, launcher = 1, _cast
         grid = (max(cdiv(n, FLAT_BLOCK), 1), 1, 1)
         arguments = [TENSOR, *pointers, n, partials, epsilon, unseen]
-        options = (*outputs, *rule, constants[1] if elementwise else "", FLAT_BLOCK, INTERPRETING)
+        options = (*outputs, *rule, constants[1] if elementwise else "", FLAT_BLOCK)
     else:
         launcher = _cast_stepped if constants[0] == "adam" else _cast_tile
         paired = pairs_tiles(constants, K, PAIRED_COLUMNS)
@@ -426,7 +422,6 @@ def _cast_launch(
         ]  # fmt: skip
         options = (
             *outputs, asks_sums, *rule, *constants, paired, TILE_ROWS, columns, even, M % 4 == 0, is_wide(M, K),
-            INTERPRETING,
         )  # fmt: skip
     launch = Launch(launcher, grid, arguments, options)
     return launch, operands, contiguous(shape), contiguous((K, *shape[:-1]))
@@ -583,7 +578,7 @@ def amax_parts(x: Tensor) -> Tensor:
 
 @remembered
 def _amax_launch(n: int, programs: int) -> Launch:
-    return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK, INTERPRETING))
+    return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK,))
 
 
 def transpose(data: Tensor) -> Tensor:
@@ -604,6 +599,6 @@ def transpose(data: Tensor) -> Tensor:
     _transpose(
         grid,
         (data, result, M, K, band_bits),
-        (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, is_wide(M, K), INTERPRETING),
+        (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, is_wide(M, K)),
     )
     return result

@@ -30,7 +30,6 @@ from .codecs import (
     to_float32,
 )
 from .launch import (
-    INTERPRETING,
     PLAIN,
     TENSOR,
     Launch,
@@ -57,14 +56,13 @@ def block_scales(
     OVERFLOW: tl.constexpr,
     POWER_2: tl.constexpr,
     EPSILON: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return encoding scales and their rounded reciprocals."""
     amax = tl.maximum(amax, 0.0)
     if POWER_2:
         return power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
     scale = scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, False)
-    return scale, reciprocal(scale, EMULATE)
+    return scale, reciprocal(scale)
 
 
 @triton.jit
@@ -113,7 +111,6 @@ def _emit_tile(
     EPSILON: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Encode a tile and store it: with one scale (``SQUARE``), or with a scale per row, and per column for the columns.
 
@@ -124,10 +121,10 @@ def _emit_tile(
     row = tl.arange(0, _BLOCK // 4)[:, None] * 4
     column = tl.arange(0, _BLOCK)[None, :]
     if SQUARE:
-        size = magnitude_of_four(*xs, EMULATE)
+        size = magnitude_of_four(*xs)
         amax = tl.max(tl.max(size, axis=1, keep_dims=True), axis=0, keep_dims=True)
-        scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-        codes = fp8_codes(xs, scale, E5M2, True, EMULATE)
+        scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
+        codes = fp8_codes(xs, scale, E5M2, True)
         pad = tl.arange(0, 4)[None, :]
         padded_scale = tl.where(pad == 0, scale_inv, 0.0)
         if ROWWISE:
@@ -136,26 +133,26 @@ def _emit_tile(
             store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
             _store_tile_scale(row_scale_ptr, padded_scale, pad, tile_m, tile_k, K)
         if COLUMNWISE:  # the same codes, transposed
-            words = pack_codes(*codes, EMULATE)
+            words = pack_codes(*codes)
             store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
             _store_tile_scale(column_scale_ptr, padded_scale, pad, tile_k, tile_m, M)
     else:
         if COLUMNWISE:
-            amax = tl.max(magnitude_of_four(*xs, EMULATE), axis=0, keep_dims=True)
-            scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
+            amax = tl.max(magnitude_of_four(*xs), axis=0, keep_dims=True)
+            scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
             scaled = ()
             for j in tl.static_range(4):
-                scaled = scaled + (to_float32(xs[j], EMULATE) * scale,)
-            words = fp8_word(*scaled, E5M2, EMULATE)
+                scaled = scaled + (to_float32(xs[j]) * scale,)
+            words = fp8_word(*scaled, E5M2)
             _store_scales(column_scale_ptr, scale_inv, column, tile_m, k0, K, columns_left, EVEN)
         if ROWWISE:
             offsets = row * K + column
             data = data_ptr + (m0 * K + k0)
             inverses = ()
             for j in tl.static_range(4):
-                amax = tl.max(magnitude(xs[j], EMULATE), axis=1, keep_dims=True)
-                scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EMULATE)
-                code = fp8_code(to_float32(xs[j], EMULATE) * scale, E5M2, EMULATE)
+                amax = tl.max(magnitude(xs[j]), axis=1, keep_dims=True)
+                scale, scale_inv = block_scales(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2, EPSILON)
+                code = fp8_code(to_float32(xs[j]) * scale, E5M2)
                 store_row(data + j * K, offsets, code, row + j, column, rows_left, columns_left, EVEN)
                 inverses = inverses + (tl.reshape(scale_inv, [_BLOCK // 4]),)
             # Those of consecutive rows side by side: one store of all.
@@ -207,7 +204,6 @@ def _float8_block_quantize_kernel(
     EPSILON: tl.constexpr,
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # The statistics of a norm come from a pass over all rows; the last ones are still in L2: start there.
@@ -225,21 +221,20 @@ def _float8_block_quantize_kernel(
     columns_left = tl.minimum(width - k0, _BLOCK).to(tl.int32)
     xs, ys = load_four_rows(
         operands, m0, k0, K, rows_left, columns_left, _BLOCK, _BLOCK, SOURCE, FUNCTION, P0, P1, P2, PAIRED, EVEN,
-        EMULATE,
     )  # fmt: skip
     if SUMS:
         sums = sums_ptr + (m0 // 16 * K + k0)
-        store_column_sums(sums, xs, K, rows_left, columns_left, EMULATE)
+        store_column_sums(sums, xs, K, rows_left, columns_left)
         if PAIRED:
-            store_column_sums(sums + width, ys, K, rows_left, columns_left, EMULATE)
+            store_column_sums(sums + width, ys, K, rows_left, columns_left)
     _emit_tile(
         xs, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, k0, M, K, rows_left,
-        columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
+        columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS,
     )  # fmt: skip
     if PAIRED:
         _emit_tile(
             ys, epsilon, data_ptr, row_scale_ptr, transpose_ptr, column_scale_ptr, tile_m, width + k0, M, K, rows_left,
-            columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS, EMULATE,
+            columns_left, SQUARE, E5M2, ROWWISE, COLUMNWISE, FP8_MAX, OVERFLOW, POWER_2, EPSILON, EVEN, WORDS,
         )  # fmt: skip
 
 
@@ -296,7 +291,7 @@ def _launch(
     options = (
         block_dim == 2, sums, *constants, paired, is_wide(M, K), fmt == "e5m2", rowwise, columnwise,
         FLOAT8_FORMATS[fmt].max, OVERFLOW_BY_DTYPE[str(dtype)], power_2, epsilon > 0.0,
-        M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0, INTERPRETING,
+        M % FLOAT8_BLOCK == 0 and K % FLOAT8_BLOCK == 0, M % 4 == 0,
     )  # fmt: skip
     return Launch(launcher, grid, arguments, options), layouts
 

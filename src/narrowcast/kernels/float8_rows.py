@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, round_up
 from .codecs import fp8_code, magnitude, pack_codes, product, reciprocal, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_input
+from .launch import Launcher, check_input
 from .scaling import scale_from_amax
 from .tiles import is_wide, load_elements, load_tile, store_tile, store_transposed, tile_grid, tile_position
 
@@ -34,7 +34,7 @@ _FLT_MAX = tl.constexpr(FLT_MAX)
 
 @triton.jit
 def _scales(
-    amax, epsilon, smallest, RULE: tl.constexpr, FP8_MAX: tl.constexpr, RECIPROCAL: tl.constexpr, EMULATE: tl.constexpr
+    amax, epsilon, smallest, RULE: tl.constexpr, FP8_MAX: tl.constexpr, RECIPROCAL: tl.constexpr
 ):  # fmt: skip
     """Return decoding scales, and what elements are multiplied with, or divided by where the rule divides."""
     epsilon = tl.cast(epsilon, tl.float32)  # a graph passes floats in double
@@ -43,27 +43,27 @@ def _scales(
     amax = tl.maximum(tl.maximum(amax, 0.0), epsilon)
     if RULE == "training" or RULE == "training_power_2":
         scale = scale_from_amax(amax, epsilon, FP8_MAX, _FLT_MAX, RULE == "training_power_2")
-        return reciprocal(scale, EMULATE), scale
+        return reciprocal(scale), scale
     if RULE == "factors" or RULE == "product":
-        scale_inv = product(amax, tl.full(amax.shape, RECIPROCAL, tl.float32), EMULATE)
+        scale_inv = product(amax, tl.full(amax.shape, RECIPROCAL, tl.float32))
     elif RULE == "triton":
         scale_inv = amax / FP8_MAX
     else:
         scale_inv = tl.div_rn(amax, largest)
     if RULE == "bfloat16":
-        scale_inv = to_float32(round_to_dtype(scale_inv, tl.bfloat16, EMULATE), EMULATE)
+        scale_inv = to_float32(round_to_dtype(scale_inv, tl.bfloat16))
     scale_inv = tl.maximum(scale_inv, smallest)
     scale_inv = tl.where(amax == 0.0, tl.where(smallest == 0.0, 1.0, smallest), scale_inv)
     if RULE == "reciprocal":
-        return scale_inv, reciprocal(scale_inv, EMULATE)
+        return scale_inv, reciprocal(scale_inv)
     if RULE == "factors":
         return scale_inv, tl.where(amax == 0.0, 1.0, tl.div_rn(largest, amax))
     return scale_inv, scale_inv
 
 
 @triton.jit
-def _codes(x, factor, RULE: tl.constexpr, E5M2: tl.constexpr, EMULATE: tl.constexpr):
-    wide = to_float32(x, EMULATE)
+def _codes(x, factor, RULE: tl.constexpr, E5M2: tl.constexpr):
+    wide = to_float32(x)
     factors = tl.broadcast_to(factor[:, None], wide.shape)
     if RULE == "reciprocal" or RULE == "factors" or RULE == "training" or RULE == "training_power_2":
         scaled = wide * factors
@@ -72,8 +72,8 @@ def _codes(x, factor, RULE: tl.constexpr, E5M2: tl.constexpr, EMULATE: tl.conste
     else:
         scaled = tl.div_rn(wide, factors)
     if RULE == "bfloat16":
-        scaled = to_float32(round_to_dtype(scaled, tl.bfloat16, EMULATE), EMULATE)
-    return fp8_code(scaled, E5M2, EMULATE)
+        scaled = to_float32(round_to_dtype(scaled, tl.bfloat16))
+    return fp8_code(scaled, E5M2)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -96,7 +96,6 @@ def _float8_rows_kernel(
     ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
@@ -110,24 +109,24 @@ def _float8_rows_kernel(
     if ONCE:
         inside = (row < M)[:, None] & (index < left)[None, :]
         x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0)
-        largest = tl.max(magnitude(x, EMULATE), axis=1)
+        largest = tl.max(magnitude(x), axis=1)
     else:
         for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
             part = tl.load(x_ptr + x_offsets + at * x_column, mask=inside, other=0.0)
-            largest = tl.maximum(largest, tl.max(magnitude(part, EMULATE), axis=1))
-    scale_inv, factor = _scales(largest, epsilon, smallest, RULE, FP8_MAX, RECIPROCAL, EMULATE)
+            largest = tl.maximum(largest, tl.max(magnitude(part), axis=1))
+    scale_inv, factor = _scales(largest, epsilon, smallest, RULE, FP8_MAX, RECIPROCAL)
     # the scales of rows that are not there are the padding of the buffer
     target = scale_ptr + group.to(tl.int64) * padded_rows + row
     tl.store(target, tl.where(row < M, scale_inv, 0.0), mask=row < padded_rows)
     if ONCE:
         inside = (row < M)[:, None] & (index < left)[None, :]
-        tl.store(codes_ptr + offsets, _codes(x, factor, RULE, E5M2, EMULATE), mask=inside)
+        tl.store(codes_ptr + offsets, _codes(x, factor, RULE, E5M2), mask=inside)
     else:
         for at in tl.range(0, size, COLUMNS):  # long groups are whole rows
             inside = (row < M)[:, None] & (index < left - at)[None, :]
             part = tl.load(x_ptr + x_offsets + at * x_column, mask=inside, other=0.0)
-            tl.store(codes_ptr + offsets + at, _codes(part, factor, RULE, E5M2, EMULATE), mask=inside)
+            tl.store(codes_ptr + offsets + at, _codes(part, factor, RULE, E5M2), mask=inside)
 
 
 _quantize = Launcher(_float8_rows_kernel, num_warps=4)
@@ -165,7 +164,7 @@ def quantize(
             (cdiv(padded_rows, rows), groups, 1),
             (x, codes, scale_inv, M, K, *strides, padded_rows, size, epsilon, smallest),
             (
-                rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, size <= columns, rows, columns, INTERPRETING,
+                rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, size <= columns, rows, columns,
             ),
         )  # fmt: skip
     return [codes, scale_inv]
@@ -190,7 +189,6 @@ def _amax_of_rows_and_columns_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Raise the amaxes of M rows, and those of K columns after them."""
     tile_m, tile_k = tile_position(band_bits, False)
@@ -204,7 +202,7 @@ def _amax_of_rows_and_columns_kernel(
     inside_columns = column < K - k0
     offsets = row.to(tl.int64)[:, None] * K + column[None, :]
     inside = inside_rows[:, None] & inside_columns[None, :]
-    size = magnitude(load_elements(x_ptr + (m0 * K + k0) + offsets, inside, EVEN), EMULATE)
+    size = magnitude(load_elements(x_ptr + (m0 * K + k0) + offsets, inside, EVEN))
     _raise(amax_ptr + m0 + row, tl.max(size, axis=1), inside_rows)
     _raise(amax_ptr + M + k0 + column, tl.max(size, axis=0), inside_columns)
 
@@ -230,7 +228,6 @@ def _float8_both_kernel(
     EVEN: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # the pass before ends at the last tiles, so what L2 still holds is there: start there
     tile_m, tile_k = tile_position(band_bits, True)
@@ -250,19 +247,19 @@ def _float8_both_kernel(
         x_ptr + (m0 * K + k0), offsets, group[:, None], column[None, :], K, rows_left, columns_left, EVEN
     )
     below = tl.load(amax_ptr + M + k0 + column, mask=column < columns_left, other=0.0)
-    column_inv, column_scale = _scales(below, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
+    column_inv, column_scale = _scales(below, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL)
     if tile_m == 0:
         tl.store(column_scale_ptr + k0 + column, column_inv, mask=column < columns_left)
     codes = ()
     transposed = ()
     for j in tl.static_range(4):
         beside = tl.load(amax_ptr + m0 + group + j, mask=group + j < rows_left, other=0.0)
-        row_inv, row_scale = _scales(beside, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL, EMULATE)
+        row_inv, row_scale = _scales(beside, epsilon, 0.0, RULE, FP8_MAX, RECIPROCAL)
         if tile_k == 0:
             tl.store(row_scale_ptr + m0 + group + j, row_inv, mask=group + j < rows_left)
-        wide = to_float32(xs[j], EMULATE)
-        codes = codes + (fp8_code(wide * row_scale[:, None], E5M2, EMULATE),)
-        transposed = transposed + (fp8_code(wide * column_scale[None, :], E5M2, EMULATE),)
+        wide = to_float32(xs[j])
+        codes = codes + (fp8_code(wide * row_scale[:, None], E5M2),)
+        transposed = transposed + (fp8_code(wide * column_scale[None, :], E5M2),)
     store_tile(
         codes_ptr + (m0 * K + k0),
         offsets,
@@ -274,7 +271,7 @@ def _float8_both_kernel(
         columns_left,
         EVEN,
     )
-    words = pack_codes(*transposed, EMULATE)
+    words = pack_codes(*transposed)
     store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
@@ -302,7 +299,7 @@ def quantize_both(x: Tensor, fmt: ElementFormat, *, rule: str, epsilon: float = 
     amax = torch.zeros(M + K, dtype=torch.float32, device=x.device)
     grid, band_bits = tile_grid(cdiv(M, AMAX_TILE), cdiv(K, AMAX_TILE))
     even = M % AMAX_TILE == 0 and K % AMAX_TILE == 0
-    _take_amaxes(grid, (x, amax, M, K, band_bits), (AMAX_TILE, AMAX_TILE, even, INTERPRETING))
+    _take_amaxes(grid, (x, amax, M, K, band_bits), (AMAX_TILE, AMAX_TILE, even))
     grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
     even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
     _quantize_both(
@@ -310,7 +307,7 @@ def quantize_both(x: Tensor, fmt: ElementFormat, *, rule: str, epsilon: float = 
         (x, amax, codes, of_rows, transposed, of_columns, M, K, band_bits, epsilon),
         (
             rule, fmt.name == "e5m2", fmt.max, fmt.max_reciprocal, TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0,
-            is_wide(M, K), INTERPRETING,
+            is_wide(M, K),
         ),
     )  # fmt: skip
     return [codes, of_rows, transposed, of_columns]

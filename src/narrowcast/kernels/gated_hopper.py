@@ -48,13 +48,13 @@ def _emit_rows(
     EPSILON: gl.constexpr,
 ):  # fmt: skip
     """Encode rows and leave them in the stash for their columns; ``largest`` magnitudes of those, so far."""
-    y = round_to_dtype(y, stash.dtype, False)
+    y = round_to_dtype(y, stash.dtype)
     stash.index(slab).store(y)
-    amax = gl.maximum(gl.max(magnitude(y, False), axis=1), 0.0)
+    amax = gl.maximum(gl.max(magnitude(y), axis=1), 0.0)
     scale, scale_inv = power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
-    gl.store(data, fp8_code(to_float32(y, False) * scale[:, None], E5M2, False))
+    gl.store(data, fp8_code(to_float32(y) * scale[:, None], E5M2))
     gl.store(scales, scale_inv)
-    return larger(largest, y, False)
+    return larger(largest, y)
 
 
 @gluon.jit
@@ -65,24 +65,24 @@ def _emit_columns(
     """Encode the columns of the tile in the stash, 32 rows of four of them in a thread."""
     READ: gl.constexpr = gl.BlockedLayout([_BLOCK // _WARPS, 4], [1, 32], [_WARPS, 1], [1, 0])
     WRITE: gl.constexpr = gl.BlockedLayout([_BLOCK // _WARPS // 4, 4], [1, 32], [_WARPS, 1], [0, 1])
-    amax = gl.maximum(gl.max(magnitude(largest, False), axis=0), 0.0)
+    amax = gl.maximum(gl.max(magnitude(largest), axis=0), 0.0)
     scale, scale_inv = power_2_scales(amax, epsilon, FP8_MAX, OVERFLOW, EPSILON)
     gl.store(scale_ptr + tile_m * K + k0 + gl.arange(0, _BLOCK, layout=scale.type.layout), scale_inv)
     tile = reinterpret(stash, stash.dtype, [_BLOCK, _BLOCK], _PLAIN).load(READ)
     even, odd = gl.split(gl.permute(gl.reshape(tile, [_BLOCK // 4, 2, 2, _BLOCK]), [0, 3, 1, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
-    x0 = to_float32(x0, False)
-    x1 = to_float32(x1, False)
-    x2 = to_float32(x2, False)
-    x3 = to_float32(x3, False)
+    x0 = to_float32(x0)
+    x1 = to_float32(x1)
+    x2 = to_float32(x2)
+    x3 = to_float32(x3)
     if SUMS:  # as ``sources.store_column_sums``
         sums = fold_pairs(fold_pairs((x0 + x1) + (x2 + x3)))
         part = tile_m * _PARTS + gl.arange(0, _PARTS, layout=gl.SliceLayout(1, sums.type.layout))
         column = k0 + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, sums.type.layout))
         gl.store(sums_ptr + part[:, None] * K + column[None, :], sums)
     scale = gl.convert_layout(scale, gl.SliceLayout(0, x0.type.layout))[None, :]
-    words = fp8_word(x0 * scale, x1 * scale, x2 * scale, x3 * scale, E5M2, False)
+    words = fp8_word(x0 * scale, x1 * scale, x2 * scale, x3 * scale, E5M2)
     words = gl.convert_layout(words, WRITE, assert_trivial=True)
     group = gl.arange(0, _BLOCK // 4, layout=gl.SliceLayout(1, WRITE))
     column = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, WRITE))
@@ -146,16 +146,16 @@ def _gated_hopper_kernel(
             x += _ROWS * 2 * F
             grad += _ROWS * F
             following = _load_slab(x, grad, F, slab < SLABS - 1, GRADIENT)
-            a = to_float32(a, False)
-            b = to_float32(b, False)
+            a = to_float32(a)
+            b = to_float32(b)
             if GRADIENT:
-                y, z = activate_gated_backward(to_float32(g, False), a, b, FUNCTION, P0, P1, P2, False)
+                y, z = activate_gated_backward(to_float32(g), a, b, FUNCTION, P0, P1, P2)
                 largest_b = _emit_rows(
                     z, stash_b, slab, largest_b, data + F, scales + F // _BLOCK * M, epsilon, E5M2, FP8_MAX, OVERFLOW,
                     EPSILON,
                 )  # fmt: skip
             else:
-                y = activate_gated(a, b, FUNCTION, P0, P1, P2, False)
+                y = activate_gated(a, b, FUNCTION, P0, P1, P2)
             largest_a = _emit_rows(
                 y, stash_a, slab, largest_a, data, scales, epsilon, E5M2, FP8_MAX, OVERFLOW, EPSILON
             )

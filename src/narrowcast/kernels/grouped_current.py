@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..formats import FLT_MAX, ElementFormat, cdiv, padded_rows
 from .codecs import fp8_codes, magnitude_of_four, pack_codes
-from .launch import INTERPRETING, Launcher
+from .launch import Launcher
 from .scaling import scale_from_amax
 from .tiles import is_wide, load_rows, store_rows, store_transposed
 
@@ -106,7 +106,7 @@ def _group_of(band, size, bands, rows, T, groups, RAGGED: tl.constexpr, BAND_ROW
 @triton.jit
 def _take_amax(
     x_ptr, amax_ptr, done_ptr, part, across, size, bands, rows, T, K, groups,
-    RAGGED: tl.constexpr, BAND_ROWS: tl.constexpr, COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+    RAGGED: tl.constexpr, BAND_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Raise the amax of a group to that of a part of it, and say that this part is done."""
     band = part // across
@@ -122,7 +122,7 @@ def _take_amax(
     for j in tl.static_range(4):
         inside = (row < left - j * QUARTER) & (column < K)
         quarters = quarters + (tl.load(x + j * QUARTER * K, mask=inside, other=0.0),)
-    largest = magnitude_of_four(*quarters, EMULATE)
+    largest = magnitude_of_four(*quarters)
     # A maximum over nothing but NaN is NaN.
     value = tl.maximum(tl.max(tl.max(largest, axis=1), axis=0), 0.0)
     bits = amax_ptr.to(tl.pointer_type(tl.int32))
@@ -140,7 +140,7 @@ def _grouped_current_kernel(
     E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, FP8_MAX: tl.constexpr,
     OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, RAGGED: tl.constexpr, GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
-    WIDE: tl.constexpr, EVICTION: tl.constexpr, EMULATE: tl.constexpr,
+    WIDE: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     # ``T``: rows of ``x`` in all. ``rows``: of the transposed codes, all groups padded; without RAGGED of a matrix.
     # ``done_ptr``: parts of each group whose amax is taken, then how many programs have begun.
@@ -166,8 +166,7 @@ def _grouped_current_kernel(
         rows = rows.to(tl.int64)
     if takes_amax:
         _take_amax(
-            x_ptr, amax_ptr, done_ptr, task, across, size, bands, rows, T, K, groups,
-            RAGGED, BAND_ROWS, TILE_COLUMNS, EMULATE,
+            x_ptr, amax_ptr, done_ptr, task, across, size, bands, rows, T, K, groups, RAGGED, BAND_ROWS, TILE_COLUMNS,
         )  # fmt: skip
         return
     band = task // (2 * across)
@@ -195,11 +194,11 @@ def _grouped_current_kernel(
         pass
     amax = tl.load(amax_ptr + known, volatile=True)
     scale = scale_from_amax(amax, epsilon, FP8_MAX, OVERFLOW, POWER_2)
-    codes = fp8_codes(xs, scale, E5M2, True, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, True)
     if ROWWISE:
         store_rows(data_ptr + source + offsets, codes, K, left, there)
     if COLUMNWISE:
-        words = pack_codes(*codes, EMULATE)
+        words = pack_codes(*codes)
         target = transpose_ptr + (0 if RAGGED else start * K)
         store_transposed(target, words, m0, k0, rows, rows_left, columns_left, WORDS, EVEN)
     if (row_in_group == 0) & (k0 == 0):
@@ -271,7 +270,7 @@ def quantize(
         (
             fmt.name == "e5m2", rowwise, columnwise, fmt.max, FLT_MAX, power_2, splits is not None,
             triton.next_power_of_2(groups), TILE_ROWS, TILE_COLUMNS, even, rows % 4 == 0, is_wide(rows, K),
-            "evict_first", INTERPRETING,
+            "evict_first",
         ),
     )  # fmt: skip
     buffers = (data, transpose, scale_inv, amax if keep_amax else None)

@@ -29,7 +29,7 @@ from .grouped_quantize import (
     store_inverses,
     store_reciprocals,
 )
-from .launch import INTERPRETING, Launcher
+from .launch import Launcher
 from .scaling import scale_or_first
 from .sources import Source
 from .tiles import is_wide, store_rows, store_transposed, tile_grid, tile_position
@@ -45,18 +45,18 @@ FIRST_PROGRAMS = 128
 @triton.jit
 def _values(
     x, grad, F, inside, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-    BACKWARD: tl.constexpr, EMULATE: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Return the activation of a gate at ``x`` twice, or the gradients of the gate and of what it multiplies."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    a = to_float32(tl.load(x, mask=inside, other=0.0), EMULATE)
-    b = to_float32(tl.load(x + F, mask=inside, other=0.0), EMULATE)
+    a = to_float32(tl.load(x, mask=inside, other=0.0))
+    b = to_float32(tl.load(x + F, mask=inside, other=0.0))
     if BACKWARD:
-        g = to_float32(tl.load(grad, mask=inside, other=0.0), EMULATE)
-        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
-        return round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+        g = to_float32(tl.load(grad, mask=inside, other=0.0))
+        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2)
+        return round_to_dtype(da, DTYPE), round_to_dtype(db, DTYPE)
     else:
-        y = round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
+        y = round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2), DTYPE)
         return y, y
 
 
@@ -64,7 +64,7 @@ def _values(
 def _raise_amaxes(
     x_ptr, grad_ptr, splits_ptr, amax_ptr, block, T, F, groups, FUNCTION: tl.constexpr, P0: tl.constexpr,
     P1: tl.constexpr, P2: tl.constexpr, BACKWARD: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Raise every group's amax to the values of a block of rows."""
     row = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -74,10 +74,10 @@ def _raise_amaxes(
         inside = (row < T)[:, None] & (column < F - start)
         x = x_ptr + row[:, None] * (2 * F) + (start + column)
         grad = grad_ptr + row[:, None] * F + (start + column)
-        first, second = _values(x, grad, F, inside, FUNCTION, P0, P1, P2, BACKWARD, EMULATE)
-        largest = tl.maximum(largest, magnitude(first, EMULATE))
+        first, second = _values(x, grad, F, inside, FUNCTION, P0, P1, P2, BACKWARD)
+        largest = tl.maximum(largest, magnitude(first))
         if BACKWARD:
-            largest = tl.maximum(largest, magnitude(second, EMULATE))
+            largest = tl.maximum(largest, magnitude(second))
     ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
     raise_amax(amax_ptr, groups_of(row, ends, groups, GROUPS), tl.max(largest, axis=1), groups)
 
@@ -106,7 +106,6 @@ def _grouped_gated_amax_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # FIRST: write scales, in place of 0 those of the amaxes; if all are known, end at once.
     if FIRST:
@@ -116,7 +115,7 @@ def _grouped_gated_amax_kernel(
         for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
             _raise_amaxes(
                 x_ptr, grad_ptr, splits_ptr, words_ptr, block, T, F, groups, FUNCTION, P0, P1, P2, BACKWARD, GROUPS,
-                ROWS, COLUMNS, EMULATE,
+                ROWS, COLUMNS,
             )  # fmt: skip
         tl.debug_barrier()  # all threads have raised their amaxes
         done = (words_ptr + groups).to(tl.pointer_type(tl.int32))
@@ -129,7 +128,7 @@ def _grouped_gated_amax_kernel(
     else:
         _raise_amaxes(
             x_ptr, grad_ptr, splits_ptr, amax_ptr, tl.program_id(0), T, F, groups, FUNCTION, P0, P1, P2, BACKWARD,
-            GROUPS, ROWS, COLUMNS, EMULATE,
+            GROUPS, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -137,7 +136,7 @@ def _grouped_gated_amax_kernel(
 def _load(
     x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     P2: tl.constexpr, BACKWARD: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, EMULATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's values twice, or both gradients, as four interleaved rows; and what ``locate`` returns."""
     T, F, groups = shape
@@ -151,7 +150,7 @@ def _load(
         x = x_ptr + (row * (2 * F) + k0 + column)
         grad = grad_ptr + (row * F + k0 + column)
         first, second = _values(
-            x, grad, F, inside & (left > j), FUNCTION, P0, P1, P2, BACKWARD, EMULATE
+            x, grad, F, inside & (left > j), FUNCTION, P0, P1, P2, BACKWARD
         )  # fmt: skip
         firsts = firsts + (first,)
         seconds = seconds + (second,)
@@ -161,16 +160,15 @@ def _load(
 @triton.jit
 def _emit(
     xs, scale, data_ptr, transpose_ptr, source, left, m0, k, K, rows, rows_left, columns_left, E5M2: tl.constexpr,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, CURRENT: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, EMULATE: tl.constexpr,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, CURRENT: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Encode four interleaved rows of a tile from column ``k`` on, and store them in both directions."""
     column = tl.arange(0, xs[0].shape[1])[None, :]
-    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, CURRENT)
     if ROWWISE:
         store_rows(data_ptr + (source[:, None] * K + k + column), codes, K, left, column < columns_left)
     if COLUMNWISE:
-        words = pack_codes(*codes, EMULATE)
+        words = pack_codes(*codes)
         store_transposed(transpose_ptr, words, m0, k, rows, rows_left, columns_left, WORDS, EVEN)
 
 
@@ -184,7 +182,7 @@ def _grouped_gated_cast_kernel(
     BACKWARD: tl.constexpr, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
     CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
     ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+    EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # ``rows``: of the transposed codes, all groups padded. FIRST: as in ``float8.py``; scales of 0 are in ``own_ptr``.
     tile_m, tile_k = tile_position(band_bits, CURRENT)
@@ -198,7 +196,7 @@ def _grouped_gated_cast_kernel(
     shape = T, F, groups
     firsts, seconds, group, source, left = _load(
         x_ptr, grad_ptr, splits_ptr, m0, k0, shape, FUNCTION, P0, P1, P2, BACKWARD, ALIGNMENT, GROUPS, TILE_ROWS,
-        TILE_COLUMNS, EMULATE,
+        TILE_COLUMNS,
     )  # fmt: skip
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(F - k0, TILE_COLUMNS).to(tl.int32)
@@ -207,17 +205,17 @@ def _grouped_gated_cast_kernel(
         loaded = tl.load(own_ptr + group, mask=loaded == 0.0, other=loaded)
     scale = encoding_scale(loaded, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)[:, None]
     if AMAX:
-        largest = magnitudes_of_tile(firsts, seconds, BACKWARD, EMULATE)
+        largest = magnitudes_of_tile(firsts, seconds, BACKWARD)
         raise_amax(amax_ptr, group, tl.max(largest, axis=1), groups)
     K = 2 * F if BACKWARD else F
     _emit(
         firsts, scale, data_ptr, transpose_ptr, source, left, m0, k0, K, rows, rows_left, columns_left, E5M2, ROWWISE,
-        COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
+        COLUMNWISE, CURRENT, WORDS, EVEN,
     )  # fmt: skip
     if BACKWARD:
         _emit(
             seconds, scale, data_ptr, transpose_ptr, source, left, m0, F + k0, K, rows, rows_left, columns_left, E5M2,
-            ROWWISE, COLUMNWISE, CURRENT, WORDS, EVEN, EMULATE,
+            ROWWISE, COLUMNWISE, CURRENT, WORDS, EVEN,
         )  # fmt: skip
     if (tile_m == 0) & (tile_k == 0):
         if FIRST == "own":
@@ -271,7 +269,7 @@ def _measure(source: Source, splits: Tensor, scale: Tensor, out: Tensor, groups:
         _amax(
             (max(programs, 1), 1, 1),
             (*operands, splits, scale, words_of(out, groups) if first else scale, out, T, F, groups, unseen),
-            (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+            (first, *function, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS),
         )
 
 
@@ -310,7 +308,7 @@ def _run(
             (
                 *function, fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
                 power_2 and current, first, alignment, power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
-                rows % TILE_ROWS == 0 and F % TILE_COLUMNS == 0, rows % 4 == 0, is_wide(rows, 2 * F), INTERPRETING,
+                rows % TILE_ROWS == 0 and F % TILE_COLUMNS == 0, rows % 4 == 0, is_wide(rows, 2 * F),
             ),
         )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]

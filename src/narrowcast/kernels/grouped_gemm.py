@@ -20,7 +20,7 @@ from torch import Tensor
 from ..formats import FLOAT8_BLOCK, cdiv
 from .codecs import round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, NotCompiledError, check_device, for_hopper
+from .launch import Launcher, NotCompiledError, check_device, for_hopper
 
 TILE_M = 128
 TILE_N = 128
@@ -131,16 +131,15 @@ def _starts(ends, index):
 @triton.jit
 def _store_rows_of_group(
     total, out_ptr, bias_ptr, member, inside_groups, start, row, size, column, N, BIAS: tl.constexpr, OUT: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Add the bias of a group and store a tile; ``inside_groups``: it is no tile of the rows after the last one."""
     if BIAS:
-        bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0), EMULATE)
-        bias = to_float32(round_to_dtype(bias, OUT, EMULATE), EMULATE)
+        bias = to_float32(tl.load(bias_ptr + member * N + column, mask=column < N, other=0.0))
+        bias = to_float32(round_to_dtype(bias, OUT))
         total += tl.where(inside_groups, bias, 0.0)[None, :]
     target = out_ptr + (start + row).to(tl.int64)[:, None] * N + column[None, :]
     inside = (row < size)[:, None] & (column < N)[None, :]
-    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+    tl.store(target, round_to_dtype(total, OUT), mask=inside)
 
 
 @triton.jit(
@@ -178,7 +177,6 @@ def _grouped_gemm_rows_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     BAND: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     index = tl.arange(0, GROUPS)
@@ -219,7 +217,7 @@ def _grouped_gemm_rows_kernel(
         if not BLOCK_SCALED:
             total *= tl.load(left_scale_ptr + member) * tl.load(right_scale_ptr + member)
         _store_rows_of_group(
-            total, out_ptr, bias_ptr, member, group < groups, start, row, size, column, N, BIAS, OUT, EMULATE
+            total, out_ptr, bias_ptr, member, group < groups, start, row, size, column, N, BIAS, OUT
         )
 
 
@@ -252,7 +250,6 @@ def _grouped_gemm_contraction_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     BAND: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     index = tl.arange(0, GROUPS)
@@ -285,7 +282,7 @@ def _grouped_gemm_contraction_kernel(
         if not BLOCK_SCALED:
             total *= tl.load(left_scale_ptr + group) * tl.load(right_scale_ptr + group)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+        tl.store(target, round_to_dtype(total, OUT), mask=inside)
 
 
 @triton.jit(do_not_specialize=["groups"], do_not_specialize_on_alignment=["bias_ptr", "splits_ptr"])
@@ -300,7 +297,6 @@ def _grouped_gemm_finish_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -320,9 +316,9 @@ def _grouped_gemm_finish_kernel(
     if BIAS:
         kept = inside & (group < groups)[:, None]
         bias = tl.load(bias_ptr + group.to(tl.int64)[:, None] * N + column[None, :], mask=kept, other=0.0)
-        bias = to_float32(round_to_dtype(to_float32(bias, EMULATE), OUT, EMULATE), EMULATE)
-        total = to_float32(tl.load(target, mask=kept, other=0.0), EMULATE) + bias
-    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+        bias = to_float32(round_to_dtype(to_float32(bias), OUT))
+        total = to_float32(tl.load(target, mask=kept, other=0.0)) + bias
+    tl.store(target, round_to_dtype(total, OUT), mask=inside)
 
 
 # In as many steps at once as shared memory holds; GPUs of compute capability 8.9 and 12 have less than half of it.
@@ -405,8 +401,7 @@ def rows(
         ),
         (
             block_scaled, left_block, right_block, alignment, bias is not None, K % TILE_K == 0,
-            None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K,
-            BAND, INTERPRETING,
+            None if fast_accumulation else PROMOTION, triton.next_power_of_2(groups + 1), TILE_M, tile_n, TILE_K, BAND,
         ),
     )  # fmt: skip
     return out
@@ -464,7 +459,7 @@ def contraction(
         (out, left, left_scale, right, right_scale, splits, M, N, P, groups, *strides),
         (
             block_scaled, left_block, right_block, alignment, None if fast_accumulation else PROMOTION,
-            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND, INTERPRETING,
+            triton.next_power_of_2(max(groups, 1)), tile_m, tile_n, TILE_K, BAND,
         ),
     )  # fmt: skip
     return out
@@ -492,7 +487,7 @@ def finish_rows_(out: Tensor, splits: Tensor, bias: Tensor | None) -> None:
     _finish(
         (cdiv(T, ROWS), cdiv(N, COLUMNS), 1),
         (out, out if bias is None else bias, splits, T, N, groups),
-        (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS, INTERPRETING),
+        (bias is not None, triton.next_power_of_2(max(groups, 1)), ROWS, COLUMNS),
     )
 
 

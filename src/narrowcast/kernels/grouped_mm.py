@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import round_to_dtype, to_float32
+from .codecs import EMULATE, round_to_dtype, to_float32
 from .grouped_quantize import group_ends
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 
 TILE_M = 128
 
@@ -36,7 +36,6 @@ def _grouped_mm_contraction_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if left_ptr.dtype.element_ty == tl.float32 else "tf32"
@@ -57,12 +56,12 @@ def _grouped_mm_contraction_kernel(
         a = tl.load(left_ptr + place * M + row[None, :], mask=there & (row < M)[None, :], other=0.0)
         b = tl.load(right_ptr + place * N + column[None, :], mask=there & (column < N)[None, :], other=0.0)
         if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-            a = to_float32(a, EMULATE)
-            b = to_float32(b, EMULATE)
+            a = to_float32(a)
+            b = to_float32(b)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
-    tl.store(target, round_to_dtype(total, OUT, EMULATE), mask=inside)
+    tl.store(target, round_to_dtype(total, OUT), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "groups"], do_not_specialize_on_alignment=["splits_ptr"])
@@ -82,7 +81,6 @@ def _grouped_mm_rows_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if left_ptr.dtype.element_ty == tl.float32 else "tf32"
@@ -110,10 +108,10 @@ def _grouped_mm_rows_kernel(
             right + inner[:, None].to(tl.int64) * right_inner, mask=there[:, None] & (column < N), other=0.0
         )
         if EMULATE:
-            a = to_float32(a, EMULATE)
-            b = to_float32(b, EMULATE)
+            a = to_float32(a)
+            b = to_float32(b)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    tl.store(out_ptr + row * N + column, round_to_dtype(total, OUT, EMULATE), mask=(row < end) & (column < N))
+    tl.store(out_ptr + row * N + column, round_to_dtype(total, OUT), mask=(row < end) & (column < N))
 
 
 _contraction = Launcher(_grouped_mm_contraction_kernel, num_warps=8, num_stages=3)
@@ -130,7 +128,7 @@ def contraction(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype)
         _contraction(
             (cdiv(M, TILE_M) * cdiv(N, tile_n), groups, 1),
             (out, left, right, splits, T, M, N, groups),
-            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k, INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k),
         )
     return out
 
@@ -147,7 +145,7 @@ def rows(left: Tensor, right: Tensor, splits: Tensor, dtype: torch.dtype) -> Ten
         _rows(
             (cdiv(T, TILE_M) + groups, cdiv(N, tile_n), 1),
             (out, left, right, splits, T, N, K, groups, *right.stride()),
-            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k, INTERPRETING),
+            (triton.next_power_of_2(groups), TILE_M, tile_n, tile_k),
         )
     return out
 

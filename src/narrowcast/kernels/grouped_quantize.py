@@ -16,7 +16,7 @@ from ..formats import FLT_MAX, ElementFormat, cdiv
 from . import grouped_current
 from .codecs import fp8_codes, magnitude, magnitude_of_four, pack_codes, round_to_dtype, to_float32
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, rule_of, take_part, words_of
-from .launch import INTERPRETING, Launcher, check_device, check_input
+from .launch import Launcher, check_device, check_input
 from .scaling import scale_from_amax
 from .tiles import (
     is_wide,
@@ -86,7 +86,6 @@ def _grouped_quantize_amax_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -94,7 +93,7 @@ def _grouped_quantize_amax_kernel(
     for start in tl.range(0, K, COLUMNS):
         inside = (row < T)[:, None] & (column < K - start)[None, :]
         x = tl.load(x_ptr + row[:, None] * K + (start + column)[None, :], mask=inside, other=0.0)
-        largest = tl.maximum(largest, magnitude(x, EMULATE))
+        largest = tl.maximum(largest, magnitude(x))
     if RAGGED:
         ends, _ = group_ends(splits_ptr, groups, 1, GROUPS)
         group = groups_of(row, ends, groups, GROUPS)
@@ -210,7 +209,6 @@ def _load(
 def _own_scales(
     scales, unseen, x_ptr, splits_ptr, words_ptr, shape, member, RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr,
     GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Return scales, of all groups or of a matrix, and instead of 0 those of the amaxes."""
     K, rows, groups = shape[1], shape[2], shape[3]
@@ -226,7 +224,7 @@ def _own_scales(
                 x_ptr, splits_ptr, m + row, k, shape, member, RAGGED, ALIGNMENT, GROUPS, ROWS_AT_ONCE, TILE_COLUMNS,
                 EVEN,
             )  # fmt: skip
-            largest = tl.max(magnitude_of_four(*values, EMULATE), axis=1)
+            largest = tl.max(magnitude_of_four(*values), axis=1)
             raise_amax(words_ptr, group, largest, groups)
         end_part(own_ptr, groups)
         part = take_part(own_ptr, groups)
@@ -246,7 +244,7 @@ def _grouped_quantize_cast_kernel(
     band_bits, epsilon, unseen, E5M2: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, AMAX: tl.constexpr,
     CURRENT: tl.constexpr, FP8_MAX: tl.constexpr, OVERFLOW: tl.constexpr, POWER_2: tl.constexpr, FIRST: tl.constexpr,
     RAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, EMULATE: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     # ``rows``: of the transposed codes, all groups padded; without RAGGED of every matrix of the batch.
     # FIRST: as in ``float8.py``.
@@ -269,7 +267,7 @@ def _grouped_quantize_cast_kernel(
         if is_unseen:
             scales = _own_scales(
                 scales, unseen, x_ptr, splits_ptr, words_ptr, shape, member, RAGGED, ALIGNMENT, GROUPS, TILE_ROWS,
-                TILE_COLUMNS, EVEN, EMULATE,
+                TILE_COLUMNS, EVEN,
             )  # fmt: skip
 
     xs, group, source, left = _load(
@@ -292,9 +290,9 @@ def _grouped_quantize_cast_kernel(
         loaded = tl.load(scale_ptr + member)
         scale = encoding_scale(loaded, epsilon, unseen, CURRENT, FP8_MAX, OVERFLOW, POWER_2, FIRST)
     if AMAX:
-        raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs, EMULATE), axis=1), groups)
+        raise_amax(amax_ptr, group, tl.max(magnitude_of_four(*xs), axis=1), groups)
 
-    codes = fp8_codes(xs, scale, E5M2, CURRENT, EMULATE)
+    codes = fp8_codes(xs, scale, E5M2, CURRENT)
     if ROWWISE:
         if RAGGED:
             data = data_ptr + (source[:, None] * K + k0 + column)
@@ -303,7 +301,7 @@ def _grouped_quantize_cast_kernel(
             data = data_ptr + (member * rows * K + m0 * K + k0)
             store_tile(data, offsets, codes, row, column, K, rows_left, columns_left, EVEN)
     if COLUMNWISE:
-        words = pack_codes(*codes, EMULATE)
+        words = pack_codes(*codes)
         target = transpose_ptr
         if not RAGGED:
             target += member * rows * K
@@ -334,7 +332,6 @@ def _grouped_quantize_fold_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # One sum per block of 64 rows of a group, one block at least; after enough rounds every group has one block.
     block = tl.program_id(0) // column_tiles
@@ -358,14 +355,14 @@ def _grouped_quantize_fold_kernel(
     for j in tl.static_range(8):
         inside = (first + j < end)[:, None] & (column < K)[None, :]
         x = tl.load(x_ptr + (first + j)[:, None] * K + column[None, :], mask=inside, other=0.0)
-        eight = eight + (to_float32(x, EMULATE),)
+        eight = eight + (to_float32(x),)
     low = (eight[0] + eight[1]) + (eight[2] + eight[3])
     high = (eight[4] + eight[5]) + (eight[6] + eight[7])
     # A sum over an axis of size two has one possible result.
     fours = tl.sum(tl.reshape(low + high, [4, 2, COLUMNS]), axis=1)
     pairs = tl.sum(tl.reshape(fours, [2, 2, COLUMNS]), axis=1)
     # A sum that is zero is +0.
-    total = round_to_dtype(tl.sum(pairs, axis=0) + 0.0, tl.float32, EMULATE)
+    total = round_to_dtype(tl.sum(pairs, axis=0) + 0.0, tl.float32)
     tl.store(sums_ptr + block * K + column, total, mask=column < K)
 
 
@@ -400,7 +397,7 @@ def amaxes(x: Tensor, splits: Tensor | None, groups: int) -> Tensor:
         _amax(
             (cdiv(T, AMAX_ROWS), 1, 1),
             (x, amax if splits is None else splits, amax, T, K, size, groups),
-            (splits is not None, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS, INTERPRETING),
+            (splits is not None, power_of_2(groups), AMAX_ROWS, AMAX_COLUMNS),
         )
     return amax
 
@@ -440,7 +437,7 @@ def _run_cast(
             (
                 fmt.name == "e5m2", rowwise, columnwise, amax is not None, current, fmt.max, FLT_MAX,
                 power_2 and current, first, splits is not None, alignment, power_of_2(groups), TILE_ROWS, TILE_COLUMNS,
-                even, rows % 4 == 0, is_wide(rows, K), INTERPRETING,
+                even, rows % 4 == 0, is_wide(rows, K),
             ),
         )  # fmt: skip
     return [buffer for buffer in (data, transpose, scale_inv) if buffer is not None]
@@ -515,7 +512,7 @@ def column_sum(x: Tensor, splits: Tensor) -> Tensor:
             _fold(
                 (tiles * blocks, 1, 1),
                 (x, splits, sums, x.shape[0], K, tiles, groups),
-                (done, power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS, INTERPRETING),
+                (done, power_of_2(groups), BLOCK_ROWS, FOLD_COLUMNS),
             )
         if most <= 1:
             return sums

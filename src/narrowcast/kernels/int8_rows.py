@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device, check_input
+from .launch import Launcher, check_device, check_input
 
 ELEMENTS = 4096
 LONGEST = 4096
@@ -25,11 +25,9 @@ def _places(rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _int8_rows_encode_kernel(
-    x_ptr, codes_ptr, scales_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
-):
+def _int8_rows_encode_kernel(x_ptr, codes_ptr, scales_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, at, inside = _places(rows, K, ROWS, BLOCK)
-    x = to_float32(tl.load(x_ptr + at, mask=inside, other=0.0), EMULATE)
+    x = to_float32(tl.load(x_ptr + at, mask=inside, other=0.0))
     # as integers: a maximum of numbers ignores NaN
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True)
     top = bits.to(tl.float32, bitcast=True)
@@ -45,12 +43,12 @@ def _int8_rows_encode_kernel(
 
 @triton.jit
 def _int8_rows_decode_kernel(
-    codes_ptr, scales_ptr, out_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr, EMULATE: tl.constexpr
+    codes_ptr, scales_ptr, out_ptr, rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, at, inside = _places(rows, K, ROWS, BLOCK)
     codes = tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + row[:, None], mask=(row < rows)[:, None], other=0.0)
-    tl.store(out_ptr + at, round_to_dtype(codes * scale, out_ptr.dtype.element_ty, EMULATE), mask=inside)
+    tl.store(out_ptr + at, round_to_dtype(codes * scale, out_ptr.dtype.element_ty), mask=inside)
 
 
 _encode = Launcher(_int8_rows_encode_kernel, num_warps=4)
@@ -91,4 +89,4 @@ def _plan(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int], tuple[int, 
     K = x.shape[-1]
     rows, block = x.numel() // K, triton.next_power_of_2(K)
     at_once = max(1, ELEMENTS // block)
-    return (cdiv(rows, at_once), 1, 1), (rows, K), (at_once, block, INTERPRETING)
+    return (cdiv(rows, at_once), 1, 1), (rows, K), (at_once, block)

@@ -12,7 +12,7 @@ from ..formats import cdiv
 from . import coded
 from .codecs import decode_fp8, product, round_to_dtype, to_float32
 from .grouped import BYTES, ROWS, raw
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 from .reduction import fold_lanes
 from .scaling import scales_of_rows
 
@@ -44,18 +44,18 @@ def _moe_positions_kernel(row_map_ptr, out_ptr, entries, rows, BLOCK: tl.constex
 @triton.jit
 def _load_rows(
     rows_ptr, scale_ptr, row, start, K, inside, E5M2: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr, EMULATE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return rows [R] from column ``start`` on as fp32 [R, COLUMNS]; of codes, with ``BLOCK``, what they decode to."""
     column = start + tl.arange(0, COLUMNS)[None, :]
     source = rows_ptr + row[:, None] * K + column
     mask = inside[:, None] & (column < K)
     if BLOCK == 0:
-        return to_float32(tl.load(source, mask=mask, other=0.0), EMULATE)
+        return to_float32(tl.load(source, mask=mask, other=0.0))
     else:
         scale = scales_of_rows(scale_ptr, row, start, K, inside, BLOCK, COLUMNS)
-        value = decode_fp8(tl.load(source, mask=mask, other=0), E5M2, EMULATE) * scale
-        return to_float32(round_to_dtype(value, DTYPE, EMULATE), EMULATE)
+        value = decode_fp8(tl.load(source, mask=mask, other=0), E5M2) * scale
+        return to_float32(round_to_dtype(value, DTYPE))
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -71,7 +71,6 @@ def _moe_collect_kernel(
     E5M2: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -81,16 +80,14 @@ def _moe_collect_kernel(
     for column in range(columns):
         row = tl.load(row_map_ptr + token * columns + column).to(tl.int64)
         if row >= 0:
-            values = _load_rows(
-                rows_ptr, scale_ptr, row + one, start, K, one == 0, E5M2, BLOCK, COLUMNS, OUT, EMULATE
-            )
+            values = _load_rows(rows_ptr, scale_ptr, row + one, start, K, one == 0, E5M2, BLOCK, COLUMNS, OUT)
             if WEIGHTED:
                 weight = tl.load(weights_ptr + token * columns + column) + tl.zeros([1, COLUMNS], tl.float32)
-                total += product(weight, values, EMULATE)
+                total += product(weight, values)
             else:
                 total += values
     k = start + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + token * K + k, round_to_dtype(total, OUT, EMULATE), mask=k < K)
+    tl.store(out_ptr + token * K + k, round_to_dtype(total, OUT), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -109,7 +106,6 @@ def _moe_collect_backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = drows_ptr.dtype.element_ty
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -125,14 +121,14 @@ def _moe_collect_backward_kernel(
     while k < K:
         column = k + lane
         inside = known[:, None] & (column < K)
-        g = to_float32(tl.load(grad_ptr + token * K + column, mask=inside, other=0.0), EMULATE)
-        value = _load_rows(rows_ptr, scale_ptr, index, k, K, known, E5M2, BLOCK, LANES, DTYPE, EMULATE)
-        drow = tl.where(inside, round_to_dtype(g * weight, DTYPE, EMULATE), 0.0)
+        g = to_float32(tl.load(grad_ptr + token * K + column, mask=inside, other=0.0))
+        value = _load_rows(rows_ptr, scale_ptr, index, k, K, known, E5M2, BLOCK, LANES, DTYPE)
+        drow = tl.where(inside, round_to_dtype(g * weight, DTYPE), 0.0)
         tl.store(drows_ptr + row * K + column, drow.to(DTYPE), mask=here[:, None] & (column < K))
-        lanes += product(g, value, EMULATE)
+        lanes += product(g, value)
         k += LANES
     # a sum that is zero is +0
-    total = tl.where(known, round_to_dtype(fold_lanes(lanes) + 0.0, tl.float32, EMULATE), 0.0)
+    total = tl.where(known, round_to_dtype(fold_lanes(lanes) + 0.0, tl.float32), 0.0)
     tl.store(sums_ptr + index, total, mask=here)
 
 
@@ -199,7 +195,7 @@ def _sum(
         _collect(
             (tokens, cdiv(K, COLUMNS), 1),
             (rows, scales, row_map, weights.contiguous() if weighted else row_map, out, columns, K),
-            (weighted, e5m2, block, COLUMNS, INTERPRETING),
+            (weighted, e5m2, block, COLUMNS),
         )
     return out
 
@@ -223,7 +219,7 @@ def collect_backward(
         _collect_backward(
             (cdiv(R, GRADIENT_ROWS), 1, 1),
             (grad, rows, scales, positions, weights, drows, sums, R, weights.shape[1], K),
-            (e5m2, block, GRADIENT_ROWS, LANES, INTERPRETING),
+            (e5m2, block, GRADIENT_ROWS, LANES),
         )
     return drows, sums
 

@@ -27,7 +27,7 @@ from .codecs import (
     round_to_dtype,
     to_float32,
 )
-from .launch import INTERPRETING, Launcher, check_codes
+from .launch import Launcher, check_codes
 from .scaling import e8m0_from_amax, e8m0_reciprocal, e8m0_value
 from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row, tile_grid, tile_position
@@ -59,7 +59,6 @@ def _emit_tile(
     COLUMNWISE: tl.constexpr,
     TWO_D: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     m0 = tile_m * 32
     row = tl.arange(0, 8)[:, None] * 4
@@ -68,16 +67,16 @@ def _emit_tile(
     offsets = row * K + column
     start = m0 * K + k0
     tiles_k = (K + 127) // 128
-    largest = tl.max(magnitude_of_four(*xs, EMULATE), axis=0, keep_dims=True)
+    largest = tl.max(magnitude_of_four(*xs), axis=0, keep_dims=True)
     if TWO_D:
         tile_code = e8m0_from_amax(tl.maximum(_group_amax(largest), 0.0), MAX_RECIPROCAL)
         column_code = repeat_columns(tile_code, 32)
     else:
         column_code = e8m0_from_amax(tl.maximum(largest, 0.0), MAX_RECIPROCAL)
     for j in tl.static_range(4):
-        x = to_float32(xs[j], EMULATE)
+        x = to_float32(xs[j])
         if COLUMNWISE or TWO_D:
-            column_data = fp8_code(x * e8m0_reciprocal(column_code), E5M2, EMULATE)
+            column_data = fp8_code(x * e8m0_reciprocal(column_code), E5M2)
         if COLUMNWISE:
             target = column_data_ptr + start + j * K
             store_row(target, offsets, column_data, row + j, column, rows_left, columns_left, EVEN)
@@ -86,9 +85,9 @@ def _emit_tile(
                 row_code = tl.broadcast_to(tile_code, (8, 4))
                 data = column_data
             else:
-                amax = tl.maximum(_group_amax(magnitude(xs[j], EMULATE)), 0.0)
+                amax = tl.maximum(_group_amax(magnitude(xs[j])), 0.0)
                 row_code = e8m0_from_amax(amax, MAX_RECIPROCAL)
-                data = fp8_code(x * repeat_columns(e8m0_reciprocal(row_code), 32), E5M2, EMULATE)
+                data = fp8_code(x * repeat_columns(e8m0_reciprocal(row_code), 32), E5M2)
             store_row(data_ptr + start + j * K, offsets, data, row + j, column, rows_left, columns_left, EVEN)
             row_scale = tl.where(row + j < rows_left, row_code, 0)
             stride = tiles_k * 4
@@ -134,7 +133,6 @@ def _emit_packed_tile(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     TWO_D: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     MAX_CODE: tl.constexpr = (1 << (BITS - 1)) - 1
     BYTES: tl.constexpr = BITS // 2  # bytes of four codes
@@ -151,7 +149,7 @@ def _emit_packed_tile(
     tiles_m = (rows + 127) // 128
     largest = tl.zeros((8, 128), tl.int32)
     for j in tl.static_range(4):
-        largest = tl.maximum(largest, to_float32(xs[j], EMULATE).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = tl.maximum(largest, to_float32(xs[j]).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(largest, axis=0, keep_dims=True)
     if TWO_D:
         tile_code = _poisoned_code(_group_amax(largest), MAX_RECIPROCAL)
@@ -160,7 +158,7 @@ def _emit_packed_tile(
         column_code = _poisoned_code(largest, MAX_RECIPROCAL)
     column_word = tl.zeros((8, 128), tl.uint32)
     for j in tl.static_range(4):
-        x = to_float32(xs[j], EMULATE)
+        x = to_float32(xs[j])
         inside = (row + j < rows_left) & (column < columns_left)  # a poisoned group's padding stays 0
         if COLUMNWISE or TWO_D:
             scaled = x * _poisoned_reciprocal(column_code)
@@ -234,7 +232,6 @@ def _mx_quantize_kernel(
     SUMS: tl.constexpr,
     TWO_D: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     operands = (operand_0, operand_1, operand_2, operand_3, operand_4, operand_5, operand_6, operand_7)
     # Programs cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
@@ -248,19 +245,19 @@ def _mx_quantize_kernel(
     rows_left = tl.minimum(M - m0, 32).to(tl.int32)
     columns_left = tl.minimum(K - k0, 128).to(tl.int32)
     xs, _pair = load_four_rows(
-        operands, m0, k0, K, rows_left, columns_left, 32, 128, SOURCE, FUNCTION, P0, P1, P2, False, EVEN, EMULATE
+        operands, m0, k0, K, rows_left, columns_left, 32, 128, SOURCE, FUNCTION, P0, P1, P2, False, EVEN
     )  # fmt: skip
     if SUMS:
-        store_column_sums(sums_ptr + (tile_m * 2 * K + k0), xs, K, rows_left, columns_left, EMULATE)
+        store_column_sums(sums_ptr + (tile_m * 2 * K + k0), xs, K, rows_left, columns_left)
     if BITS == 8:
         _emit_tile(
             xs, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, K, rows_left, columns_left,
-            MANTISSA_BITS == 2, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EVEN, EMULATE,
+            MANTISSA_BITS == 2, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EVEN,
         )  # fmt: skip
     else:
         _emit_packed_tile(
             xs, data_ptr, row_scale_ptr, column_data_ptr, column_scale_ptr, tile_m, k0, M, K, rows_left,
-            columns_left, BITS, MANTISSA_BITS, BIAS, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D, EMULATE,
+            columns_left, BITS, MANTISSA_BITS, BIAS, MAX_RECIPROCAL, ROWWISE, COLUMNWISE, TWO_D,
         )  # fmt: skip
 
 
@@ -288,7 +285,7 @@ def quantize(
         (*source.pointers, *buffers[:2], *buffers[-2:], buffers[0] if sums is None else sums, M, K),
         (
             *source.constants, is_wide(M, K), fmt.bits, fmt.mantissa_bits, fmt.bias, fmt.max_reciprocal, rowwise,
-            columnwise, sums is not None, two_d, M % 128 == 0 and K % 128 == 0, INTERPRETING,
+            columnwise, sums is not None, two_d, M % 128 == 0 and K % 128 == 0,
         ),
     )  # fmt: skip
     return buffers
@@ -311,7 +308,6 @@ def _mx_dequantize_packed_kernel(
     BIAS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # A tile of 32 rows and 128 columns of the stored matrix [R, C], C a multiple of 32.
     tile_r, tile_c = tile_position(band_bits, False)
@@ -340,7 +336,7 @@ def _mx_dequantize_packed_kernel(
     scales = scale_ptr + (r0 * scale_stride + c0 // 32) + (row * scale_stride + group)
     scale = tl.load(scales, mask=(row < rows_left) & (group * 32 < columns_left), other=0)
     values = decode_subbyte(codes, BITS, MANTISSA_BITS, BIAS) * repeat_columns(e8m0_value(scale), 32)
-    values = round_to_dtype(values, out_ptr.dtype.element_ty, EMULATE)
+    values = round_to_dtype(values, out_ptr.dtype.element_ty)
     there = (row < rows_left) & (column < columns_left)
     if TRANSPOSED:
         offsets = tl.trans(column) * R + tl.trans(row)
@@ -371,7 +367,7 @@ def _decode_packed(
         _dequantize_packed(
             grid,
             (data, scale_inv, out, R, C, scale_inv.stride(0), band_bits),
-            (fmt.bits, fmt.mantissa_bits, fmt.bias, transposed, max(R, C) >= 2**23, INTERPRETING),
+            (fmt.bits, fmt.mantissa_bits, fmt.bias, transposed, max(R, C) >= 2**23),
         )
     return out
 

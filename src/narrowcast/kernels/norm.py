@@ -26,7 +26,6 @@ from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
 from .launch import (
-    INTERPRETING,
     PLAIN,
     TENSOR,
     Launch,
@@ -51,13 +50,13 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 @triton.jit
-def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
+def norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM: tl.constexpr):
     """Return gradient with respect to ``x`` from that of the result, in fp32 tensors that broadcast."""
     if LAYER_NORM:
-        projection = product((x - mean) * rstd, c1, EMULATE) + c2
+        projection = product((x - mean) * rstd, c1) + c2
     else:
-        projection = product(x * rstd, c1, EMULATE)
-    return product(product(g, gamma, EMULATE) - projection, rstd, EMULATE)
+        projection = product(x * rstd, c1)
+    return product(product(g, gamma) - projection, rstd)
 
 
 @triton.jit
@@ -96,14 +95,13 @@ def _norm_backward_kernel(
     AMAX: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row, column = _tile_position(K, TILE_ROWS, LANES)
     inside = (row < M)[:, None] & (column < K)
     offsets = row[:, None] * K + column
-    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    g = to_float32(tl.load(grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)
+    x = to_float32(tl.load(x_ptr + offsets, mask=inside, other=0.0))
+    g = to_float32(tl.load(grad_ptr + offsets, mask=inside, other=0.0))
+    gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED)
     rstd = _load_rows(rstd_ptr, row, M)
     c1 = _load_rows(c1_ptr, row, M)
     mean = rstd
@@ -111,26 +109,26 @@ def _norm_backward_kernel(
     if LAYER_NORM:
         mean = _load_rows(mean_ptr, row, M)
         c2 = _load_rows(c2_ptr, row, M)
-    dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM, EMULATE)
+    dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, LAYER_NORM)
     if RESIDUAL:
-        dx = dx + to_float32(tl.load(residual_grad_ptr + offsets, mask=inside, other=0.0), EMULATE)
-    dx = round_to_dtype(dx, dx_ptr.dtype.element_ty, EMULATE)
+        dx = dx + to_float32(tl.load(residual_grad_ptr + offsets, mask=inside, other=0.0))
+    dx = round_to_dtype(dx, dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + offsets, dx, mask=inside)
     if AMAX:
-        largest = tl.max(tl.where(inside, magnitude(dx, EMULATE), 0.0))
+        largest = tl.max(tl.where(inside, magnitude(dx), 0.0))
         tl.store(partials_ptr + tl.program_id(0), tl.maximum(largest, 0.0))  # tl.max of only NaN is NaN
 
 
 @triton.jit
-def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr, EMULATE: tl.constexpr):
+def _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM: tl.constexpr):
     """Return ``grad``, ``grad * xhat``, ``xhat * wdy`` and ``wdy``, zero outside the matrix."""
-    xhat = to_float32(x, EMULATE)
+    xhat = to_float32(x)
     if LAYER_NORM:
         xhat = xhat - mean
     xhat = xhat * rstd
-    g = to_float32(g, EMULATE)
-    wdy = product(g, gamma, EMULATE)
-    weighted, projected = product(g, xhat, EMULATE), product(xhat, wdy, EMULATE)
+    g = to_float32(g)
+    wdy = product(g, gamma)
+    weighted, projected = product(g, xhat), product(xhat, wdy)
     return g, tl.where(inside, weighted, 0.0), tl.where(inside, projected, 0.0), wdy
 
 
@@ -143,8 +141,8 @@ def _load_statistics(mean_ptr, rstd_ptr, row, M, LAYER_NORM: tl.constexpr):
 
 
 @triton.jit
-def _store_row_mean(pointer, lanes, row, M, K, EMULATE: tl.constexpr):
-    tl.store(pointer + row, round_to_dtype(row_mean(lanes, K), tl.float32, EMULATE), mask=row < M)
+def _store_row_mean(pointer, lanes, row, M, K):
+    tl.store(pointer + row, round_to_dtype(row_mean(lanes, K), tl.float32), mask=row < M)
 
 
 @triton.jit(do_not_specialize_on_alignment=["mean_ptr", "rstd_ptr", "c1_ptr", "c2_ptr"])
@@ -164,7 +162,6 @@ def _norm_gradient_statistics_kernel(
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -179,8 +176,8 @@ def _norm_gradient_statistics_kernel(
         inside = (row < M)[:, None] & (column < K)[None, :]
         x = tl.load(x_ptr + offsets, mask=inside, other=0.0)
         g = tl.load(grad_ptr + offsets, mask=inside, other=0.0)
-        gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED, EMULATE)[None, :]
-        g, weighted, projected, wdy = _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM, EMULATE)
+        gamma = load_gamma(weight_ptr, column, K, ZERO_CENTERED)[None, :]
+        g, weighted, projected, wdy = _gradient_terms(x, g, mean, rstd, gamma, inside, LAYER_NORM)
         c1 += projected
         # a thread has all rows of its columns: these sums stay in registers
         tl.store(dweight_ptr + tile * K + column, fold_rows(weighted), mask=column < K)
@@ -188,9 +185,9 @@ def _norm_gradient_statistics_kernel(
             c2 += wdy
             tl.store(dbias_ptr + tile * K + column, fold_rows(g), mask=column < K)
         k += LANES
-    _store_row_mean(c1_ptr, c1, row, M, K, EMULATE)
+    _store_row_mean(c1_ptr, c1, row, M, K)
     if LAYER_NORM:
-        _store_row_mean(c2_ptr, c2, row, M, K, EMULATE)
+        _store_row_mean(c2_ptr, c2, row, M, K)
 
 
 _norm = Launcher(norm_kernel, num_warps=4)
@@ -264,14 +261,14 @@ def _statistics_launch(
     options = (layer_norm, residual is not None, zero_centered_gamma, bias is not None, writes)
     chunks = cdiv(K, LANES)
     if chunks in KEPT_CHUNKS and dtype.itemsize == 2 and (layer_norm or rereads) and not amax_partials:
-        arguments, constants = [*[TENSOR] * 8, K, float(eps)], (*options, LANES, chunks, INTERPRETING)
+        arguments, constants = [*[TENSOR] * 8, K, float(eps)], (*options, LANES, chunks)
         return Launch(_kept, (M, 1, 1), arguments, constants), M, programs, False
     unroll = 2 * UNROLL if rereads else UNROLL
     launch = Launch(
         _norm,
         (programs, 1, 1),
         [*[TENSOR] * 9, M, K, float(eps)],
-        (*options, amax_partials, ROWS, LANES, unroll, INTERPRETING),
+        (*options, amax_partials, ROWS, LANES, unroll),
     )
     return launch, M, programs, True
 
@@ -366,7 +363,7 @@ def _gradient_launch(
     tiles = cdiv(M, GRADIENT_ROWS)
     if not tiles:
         return None, M, K, 0
-    constants = (mean is not None, zero_centered_gamma, GRADIENT_ROWS, LANES, INTERPRETING)
+    constants = (mean is not None, zero_centered_gamma, GRADIENT_ROWS, LANES)
     launch = Launch(_gradient_statistics, (tiles, 1, 1), [*[TENSOR] * 9, M, K], constants)
     return launch, M, K, tiles
 
@@ -429,7 +426,7 @@ def _backward_launch(
     if not programs:
         return None, 0, layout
     options = (mean is not None, zero_centered_gamma, residual_grad is not None, amax)
-    constants = (*options, TILE_ROWS, LANES, INTERPRETING)
+    constants = (*options, TILE_ROWS, LANES)
     return Launch(_backward, (programs, 1, 1), [*[TENSOR] * 10, M, K], constants), programs, layout
 
 

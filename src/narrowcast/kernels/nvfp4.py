@@ -23,7 +23,7 @@ from ..formats import (
     round_up,
 )
 from .codecs import magnitude, round_pair_to_bfloat16
-from .launch import INTERPRETING, Launcher, check_input
+from .launch import Launcher, check_input
 from .nvfp4_groups import encode, group_amax, load_columns, load_rows, rotate, round_group
 from .tiles import tile_grid, tile_position
 
@@ -67,7 +67,6 @@ def _nvfp4_amax_kernel(
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # Per tensor: amax_ptr[0] is max|x|, amax_ptr[1] that of the rotated columns. Row-scaled: M rows, then K columns.
     # Grouped: the first of every group, and of rows in none, then the second; row-scaled: the columns of each group.
@@ -85,12 +84,12 @@ def _nvfp4_amax_kernel(
     if GROUPED and not ROW_SCALED:
         amax_ptr += tl.load(group_ptr + tile_m)
     if RHT:
-        xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
+        xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN)
         if ROWWISE:
-            _raise_one(amax_ptr, tl.max(group_amax(xs, EMULATE)))
+            _raise_one(amax_ptr, tl.max(group_amax(xs)))
         # Rounding is monotonic: the largest rounded magnitude is the largest one, rounded.
-        largest = group_amax(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
-        largest, _same = round_pair_to_bfloat16(largest, largest, EMULATE)
+        largest = group_amax(rotate(xs, SIGN_MASK))
+        largest, _same = round_pair_to_bfloat16(largest, largest)
         _raise_one(amax_ptr + (groups + 1 if GROUPED else 1), tl.max(largest))
     else:
         row = tl.arange(0, TILE_M)
@@ -98,9 +97,9 @@ def _nvfp4_amax_kernel(
         offsets = row[:, None] * K + column[None, :]
         inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
         if EVEN:
-            size = magnitude(tl.load(x_tile + offsets), EMULATE)
+            size = magnitude(tl.load(x_tile + offsets))
         else:
-            size = magnitude(tl.load(x_tile + offsets, mask=inside, other=0.0), EMULATE)
+            size = magnitude(tl.load(x_tile + offsets, mask=inside, other=0.0))
         if ROW_SCALED:
             if ROWWISE:
                 _raise(amax_ptr + m0 + row, tl.maximum(tl.max(size, axis=1), 0.0), row < rows_left)
@@ -210,7 +209,6 @@ def _nvfp4_encode_kernel(
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
     WIDE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     GROUPS_M: tl.constexpr = TILE_M // 16
     GROUPS_K: tl.constexpr = TILE_K // 16
@@ -233,23 +231,23 @@ def _nvfp4_encode_kernel(
     is_first = (tile_m == 0) & (tile_k == 0) & (not GROUPED)  # whose results are copied outside
 
     if ROWWISE:
-        xs = load_columns(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
+        xs = load_columns(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN)
         row = tl.arange(0, TILE_M)[:, None]
         block = tl.arange(0, GROUPS_K)[None, :]
         copies = tile_k == 0 if ROW_SCALED else is_first
         amax = _load_amax(row_amaxes, row_amax_ptr, m0, row, row < rows_left, copies, ROW_SCALED)
         index = (own_tile * TILE_M + row) * blocks_k + (tile_k * GROUPS_K + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 0, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC
         )
         words = tl.reshape(tl.join(low, high), (TILE_M, 2 * GROUPS_K))
         first = tile_k * GROUPS_K
         _store_groups(row_data_ptr, row_scale_ptr, words, scale, m0, first, blocks_k, rows_left, GROUPS_K)
 
     if COLUMNWISE:
-        xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN, EMULATE)
+        xs = load_rows(x_tile, K, rows_left, columns_left, TILE_M, TILE_K, EVEN)
         if RHT:
-            xs = round_group(rotate(xs, SIGN_MASK, EMULATE), EMULATE)
+            xs = round_group(rotate(xs, SIGN_MASK))
         column = tl.arange(0, TILE_K)[None, :]
         block = tl.arange(0, GROUPS_M)[:, None]
         copies = (tile_m == 0) & (not GROUPED) if ROW_SCALED else is_first
@@ -258,7 +256,7 @@ def _nvfp4_encode_kernel(
         )
         index = (k0 + column) * height + (own_tile * GROUPS_M + block)
         scale, low, high = encode(
-            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC, EMULATE
+            xs, amax, seed_ptr, index, 1, TWO_D, FOUR_OVER_SIX, E4M3_MAX, MSE, STOCHASTIC
         )
         words = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), (TILE_K, 2 * GROUPS_M))
         first = tile_m * GROUPS_M
@@ -343,7 +341,7 @@ def quantize(
     # Tiles cover the matrix rounded up to 128 x 128, so that they also write the zeros that pad the scales.
     grid, band_bits = tile_grid(cdiv(M, TILE_M), round_up(K, SCALE_TILE_ROWS) // TILE_K)
     even = M % SCALE_TILE_ROWS == 0 and K % SCALE_TILE_ROWS == 0
-    tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23, INTERPRETING)
+    tile = (TILE_M, TILE_K, even, max(M, K) >= 2**23)
     blocks, count = (None, 0) if groups is None else groups
     size = M + K * (count + 1) if row_scaled else 2 * (count + 1)  # without groups M + K, or 2
     amax = torch.zeros(size, dtype=torch.float32, device=x.device)

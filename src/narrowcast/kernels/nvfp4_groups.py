@@ -39,7 +39,6 @@ def load_columns(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """16 tensors [TILE_M, TILE_K / 16]: tensor ``j`` has columns ``16 * g + j``."""
     # Two loads of 8 contiguous elements each leave all 16 elements of a group in one thread.
@@ -54,7 +53,7 @@ def load_columns(
         else:
             inside = (row < rows_left) & (group + element < columns_left - 8 * half)
             values = tl.load(x_tile + 8 * half + offsets, mask=inside, other=0.0)
-        columns = columns + _split_eight(to_float32(values, EMULATE), TILE_M, TILE_K // 16)
+        columns = columns + _split_eight(to_float32(values), TILE_M, TILE_K // 16)
     return columns
 
 
@@ -80,7 +79,6 @@ def load_rows(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """16 tensors [TILE_M / 16, TILE_K]: tensor ``j`` has rows ``16 * g + j``."""
     row = tl.arange(0, TILE_M // 16)[:, None] * 16
@@ -93,7 +91,7 @@ def load_rows(
         else:
             inside = (row + j < rows_left) & (column < columns_left)
             values = tl.load(x_tile + j * K + offsets, mask=inside, other=0.0)
-        rows = rows + (to_float32(values, EMULATE),)
+        rows = rows + (to_float32(values),)
     return rows
 
 
@@ -109,14 +107,14 @@ def butterflies(xs, DISTANCE: tl.constexpr):
 
 
 @triton.jit
-def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
+def rotate(xs, SIGN_MASK: tl.constexpr):
     """Return the random Hadamard transform of a group, in the order of additions that ``reference.hadamard`` fixes, in
     fp32;
     ``round_group`` completes it."""
     ys = ()
     for i in tl.static_range(16):
         # the product of a subnormal is rounded, which a multiply-add would skip
-        ys = ys + (product(xs[i], -0.25 if (SIGN_MASK >> i) & 1 else 0.25, EMULATE),)
+        ys = ys + (product(xs[i], -0.25 if (SIGN_MASK >> i) & 1 else 0.25),)
     ys = butterflies(ys, 8)
     ys = butterflies(ys, 4)
     ys = butterflies(ys, 2)
@@ -124,20 +122,20 @@ def rotate(xs, SIGN_MASK: tl.constexpr, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def round_group(ys, EMULATE: tl.constexpr):
+def round_group(ys):
     """Return a group rounded to bf16, as fp32."""
     rounded = ()
     for i in tl.static_range(8):
-        first, second = round_pair_to_bfloat16(ys[2 * i], ys[2 * i + 1], EMULATE)
+        first, second = round_pair_to_bfloat16(ys[2 * i], ys[2 * i + 1])
         rounded = rounded + (first, second)
     return rounded
 
 
 @triton.jit
-def group_amax(xs, EMULATE: tl.constexpr):
-    largest = magnitude(xs[0], EMULATE)
+def group_amax(xs):
+    largest = magnitude(xs[0])
     for i in tl.static_range(1, 16):
-        largest = tl.maximum(largest, magnitude(xs[i], EMULATE))
+        largest = tl.maximum(largest, magnitude(xs[i]))
     return tl.maximum(largest, 0.0)  # a maximum over nothing but NaN is NaN
 
 
@@ -182,26 +180,26 @@ def _over_tile(values, AXIS: tl.constexpr, MAXIMUM: tl.constexpr):
 
 
 @triton.jit
-def _global_scales(amax, E4M3_MAX: tl.constexpr, EMULATE: tl.constexpr):
+def _global_scales(amax, E4M3_MAX: tl.constexpr):
     """Return the encoding scale of the tensor (or row) and its rounded reciprocal."""
     scale = tl.minimum(tl.div_rn(tl.full(amax.shape, 6.0 * E4M3_MAX, tl.float32), amax), _FLT_MAX)
     scale = tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
-    return scale, reciprocal(scale, EMULATE)
+    return scale, reciprocal(scale)
 
 
 @triton.jit
-def _element_scale(block_scale, global_inverse, EMULATE: tl.constexpr):
+def _element_scale(block_scale, global_inverse):
     """Return the factor of elements; a block scale of 0 saturates, not infinity, and NaN stays."""
     decoded = decode_e4m3(block_scale)
-    factor = reciprocal(decoded * global_inverse, EMULATE)
+    factor = reciprocal(decoded * global_inverse)
     return at_most(factor, _FLT_MAX), decoded
 
 
 @triton.jit
-def _pack_words(sizes, signs, EMULATE: tl.constexpr):
+def _pack_words(sizes, signs):
     """Return the sixteen codes of a group as two words of eight nibbles."""
-    low = pack_fp4(*sizes[:8], *signs[:8], EMULATE)
-    return low, pack_fp4(*sizes[8:], *signs[8:], EMULATE)
+    low = pack_fp4(*sizes[:8], *signs[:8])
+    return low, pack_fp4(*sizes[8:], *signs[8:])
 
 
 @triton.jit
@@ -213,28 +211,27 @@ def _encode_candidate(
     EXPAND: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return one of the two mappings of "4 over 6": block scales, words, and the error of each group."""
-    block_scale = fp8_code(base * EXPAND, False, EMULATE)
-    factor, decoded = _element_scale(block_scale, global_inverse, EMULATE)
+    block_scale = fp8_code(base * EXPAND, False)
+    factor, decoded = _element_scale(block_scale, global_inverse)
     divisor = tl.full(base.shape, 6.0 * E4M3_MAX, tl.float32)
     sizes = ()
     signs = ()
     error = tl.zeros(base.shape, tl.float32)
     for j in tl.static_range(16):
         scaled = xs[j] * factor
-        size = fp4_magnitude(scaled, 0, False, EMULATE)
-        sign = fp4_sign(scaled, EMULATE)
+        size = fp4_magnitude(scaled, 0, False)
+        sign = fp4_sign(scaled)
         sizes = sizes + (size,)
         signs = signs + (sign,)
         # Code to value: the bits are an fp32 with a two-bit exponent, moved into place and scaled up by 2**126.
         bits = ((size & 7) << 22) | (sign & 0x80000000)
         value = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
         difference = tl.div_rn(value * decoded * amax, divisor) - xs[j]
-        term = product(difference, difference, EMULATE) if MSE else tl.abs(difference)
+        term = product(difference, difference) if MSE else tl.abs(difference)
         error = term if j == 0 else error + term
-    low, high = _pack_words(sizes, signs, EMULATE)
+    low, high = _pack_words(sizes, signs)
     return block_scale, low, high, error
 
 
@@ -249,11 +246,10 @@ def _encode_four_over_six(
     TWO_D: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     base = tl.div_rn(block_amax, tl.full(block_amax.shape, 6.0, tl.float32)) * scale
-    scale4, low4, high4, error4 = _encode_candidate(xs, base, amax, inverse, 1.5, E4M3_MAX, MSE, EMULATE)
-    scale6, low6, high6, error6 = _encode_candidate(xs, base, amax, inverse, 1.0, E4M3_MAX, MSE, EMULATE)
+    scale4, low4, high4, error4 = _encode_candidate(xs, base, amax, inverse, 1.5, E4M3_MAX, MSE)
+    scale6, low6, high6, error6 = _encode_candidate(xs, base, amax, inverse, 1.0, E4M3_MAX, MSE)
     if TWO_D:
         error4 = _over_tile(error4, AXIS, False)
         error6 = _over_tile(error6, AXIS, False)
@@ -271,10 +267,9 @@ def _encode_standard(
     block_index,
     AXIS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
-    block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False, EMULATE)
-    factor, _decoded = _element_scale(block_scale, inverse, EMULATE)
+    block_scale = fp8_code(block_amax * (scale * _ONE_SIXTH), False)
+    factor, _decoded = _element_scale(block_scale, inverse)
     if STOCHASTIC:
         # Always true but for a NaN, where no random bit matters; it makes the random words in the threads that hold the
         # groups, instead of moving them there.
@@ -288,11 +283,11 @@ def _encode_standard(
     for j in tl.static_range(16):
         scaled = xs[j] * factor
         if STOCHASTIC:
-            sizes = sizes + (fp4_magnitude(scaled, (words[j // 4] >> (8 * (j % 4))) & 0xFF, True, EMULATE),)
+            sizes = sizes + (fp4_magnitude(scaled, (words[j // 4] >> (8 * (j % 4))) & 0xFF, True),)
         else:
-            sizes = sizes + (fp4_magnitude(scaled, 0, False, EMULATE),)
-        signs = signs + (fp4_sign(scaled, EMULATE),)
-    low, high = _pack_words(sizes, signs, EMULATE)
+            sizes = sizes + (fp4_magnitude(scaled, 0, False),)
+        signs = signs + (fp4_sign(scaled),)
+    low, high = _pack_words(sizes, signs)
     return block_scale, low, high
 
 
@@ -308,7 +303,6 @@ def encode(
     E4M3_MAX: tl.constexpr,
     MSE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Encode groups: block scales (uint8) and the two words of codes of each group.
 
@@ -322,12 +316,8 @@ def encode(
     block_amax = _poisoned_amax(xs)
     if TWO_D:
         block_amax = _over_tile(block_amax, AXIS, True)
-    scale, inverse = _global_scales(amax, E4M3_MAX, EMULATE)
+    scale, inverse = _global_scales(amax, E4M3_MAX)
     if FOUR_OVER_SIX:
-        return _encode_four_over_six(
-            xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE, EMULATE
-        )
+        return _encode_four_over_six(xs, block_amax, amax, scale, inverse, AXIS, TWO_D, E4M3_MAX, MSE)
     else:
-        return _encode_standard(
-            xs, block_amax, scale, inverse, seed_ptr, block_index, AXIS, STOCHASTIC, EMULATE
-        )
+        return _encode_standard(xs, block_amax, scale, inverse, seed_ptr, block_index, AXIS, STOCHASTIC)

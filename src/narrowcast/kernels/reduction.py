@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import INTERPRETING, PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
+from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -51,9 +51,7 @@ def fold_lanes(v):
 
 
 @triton.jit
-def _reduction_fold_kernel(
-    x_ptr, sums_ptr, M, K, column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EMULATE: tl.constexpr
-):
+def _reduction_fold_kernel(x_ptr, sums_ptr, M, K, column_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile = tl.program_id(0) // column_tiles
     column = (tl.program_id(0) - tile * column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     first = tile.to(tl.int64) * ROWS
@@ -64,11 +62,11 @@ def _reduction_fold_kernel(
     for j in tl.static_range(8):
         inside = (row + j < rows_left) & (column < K)[None, :]
         pointer = x_ptr + (first + row + j) * K + column[None, :]
-        eight = eight + (to_float32(tl.load(pointer, mask=inside, other=0.0), EMULATE),)
+        eight = eight + (to_float32(tl.load(pointer, mask=inside, other=0.0)),)
     low = (eight[0] + eight[1]) + (eight[2] + eight[3])
     high = (eight[4] + eight[5]) + (eight[6] + eight[7])
     # A sum that is zero is +0.
-    total = round_to_dtype(fold_rows(low + high) + 0.0, sums_ptr.dtype.element_ty, EMULATE)
+    total = round_to_dtype(fold_rows(low + high) + 0.0, sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + tile.to(tl.int64) * K + column, total, mask=column < K)
 
 
@@ -78,7 +76,7 @@ _fold = Launcher(_reduction_fold_kernel, num_warps=4)
 @remembered
 def _launch(M: int, K: int, rows: int) -> Launch:
     tiles = cdiv(K, FOLD_COLUMNS)
-    options = (FOLDED_ROWS, FOLD_COLUMNS, INTERPRETING)
+    options = (FOLDED_ROWS, FOLD_COLUMNS)
     return Launch(_fold, (tiles * rows, 1, 1), [TENSOR, TENSOR, M, K, tiles], options)
 
 
@@ -107,9 +105,7 @@ def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @triton.jit
-def _reduction_rank_sum_kernel(
-    own_ptr, others_ptr, out_ptr, n, rank, others, divisor, BLOCK: tl.constexpr, EMULATE: tl.constexpr
-):
+def _reduction_rank_sum_kernel(own_ptr, others_ptr, out_ptr, n, rank, others, divisor, BLOCK: tl.constexpr):
     programs = tl.num_programs(0)
     for turn in range(tl.cdiv(n, BLOCK * programs)):
         at = (tl.program_id(0).to(tl.int64) + turn * programs) * BLOCK + tl.arange(0, BLOCK)
@@ -117,14 +113,14 @@ def _reduction_rank_sum_kernel(
         total = tl.zeros([BLOCK], tl.float32)
         other_ptr = others_ptr + at
         for _ in range(rank):
-            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0), EMULATE)
+            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0))
             other_ptr += n
-        total += to_float32(own, EMULATE)
+        total += to_float32(own)
         for _ in range(rank, others):
-            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0), EMULATE)
+            total += to_float32(tl.load(other_ptr, mask=at < n, other=0.0))
             other_ptr += n
         total = tl.div_rn(total, tl.full([BLOCK], divisor, tl.float32))
-        tl.store(out_ptr + at, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=at < n)
+        tl.store(out_ptr + at, round_to_dtype(total, out_ptr.dtype.element_ty), mask=at < n)
 
 
 _rank_sum = Launcher(_reduction_rank_sum_kernel, num_warps=32)
@@ -141,4 +137,4 @@ def rank_sum(own: Tensor, others: Tensor, rank: int, divisor: int, out: Tensor, 
     if n:
         programs = min(cdiv(n, RANKS_BLOCK), RANKS_PROGRAMS_ALONE if alone else RANKS_PROGRAMS_BESIDE)
         arguments = own, others, out, n, rank, others.shape[0], divisor
-        _rank_sum((programs, 1, 1), arguments, (RANKS_BLOCK, INTERPRETING))
+        _rank_sum((programs, 1, 1), arguments, (RANKS_BLOCK,))

@@ -10,17 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import magnitude, product, round_to_dtype, to_float32
+from .codecs import EMULATE, magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 
 TILE = 1024
 
 
 @triton.jit
-def _widened(x, EMULATE: tl.constexpr):
+def _widened(x):
     if EMULATE:
-        return to_float32(x, EMULATE)
+        return to_float32(x)
     else:
         return x.to(tl.float32)
 
@@ -38,7 +38,6 @@ def _turn(
     REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return heads that begin at the pointers ``x_ptr`` and ``y_ptr`` (heads, 1), where ``here`` (heads, 1) says so.
 
@@ -58,20 +57,20 @@ def _turn(
     if INVERSE:
         s_a, s_b = -s_b, -s_a
     inside = inside & here
-    a = _widened(tl.load(x_ptr + first, mask=inside, other=0.0), EMULATE)
-    b = _widened(tl.load(x_ptr + second, mask=inside, other=0.0), EMULATE)
-    y_a = product(c_a, a, EMULATE) - product(s_a, b, EMULATE)
-    y_b = product(c_b, b, EMULATE) + product(s_b, a, EMULATE)
-    y_a, y_b = round_to_dtype(y_a, DTYPE, EMULATE), round_to_dtype(y_b, DTYPE, EMULATE)
+    a = _widened(tl.load(x_ptr + first, mask=inside, other=0.0))
+    b = _widened(tl.load(x_ptr + second, mask=inside, other=0.0))
+    y_a = product(c_a, a) - product(s_a, b)
+    y_b = product(c_b, b) + product(s_b, a)
+    y_a, y_b = round_to_dtype(y_a, DTYPE), round_to_dtype(y_b, DTYPE)
     tl.store(y_ptr + first, y_a, mask=inside)
     tl.store(y_ptr + second, y_b, mask=inside)
-    size = tl.where(inside, tl.maximum(magnitude(y_a, EMULATE), magnitude(y_b, EMULATE)), 0.0)
+    size = tl.where(inside, tl.maximum(magnitude(y_a), magnitude(y_b)), 0.0)
     if REST:
         behind = 2 * R + tl.arange(0, REST)[None, :]
         inside = (behind < D) & here
         rest = tl.load(x_ptr + behind, mask=inside, other=0.0)
         tl.store(y_ptr + behind, rest, mask=inside)
-        size = tl.maximum(size, tl.max(magnitude(rest, EMULATE), axis=1)[:, None])
+        size = tl.maximum(size, tl.max(magnitude(rest), axis=1)[:, None])
     return size
 
 
@@ -113,7 +112,6 @@ def _rope_rotate_kernel(
     SEQUENCE_FIRST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0)
     b, s, position = _place(row, positions_ptr, S, B, by_row, PLACED, SEQUENCE_FIRST)
@@ -121,10 +119,7 @@ def _rope_rotate_kernel(
     x_ptr += b * stride_b + s * stride_s + head.to(tl.int64) * stride_h
     y_ptr += (row.to(tl.int64) * H + head) * D
     table = position * (2 * R)
-    _turn(
-        x_ptr, y_ptr, head < H, cos_ptr + table, sin_ptr + table, R, D,
-        PAIRS, REST, INTERLEAVED, INVERSE, EMULATE,
-    )  # fmt: skip
+    _turn(x_ptr, y_ptr, head < H, cos_ptr + table, sin_ptr + table, R, D, PAIRS, REST, INTERLEAVED, INVERSE)
 
 
 @triton.jit
@@ -160,7 +155,6 @@ def _rope_qkv_kernel(
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     AMAX: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     row = tl.program_id(0)
     _, _, position = _place(row, positions_ptr, S, B, by_row, PLACED, SEQUENCE_FIRST)
@@ -185,7 +179,6 @@ def _rope_qkv_kernel(
             part, head = head, part
         size = _turn(
             part, head, here, q_cos_ptr + table, q_sin_ptr + table, R_Q, D, PAIRS_Q, REST_Q, INTERLEAVED, INVERSE,
-            EMULATE,
         )  # fmt: skip
         if INVERSE:
             largest = tl.maximum(largest, size)
@@ -198,14 +191,14 @@ def _rope_qkv_kernel(
     if INVERSE:
         part, head = head, part
     size = _turn(
-        part, head, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D, PAIRS_K, REST_K, INTERLEAVED, INVERSE, EMULATE
+        part, head, here, k_cos_ptr + table, k_sin_ptr + table, R_K, D, PAIRS_K, REST_K, INTERLEAVED, INVERSE
     )  # fmt: skip
     if INVERSE:
         packed, alone = alone, packed
     v = tl.load(packed, mask=inside, other=0.0)
     tl.store(alone, v, mask=inside)
     if AMAX:
-        of_k = tl.maximum(tl.max(size), tl.max(magnitude(v, EMULATE)))
+        of_k = tl.maximum(tl.max(size), tl.max(magnitude(v)))
         program = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(partials_ptr + program, tl.maximum(tl.max(largest), of_k))
 
@@ -260,7 +253,7 @@ def rotate(
                 _by_row(positions) if placed else 0,
             ),
             (
-                per, _pairs(turned), _rest(dim, turned), placed, sequence_first, interleaved, inverse, INTERPRETING
+                per, _pairs(turned), _rest(dim, turned), placed, sequence_first, interleaved, inverse
             ),
         )  # fmt: skip
     return y
@@ -332,7 +325,7 @@ def _run_qkv(
         (
             per, _pairs(of_q), _pairs(of_k), _rest(dim, of_q), _rest(dim, of_k),
             max(triton.next_power_of_2(dim_v), 16), by_group, placed, sequence_first, interleaved, inverse,
-            partials is not None, INTERPRETING,
+            partials is not None,
         ),
     )  # fmt: skip
     if partials is not None:

@@ -25,7 +25,7 @@ from .activation import (
     numbers,
 )
 from .codecs import product, round_to_dtype, to_float32
-from .launch import INTERPRETING, Launcher, check_device
+from .launch import Launcher, check_device
 from .reduction import fold_lanes
 
 LANES = 256
@@ -48,7 +48,6 @@ def _scaled_activation_backward_kernel(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     DTYPE: tl.constexpr = dx_ptr.dtype.element_ty
     P0, P1, P2 = in_float32(P0, P1, P2)
@@ -57,29 +56,29 @@ def _scaled_activation_backward_kernel(
     here = index < tl.minimum(M - first, ROWS).to(tl.int32)
     row = (first + index)[:, None]
     lane = tl.arange(0, LANES)[None, :]
-    scale = to_float32(tl.load(scale_ptr + first + index, mask=here, other=0.0), EMULATE)[:, None]
+    scale = to_float32(tl.load(scale_ptr + first + index, mask=here, other=0.0))[:, None]
     lanes = tl.zeros([ROWS, LANES], tl.float32)
     k = 0
     while k < F:
         column = k + lane
         inside = here[:, None] & (column < F)
-        g = to_float32(tl.load(grad_ptr + row * F + column, mask=inside, other=0.0), EMULATE)
+        g = to_float32(tl.load(grad_ptr + row * F + column, mask=inside, other=0.0))
         if GATED:
             gate = row * (2 * F) + column
-            a = to_float32(tl.load(x_ptr + gate, mask=inside, other=0.0), EMULATE)
-            b = to_float32(tl.load(x_ptr + gate + F, mask=inside, other=0.0), EMULATE)
-            y = activate_gated(a, b, KIND, P0, P1, P2, EMULATE)
-            da, db = activate_gated_backward(g * scale, a, b, KIND, P0, P1, P2, EMULATE)
-            tl.store(dx_ptr + gate, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
-            tl.store(dx_ptr + gate + F, round_to_dtype(db, DTYPE, EMULATE), mask=inside)
+            a = to_float32(tl.load(x_ptr + gate, mask=inside, other=0.0))
+            b = to_float32(tl.load(x_ptr + gate + F, mask=inside, other=0.0))
+            y = activate_gated(a, b, KIND, P0, P1, P2)
+            da, db = activate_gated_backward(g * scale, a, b, KIND, P0, P1, P2)
+            tl.store(dx_ptr + gate, round_to_dtype(da, DTYPE), mask=inside)
+            tl.store(dx_ptr + gate + F, round_to_dtype(db, DTYPE), mask=inside)
         else:
-            a = to_float32(tl.load(x_ptr + row * F + column, mask=inside, other=0.0), EMULATE)
-            y = activate(a, KIND, EMULATE)
-            da = activate_backward(g * scale, a, KIND, EMULATE)
-            tl.store(dx_ptr + row * F + column, round_to_dtype(da, DTYPE, EMULATE), mask=inside)
-        lanes += product(g, y, EMULATE)
+            a = to_float32(tl.load(x_ptr + row * F + column, mask=inside, other=0.0))
+            y = activate(a, KIND)
+            da = activate_backward(g * scale, a, KIND)
+            tl.store(dx_ptr + row * F + column, round_to_dtype(da, DTYPE), mask=inside)
+        lanes += product(g, y)
         k += LANES
-    total = round_to_dtype(fold_lanes(lanes), dscale_ptr.dtype.element_ty, EMULATE)
+    total = round_to_dtype(fold_lanes(lanes), dscale_ptr.dtype.element_ty)
     tl.store(dscale_ptr + first + index, total, mask=here)
 
 
@@ -107,7 +106,7 @@ def backward(
         _backward(
             (cdiv(rows, ROWS), 1, 1),
             (x, grad, scale, dx, dscale, rows, F, *numbers(activation, params)),
-            (activation, gated, ROWS, LANES, INTERPRETING),
+            (activation, gated, ROWS, LANES),
         )
     return dx, dscale
 

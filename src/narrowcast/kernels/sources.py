@@ -372,7 +372,6 @@ def load_four_rows(
     P2: tl.constexpr,
     PAIRED: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return a tile as four tensors [ROWS / 4, COLUMNS], tensor ``j`` holding rows ``4 * i + j``; and four of its pair.
 
@@ -402,12 +401,10 @@ def load_four_rows(
         if PAIRED:
             x, y = load_pair(
                 operands, m + j, k, row, column, K // 2, rows_left - j, columns_left, FUNCTION, P0, P1, P2, INSIDE,
-                EMULATE,
             )  # fmt: skip
         else:
             x = load_source(
                 operands, m + j, k, row, column, K, rows_left - j, columns_left, KIND, FUNCTION, P0, P1, P2, INSIDE,
-                EMULATE,
             )  # fmt: skip
             y = x
         first = first + (x,)
@@ -431,7 +428,6 @@ def load_source(
     P1: tl.constexpr,
     P2: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return rows ``m + row``, columns ``k + column`` of the matrix [.., K], in its dtype; zero outside it.
 
@@ -446,66 +442,66 @@ def load_source(
     inside = (row < rows_left)[:, None] & (across < columns_left)
     offsets = row[:, None] * K + across
     if SOURCE == "tensor" or SOURCE == "rounded":
-        return convert(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION, EMULATE)
+        return convert(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), FUNCTION)
     elif SOURCE == "coded":
         scale = scales_of_rows(operands[1], m + row, k, K, row < rows_left, P1, column.shape[0])
         code = tl.load(operands[0] + (m * K + k) + offsets, mask=inside, other=0)
-        return convert(decode_fp8(code, P0, EMULATE) * scale, FUNCTION, EMULATE)
+        return convert(decode_fp8(code, P0) * scale, FUNCTION)
     elif SOURCE == "activation" or SOURCE == "activation_backward":
-        a = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        a = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN))
         if SOURCE == "activation":
-            return round_to_dtype(activate(a, FUNCTION, EMULATE), DTYPE, EMULATE)
+            return round_to_dtype(activate(a, FUNCTION), DTYPE)
         else:  # Triton 3.6 goes on after a return that is not the last of its branch
-            g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-            return round_to_dtype(activate_backward(g, a, FUNCTION, EMULATE), DTYPE, EMULATE)
+            g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN))
+            return round_to_dtype(activate_backward(g, a, FUNCTION), DTYPE)
     elif SOURCE == "gated":
         wide = m * (2 * K) + k
         offsets = row[:, None] * (2 * K) + across
-        a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN), EMULATE)
-        b = to_float32(load_elements(operands[0] + (wide + K) + offsets, inside, EVEN), EMULATE)
-        return round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2, EMULATE), DTYPE, EMULATE)
+        a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN))
+        b = to_float32(load_elements(operands[0] + (wide + K) + offsets, inside, EVEN))
+        return round_to_dtype(activate_gated(a, b, FUNCTION, P0, P1, P2), DTYPE)
     elif SOURCE == "gated_backward":
         # The general way, for widths that no tile divides: each element finds its own half.
         F = K // 2
         second = k + across >= F
         source = k + across - tl.where(second, F, 0)
         gate = operands[0] + m * K + (row[:, None] * K + source)
-        a = to_float32(tl.load(gate, mask=inside, other=0.0), EMULATE)
-        b = to_float32(tl.load(gate + F, mask=inside, other=0.0), EMULATE)
+        a = to_float32(tl.load(gate, mask=inside, other=0.0))
+        b = to_float32(tl.load(gate + F, mask=inside, other=0.0))
         gradient = operands[1] + m * F + (row[:, None] * F + source)
-        g = to_float32(tl.load(gradient, mask=inside, other=0.0), EMULATE)
-        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
-        return round_to_dtype(tl.where(second, db, da), DTYPE, EMULATE)
+        g = to_float32(tl.load(gradient, mask=inside, other=0.0))
+        da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2)
+        return round_to_dtype(tl.where(second, db, da), DTYPE)
     elif SOURCE == "norm":
-        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN, EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN))
+        gamma = _load_gamma(operands[1] + k, across, columns_left, P0, EVEN)
         beta = gamma
         if P1:
-            beta = to_float32(load_elements(operands[4] + k + across, across < columns_left, EVEN), EMULATE)
+            beta = to_float32(load_elements(operands[4] + k + across, across < columns_left, EVEN))
         rstd = load_elements(operands[2] + m + row, row < rows_left, EVEN)[:, None]
         mean = load_elements(operands[3] + m + row, row < rows_left, EVEN)[:, None]
-        y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1, EMULATE)
+        y = normalize(x, mean, rstd, gamma, beta, FUNCTION == "LayerNorm", P1)
         y = y if EVEN else tl.where(inside, y, 0.0)  # norm(0) is not 0
-        return round_to_dtype(y, DTYPE, EMULATE)
+        return round_to_dtype(y, DTYPE)
     elif SOURCE == "adam":
-        return step_elements(operands, (m * K + k) + offsets, inside, P0, P1, EVEN, EMULATE)
+        return step_elements(operands, (m * K + k) + offsets, inside, P0, P1, EVEN)
     elif SOURCE == "cross_entropy":
-        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN))
         dx = _logit_gradient(operands, x, m + row, k + across, row < rows_left, P0, P1, EVEN)
-        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
+        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE)
     else:
         tl.static_assert(SOURCE == "norm_backward")
-        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        gamma = _load_gamma(operands[2] + k, across, columns_left, P0, EVEN, EMULATE)
+        x = to_float32(load_elements(operands[0] + (m * K + k) + offsets, inside, EVEN))
+        g = to_float32(load_elements(operands[1] + (m * K + k) + offsets, inside, EVEN))
+        gamma = _load_gamma(operands[2] + k, across, columns_left, P0, EVEN)
         rstd = load_elements(operands[3] + m + row, row < rows_left, EVEN)[:, None]
         mean = load_elements(operands[4] + m + row, row < rows_left, EVEN)[:, None]
         c1 = load_elements(operands[5] + m + row, row < rows_left, EVEN)[:, None]
         c2 = load_elements(operands[6] + m + row, row < rows_left, EVEN)[:, None]
-        dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm", EMULATE)
+        dx = norm_gradient(g, x, mean, rstd, gamma, c1, c2, FUNCTION == "LayerNorm")
         if P1:
-            dx += to_float32(load_elements(operands[7] + (m * K + k) + offsets, inside, EVEN), EMULATE)
-        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE, EMULATE)
+            dx += to_float32(load_elements(operands[7] + (m * K + k) + offsets, inside, EVEN))
+        return round_to_dtype(dx if EVEN else tl.where(inside, dx, 0.0), DTYPE)
 
 
 @triton.jit
@@ -519,17 +515,17 @@ def _logit_gradient(
 
 
 @triton.jit
-def convert(x, NAME: tl.constexpr, EMULATE: tl.constexpr):
+def convert(x, NAME: tl.constexpr):
     """Return bf16, fp16 or fp32 ``x`` in the dtype of that name; as it is for none."""
     if NAME == "":
         return x
     elif NAME == "bfloat16":
-        return round_to_dtype(to_float32(x, EMULATE), tl.bfloat16, EMULATE)
+        return round_to_dtype(to_float32(x), tl.bfloat16)
     elif NAME == "float16":
-        return round_to_dtype(to_float32(x, EMULATE), tl.float16, EMULATE)
+        return round_to_dtype(to_float32(x), tl.float16)
     else:
         tl.static_assert(NAME == "float32")
-        return round_to_dtype(to_float32(x, EMULATE), tl.float32, EMULATE)
+        return round_to_dtype(to_float32(x), tl.float32)
 
 
 @triton.jit
@@ -547,7 +543,6 @@ def load_pair(
     P1: tl.constexpr,
     P2: tl.constexpr,
     EVEN: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """Return both halves of a gated activation's gradient, columns ``k + column`` and ``F + k + column``, from one
     read.
@@ -556,30 +551,28 @@ def load_pair(
     inside = (row < rows_left)[:, None] & (column < columns_left)[None, :]
     wide = m * (2 * F) + k
     offsets = row[:, None] * (2 * F) + column[None, :]
-    a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN), EMULATE)
-    b = to_float32(load_elements(operands[0] + (wide + F) + offsets, inside, EVEN), EMULATE)
+    a = to_float32(load_elements(operands[0] + wide + offsets, inside, EVEN))
+    b = to_float32(load_elements(operands[0] + (wide + F) + offsets, inside, EVEN))
     g = to_float32(
-        load_elements(operands[1] + (m * F + k) + (row[:, None] * F + column[None, :]), inside, EVEN), EMULATE
+        load_elements(operands[1] + (m * F + k) + (row[:, None] * F + column[None, :]), inside, EVEN)
     )
-    da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2, EMULATE)
-    return round_to_dtype(da, DTYPE, EMULATE), round_to_dtype(db, DTYPE, EMULATE)
+    da, db = activate_gated_backward(g, a, b, FUNCTION, P0, P1, P2)
+    return round_to_dtype(da, DTYPE), round_to_dtype(db, DTYPE)
 
 
 @triton.jit
-def _load_gamma(
-    pointer, column, columns_left, CENTERED: tl.constexpr, EVEN: tl.constexpr, EMULATE: tl.constexpr
-):
-    gamma = to_float32(load_elements(pointer + column, column < columns_left, EVEN), EMULATE)
+def _load_gamma(pointer, column, columns_left, CENTERED: tl.constexpr, EVEN: tl.constexpr):
+    gamma = to_float32(load_elements(pointer + column, column < columns_left, EVEN))
     if CENTERED:
         gamma = gamma + 1.0
     return gamma
 
 
 @triton.jit
-def store_column_sums(pointer, xs, K, rows_left, columns_left, EMULATE: tl.constexpr):
+def store_column_sums(pointer, xs, K, rows_left, columns_left):
     """Store the sums of 16 of the tile's rows each, fp32, as rows of ``pointer`` [.., K]."""
-    low = to_float32(xs[0], EMULATE) + to_float32(xs[1], EMULATE)
-    high = to_float32(xs[2], EMULATE) + to_float32(xs[3], EMULATE)
+    low = to_float32(xs[0]) + to_float32(xs[1])
+    high = to_float32(xs[2]) + to_float32(xs[3])
     sums = fold_pairs(fold_pairs(low + high))
     part = tl.arange(0, sums.shape[0])[:, None]
     column = tl.arange(0, sums.shape[1])[None, :]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..formats import cdiv
 from ..upstream.cuda import current_stream
-from .codecs import round_to_dtype, to_float32
+from .codecs import EMULATE, round_to_dtype, to_float32
 from .grouped_gemm import limits
-from .launch import INTERPRETING, DescribedLaunch, Launcher, NotCompiledError, check_device, for_hopper
+from .launch import DescribedLaunch, Launcher, NotCompiledError, check_device, for_hopper
 
 ADD_ROWS = 64
 ADD_COLUMNS = 64
@@ -34,9 +34,9 @@ MOST_BASES = 4
 
 
 @triton.jit
-def _operand(x, EMULATE: tl.constexpr):
+def _operand(x):
     if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        return to_float32(x, EMULATE)
+        return to_float32(x)
     else:
         return x
 
@@ -59,7 +59,6 @@ def _thin_add_kernel(
     RANK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     tiles = tl.cdiv(N, TILE_N)
     row = (tl.program_id(0) // tiles) * TILE_M + tl.arange(0, TILE_M)
@@ -67,13 +66,13 @@ def _thin_add_kernel(
     inner = tl.arange(0, RANK)
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
-    base = to_float32(tl.load(base_ptr + place, mask=inside, other=0.0), EMULATE)
+    base = to_float32(tl.load(base_ptr + place, mask=inside, other=0.0))
     if BASES > 1:
-        base = base + to_float32(tl.load(second_ptr + place, mask=inside, other=0.0), EMULATE)
+        base = base + to_float32(tl.load(second_ptr + place, mask=inside, other=0.0))
     if BASES > 2:
-        base = base + to_float32(tl.load(third_ptr + place, mask=inside, other=0.0), EMULATE)
+        base = base + to_float32(tl.load(third_ptr + place, mask=inside, other=0.0))
     if BASES > 3:
-        base = base + to_float32(tl.load(fourth_ptr + place, mask=inside, other=0.0), EMULATE)
+        base = base + to_float32(tl.load(fourth_ptr + place, mask=inside, other=0.0))
     left = tl.load(
         left_ptr + row[:, None] * rank + inner[None, :],
         mask=(row < M)[:, None] & (inner < rank)[None, :],
@@ -84,8 +83,8 @@ def _thin_add_kernel(
         mask=(column < N)[None, :] & (inner < rank)[:, None],
         other=0.0,
     )
-    total = tl.dot(_operand(left, EMULATE), _operand(right, EMULATE)) + base
-    tl.store(out_ptr + place, round_to_dtype(total, out_ptr.dtype.element_ty, EMULATE), mask=inside)
+    total = tl.dot(_operand(left), _operand(right)) + base
+    tl.store(out_ptr + place, round_to_dtype(total, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -105,7 +104,6 @@ def _thin_products_kernel(
     RANK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     # A program has PARTS tiles of rows and ``length`` columns.
     first = tl.program_id(0) * (PARTS * TILE_M)
@@ -123,7 +121,7 @@ def _thin_products_kernel(
             mask=(at < M)[:, None] & of_rank[None, :],
             other=0.0,
         )
-        lefts = lefts + (_operand(left, EMULATE),)
+        lefts = lefts + (_operand(left),)
         sums = sums + (tl.zeros([TILE_M, RANK], tl.float32),)
     for step in range(0, length, TILE_N):
         column = begin + step + tl.arange(0, TILE_N)
@@ -132,7 +130,7 @@ def _thin_products_kernel(
             mask=(column < end)[:, None] & of_rank[None, :],
             other=0.0,
         )
-        right = _operand(right, EMULATE)
+        right = _operand(right)
         total = tl.zeros([TILE_N, RANK], tl.float32)
         new = ()
         for part in tl.static_range(PARTS):
@@ -142,7 +140,7 @@ def _thin_products_kernel(
                 mask=(at < M)[:, None] & (column < end)[None, :],
                 other=0.0,
             )
-            wide = _operand(wide, EMULATE)
+            wide = _operand(wide)
             new = new + (tl.dot(wide, right, sums[part]),)
             total = tl.dot(tl.trans(wide), lefts[part], total)
         sums = new
@@ -181,7 +179,7 @@ def add_product(bases: Sequence[Tensor], left: Tensor, right: Tensor) -> Tensor:
         _add(
             (cdiv(M, ADD_ROWS) * cdiv(N, ADD_COLUMNS), 1, 1),
             (*given, left, right, out, M, N, rank, *right.stride()),
-            (len(bases), _padded(rank), ADD_ROWS, ADD_COLUMNS, INTERPRETING),
+            (len(bases), _padded(rank), ADD_ROWS, ADD_COLUMNS),
         )
     return out
 
@@ -203,7 +201,7 @@ def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
         launcher(
             (tiles, rows.shape[0], 1),
             (wide, right, left, rows, columns, M, N, rank, length, *right.stride()),
-            (parts, _padded(rank), ROWS, COLUMNS, INTERPRETING),
+            (parts, _padded(rank), ROWS, COLUMNS),
         )
     return [rows.sum(0).to(wide.dtype), columns.sum(0)]
 
