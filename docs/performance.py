@@ -675,7 +675,8 @@ def how_much() -> str:
         "a training step of a Llama of Transformers, converted."
     )
     device, torch, ours, dates = measured_with(HERO)
-    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}, and not since."
+    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}. Later "
+    told += "builds were measured beside each other alone (`benchmarks/results/LOG.md`)."
     return "\n".join([*lines, "", *wrap(f"{what} {told}", 80), ""])
 
 
