@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
 
 from narrowcast import kernels
 
 from .conftest import HAS_TRITON
+from .cross_compile import LAUNCHES
 
 
 def test_available_where_triton_is() -> None:
@@ -38,6 +43,28 @@ def test_refuses_what_no_kernel_reaches() -> None:
         "else: raise SystemExit('accepted a CPU tensor')"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=_without_interpreter())
+
+
+def _reach(function: Any, found: dict[str, list[Any]]) -> None:
+    """Add the globals that a kernel's code reads, by name, and those of the device functions among them."""
+    for name in function.fn.__code__.co_names:
+        value = function.fn.__globals__.get(name)
+        value = getattr(value, "value", value)  # of a constant
+        if value is None or isinstance(value, types.ModuleType) or value in found.setdefault(name, []):
+            continue
+        found[name].append(value)
+        if hasattr(value, "fn"):
+            _reach(value, found)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_a_name_that_a_kernel_reaches_means_one_thing() -> None:
+    """In whichever files: Inductor copies all into one, and of two constants or functions of a name the first alone."""
+    for kernel in json.loads(LAUNCHES.read_text()):
+        module, name = kernel.split(".")
+        found: dict[str, list[Any]] = {}
+        _reach(getattr(importlib.import_module(f"narrowcast.kernels.{module}"), name), found)
+        assert not {name: values for name, values in found.items() if len(values) > 1}, kernel
 
 
 def _without_interpreter() -> dict[str, str]:
