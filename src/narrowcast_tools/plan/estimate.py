@@ -109,13 +109,18 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
     for name in ("gpus", "batch", "length", "tp", "pp", "cp", "ep", "stages", "micro_batch"):
         if getattr(layout, name) < 1:
             raise ValueError(f"{name} is {getattr(layout, name)}; it must be at least 1")
+    sizes = [n for n in range(1, HOST + 1) if layout.gpus % n == model.heads % n == 0]
+    if layout.tp not in sizes:
+        raise ValueError(
+            f"--tp is {layout.tp}; it must divide --gpus {layout.gpus} and the {model.heads} heads: "
+            f"use {', '.join(map(str, sizes))}"
+        )
     groups = layout.tp * layout.pp * layout.cp
     if layout.gpus % groups:
-        split = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
+        split = {"--tp": layout.tp, "--pp": layout.pp, "cp": layout.cp}
         product = " x ".join(f"{name} {ranks}" for name, ranks in split.items() if ranks > 1)
-        raise ValueError(f"{product} does not divide {layout.gpus} GPUs; use sizes whose product does")
+        raise ValueError(f"{product} does not divide --gpus {layout.gpus}; use sizes whose product does")
     rules = (
-        (layout.tp > HOST or model.heads % layout.tp, f"tp must divide the heads and be at most {HOST}"),
         (
             layout.pp > model.layers or layout.stages > ceil(model.layers / layout.pp),
             f"pp x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",

@@ -9,6 +9,7 @@ from ..hardware import BATCH, BATCH_PER_GPU, RESERVE, find_gpu, find_optimizer, 
 from .estimate import Estimate, Layout, check, estimate, gib
 from .models import find_model
 
+SMALL = "fused-int8"  # the optimizer with fp32 masters that holds least
 CLOSE = 0.97  # relative to the fastest: closer than the model's error, so take the simpler layout
 
 
@@ -98,10 +99,17 @@ def plan(
     if smallest is None:
         raise ValueError(refused)
     missing = smallest.total_memory - RESERVE * machine.memory
+    remedies = ["more --gpus", "a shorter --length"]
+    if sum(base.state) > sum(find_optimizer(SMALL)):
+        remedies.insert(1, f"--optimizer {SMALL}")
+    if not base.saved_fp8 and recipe != "bf16":
+        remedies.insert(-1, "--saved-activations fp8")
+    fixed = {"--tp": tp, "--pp": pp, "--ep": ep, "--no-recompute": recompute is False}
+    given = " and ".join(name for name, value in fixed.items() if value)
     raise ValueError(
         f"{model} does not fit {gpus} {gpu} {'GPU' if gpus == 1 else 'GPUs'}: "
         f"the smallest layout tried ({smallest.layout}"
-        f"{', recomputing' if smallest.layout.recompute else ''}) needs {gib(smallest.total_memory)} each, "
-        f"{gib(missing)} more than {gib(RESERVE * machine.memory)}, {RESERVE:.0%} of its memory; "
-        "use more GPUs, shorter sequences, or leave --tp, --pp, --ep and --recompute to the search"
+        f"{', recomputing' if smallest.layout.recompute else ''}) needs {gib(missing)} more than the "
+        f"{gib(RESERVE * machine.memory)} that a GPU can use; {f'leave {given} out, or ' if given else ''}"
+        f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
     )

@@ -133,7 +133,10 @@ def _read(path: Path) -> Model:
     try:
         found = json.loads(path.read_text())
         found |= found.get("text_config") or {}
-        return _shape_of(found, path.absolute().parent.name if path.name == "config.json" else path.stem)
+        named = path.stem
+        if path.name == "config.json":  # the current folder's name says nothing of the model
+            named = path.parent.name.removeprefix("..") or found.get("model_type") or path.name
+        return _shape_of(found, named)
     except KeyError as error:
         raise ValueError(
             f"--model is {path}, which has no {error.args[0]}; give the config.json of a model like Llama, Mixtral or "

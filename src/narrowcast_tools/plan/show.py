@@ -26,10 +26,10 @@ def title(result: Estimate, gpu: str) -> str:
     """Return a one-line title of the plan."""
     layout = result.layout
     return (
-        f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} microbatches of "
-        f"{layout.micro_batch} x {layout.length} tokens"
+        f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} "
+        f"microbatch{'es' if layout.micro_batches > 1 else ''} of {layout.micro_batch} x {layout.length} tokens"
         + (f", {layout.stages} stages a rank" if layout.pp > 1 else "")
-        + (", FP8 gather" if layout.fp8_gather else "")
+        + (", FP8 gather" if layout.fp8_gather and layout.fsdp > 1 else "")
         + (", recomputing" if layout.recompute else "")
         + (", saved activations in FP8" if layout.saved_fp8 else "")
         + (", loss in chunks" if layout.chunked_loss else "")
@@ -38,13 +38,12 @@ def title(result: Estimate, gpu: str) -> str:
 
 
 def tables(result: Estimate) -> list[Table]:
-    """Return memory, bytes received and time of a step, part by part, of one GPU."""
-    step = result.step
+    """Return memory, bytes received if any, and time of a step, part by part, of one GPU."""
+    step, received = result.step, sum(result.wire.values())
+    wire = _table("received per step", result.wire, lambda size: f"{size / GIGA:,.1f} GB", received)
     return [
         _table("memory", result.memory, gib, result.total_memory),
-        _table(
-            "received per step", result.wire, lambda size: f"{size / GIGA:,.1f} GB", sum(result.wire.values())
-        ),
+        *([wire] if received else []),
         _table("time of a step", result.seconds, lambda t: f"{t:,.3f} s {t / step:6.1%}", step),
     ]
 

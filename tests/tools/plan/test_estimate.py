@@ -59,11 +59,15 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_says_the_shape(name: str, tmp_path: Path) -> None:
+def test_a_configuration_says_the_shape(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIGS[name]))
     for path in (file, tmp_path):
         assert find_model(str(path)) == replace(MODELS[name], name=tmp_path.name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    for relative in ("config.json", "./config.json", ".", "below/../config.json"):
+        assert find_model(relative).name == CONFIGS[name].get("model_type", "config.json"), relative
     (tmp_path / "own.json").write_text(json.dumps({"text_config": CONFIGS[name]}))
     assert find_model(str(tmp_path / "own.json")) == replace(MODELS[name], name="own")
 
@@ -197,15 +201,27 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ("--model 671b --gpus 1", "the experts of 671b are split over 8 GPUs or more: use a multiple of 8"),
         ("--length 0", "--length is 0; it must be at least 1"),
         ("--pp -1", "--pp is -1; use 1 or more, or leave it out"),
-        ("--gpus 8 --tp 3", "narrowcast: tp 3 does not divide 8 GPUs; use sizes"),
-        ("--gpus 8 --tp 3 --pp 2", "tp 3 x pp 2 does not divide 8 GPUs"),
-        ("--gpus 64 --tp 16", "tp must divide the heads and be at most 8"),
+        (
+            "--gpus 12 --tp 5",
+            "narrowcast: --tp is 5; it must divide --gpus 12 and the 32 heads: use 1, 2, 4\n",
+        ),
+        ("--gpus 64 --tp 16", "--tp is 16; it must divide --gpus 64 and the 32 heads: use 1, 2, 4, 8\n"),
+        ("--gpus 8 --pp 3", "narrowcast: --pp 3 does not divide --gpus 8; use sizes whose product does"),
+        ("--gpus 32 --tp 8 --pp 8", "--tp 8 x --pp 8 does not divide --gpus 32; use sizes whose product"),
         ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
         ("--gpus 4096 --batch 8192", "raise the batch, tp or pp"),
         ("--gpus 8 --batch 100", "--batch is 100 tokens and --length 8192"),
         (
             "--model 405b --gpus 8",
             "405b does not fit 8 h200 GPUs: the smallest layout tried (FSDP 1 x TP 8",
+        ),
+        (
+            "--model 405b --gpus 16",
+            " GiB that a GPU can use; use more --gpus, --optimizer fused-int8, --saved-activations fp8 or a shorter",
+        ),
+        (
+            "--model 405b --gpus 16 --tp 8 --no-recompute --recipe bf16 --optimizer fused-int8",
+            "can use; leave --tp and --no-recompute out, or use more --gpus or a shorter --length\n",
         ),
     ],
 )
@@ -235,7 +251,7 @@ def test_an_fp8_gather_needs_an_fp8_recipe() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
-    with pytest.raises(ValueError, match=r"needs [\d,.]+ GiB each, [\d,.]+ GiB more than 127.9 GiB"):
+    with pytest.raises(ValueError, match=r"needs [\d,.]+ GiB more than the 127.9 GiB that a GPU can use"):
         plan("671b", 64)
 
 
@@ -248,6 +264,17 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture) -> No
     assert cli.main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["layout"]["gpus"] == 256 and told["step"] > 0 and told["gpu"] == "h200"
+
+
+def test_one_gpu_receives_nothing(capsys: pytest.CaptureFixture) -> None:
+    words = "plan --gpus 1 --optimizer fused-stochastic --no-recompute --step-in-backward"
+    assert cli.main(words.split()) == 0
+    told = capsys.readouterr().out
+    assert "; 1 microbatch of 1 x 8192 tokens" in told
+    assert "received" not in told and "gather" not in told
+    assert cli.main(["plan", "--gpus", "8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "microbatches of" in told and "received per step" in told and "FP8 gather" in told
 
 
 def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> None:
