@@ -216,3 +216,47 @@ def test_a_graph_saves_no_transpose_of_a_stored_weight(name: str, backend: str) 
     assert codes and (K, N) not in codes
     if name != "delayed":  # scales of the gradient are those of a later step
         assert_equal(ours, expected)
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.11.", "2.12.")),
+    reason="PyTorch 2.11 traces no autograd.Function in a region",
+)
+@pytest.mark.parametrize("name", ["current", "delayed", "mxfp8"])
+def test_equal_blocks_as_regions_are_one_subgraph(name: str) -> None:
+    """``nested_compile_region`` gives the compiler one of them; PyTorch refuses weights that share memory."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    class Region(torch.nn.Module):
+        def __init__(self, block: torch.nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        @torch.compiler.nested_compile_region
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.block(x)
+
+    subgraphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        subgraphs.append([name for name, _ in graph.named_children() if name.startswith("subgraph")])
+        return aot_autograd(fw_compiler=lambda graph, inputs: graph)(graph, inputs)
+
+    def step(region: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks = [
+            nc.TransformerLayer(
+                32, 64, 2, fuse_qkv_params=True, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
+            )
+            for _ in range(3)
+        ]
+        model = torch.nn.Sequential(*(Region(block) if region else block for block in blocks))
+        nc.set_recipe(model, name)
+        run = torch.compile(model, fullgraph=True, backend=backend if region else "aot_eager")
+        out = run(torch.randn(8, 2, 32, requires_grad=True))  # as every block after the first has it
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for found, wanted in zip(step(True), step(False), strict=True):
+        assert torch.equal(found, wanted)
+    assert subgraphs == [["subgraph_0"]]
