@@ -9,6 +9,7 @@ from typing import TypeVar
 
 AUTO = "auto"  # of the recipe and of the device
 DEVICES = (AUTO, "cpu", "cuda")
+MEANT = {"gpu": "; for a GPU use 'cuda'"}  # by another word than a device's; `cpu` looks like it
 T = TypeVar("T")
 
 
@@ -21,13 +22,22 @@ def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, sugge
         suggest: whether the message has the name that looks like it.
 
     Raises:
-        ValueError: there is none; the message lists the names, and the nearest one, with the same numbers if it
-            has any: another size is another model.
+        ValueError: there is none; the message lists the names, and the nearest one: with the same numbers if it
+            has any, or of the nearest size.
     """
     if name in known:
         return known[name]
     numbers = re.findall(r"\d+", name)
     same = [one for one in known if numbers in ([], re.findall(r"\d+", one))]
     alike = difflib.get_close_matches(name.lower(), same, 1) if suggest else []
+    if not alike and (size := _parameters(name)):
+        sizes = {one: abs(found - size) for one in known if (found := _parameters(one))}
+        alike = sorted(sizes, key=lambda one: (sizes[one], len(one)))[:1]
     near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
     raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {', '.join(known)}")
+
+
+def _parameters(name: str) -> float:
+    """Return the parameters that a model's name says, such as `8b` or `8b-slice`; 0 where it says none."""
+    found = re.match(r"(\d+(?:\.\d+)?)([mb])\b", name.lower())
+    return float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found else 0.0

@@ -89,7 +89,8 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--recipe", "fp7"], ["'fp7'", "--recipe is", "use one of bf16, delayed"]),
+        (["--recipe", "fp7"], ["'fp7'", "--recipe is", "use one of auto, bf16, delayed"]),
+        (["--lr", "-1"], ["--lr is -1; it must be above 0"]),
         (["--recipe", "mxfp8,"], ["--recipe is 'mxfp8,'", "comma; give names"]),
         (["--parallel", "ddp"], ["--parallel is 'ddp'; use one of fsdp, tp, fsdp+tp"]),
         (
@@ -113,7 +114,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
         (["--out", "text.txt"], ["text.txt", "--out"]),
         (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
-        (["--preset", "7b"], ["'7b'", "use one of tiny, 125m, 1b, 8b-slice"]),
+        (["--preset", "7b"], ["'7b'; the nearest: '8b'; use one of tiny, 125m, 1b, 8b-slice"]),
         (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
         (["--keep-bf16", "lm_head"], ["narrowcast: --keep-bf16: 'lm_head' matches", "'lm_head' matches no"]),
         (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
@@ -163,8 +164,9 @@ def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
         (["demo", "--data", "absent"], ["absent", "--data"]),
         (["demo", "--steps", "-1"], ["--steps is -1"]),
         (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
-        (["compare"], ["--help"]),
-        (["compare", "absent"], ["no finished run in absent", "result.json"]),
+        (["compare"], ["RUNS is missing; for example: narrowcast compare runs/"]),
+        (["compare", "absent"], ["absent does not exist; give the folder of a run"]),
+        (["compare", "."], ["no finished run in .", "result.json"]),
         (["doctor", "--now"], ["--now", "--help"]),
     ],
     ids=" ".join,
@@ -235,8 +237,12 @@ def test_resume_from_another_configuration(text_file: Path, capsys: pytest.Captu
     assert train(text_file, "--out", "run") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--seed", "7"]
     line = fails_on_one_line(capsys, text_file.parent, words)
-    assert "--seed 0" in line
-    assert "--seed 7" in line
+    assert "this command says --seed 7; pass --seed 0 to continue it, or another --out" in line
+    line = fails_on_one_line(capsys, text_file.parent, [*words, "--lr", "3e-4", "--hidden", "64"])
+    assert "says --lr 0.0003, --seed 7, --hidden 64; pass --lr 0.001, --seed 0, --hidden 48 to" in line
+    most = ["--lr", "1", "--clip", "2", "--hidden", "64", "--layers", "2", "--weight-decay", "0"]
+    line = fails_on_one_line(capsys, text_file.parent, [*words, *most])
+    assert "says --lr 1.0, --weight-decay 0.0, --clip 2.0, --seed 7 and 2 more; pass" in line
     assert train(text_file, "--out", "run", "--resume") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--steps", "3"]
     assert "--steps 4" in fails_on_one_line(capsys, text_file.parent, words)
@@ -285,6 +291,9 @@ def test_a_run_without_a_folder_gets_the_next_one(text_file: Path, capsys: pytes
     assert train(text_file) == train(text_file) == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["train-001", "train-002"]
     assert "note: the run is in runs/train-002" in capsys.readouterr().err
+    told = "runs/nope does not exist; give the folder of a run, such as runs/train-002, runs/train-001"
+    for command in ("generate", "compare"):
+        assert told in fails_on_one_line(capsys, text_file.parent, [command, "runs/nope"])
     before = tree(Path("runs/train-001"))
     assert train(text_file, "--resume", "--steps", "6") == 0
     assert "run in runs/train-002" in capsys.readouterr().out
@@ -379,7 +388,36 @@ def test_an_interrupt_before_a_run_is_one_line(
 
     monkeypatch.setattr("narrowcast_tools.train.session.Run", interrupt)
     assert train(text_file, "--out", "run") == 130
-    assert capsys.readouterr().err.strip().splitlines() == ["narrowcast: interrupted"]
+    told = "narrowcast: interrupted before the first step, so nothing was saved; "
+    told += "run the command again, without --resume"
+    assert capsys.readouterr().err.strip().splitlines() == [told]
+    assert not Path("run").exists()
+    assert train(text_file, "--recipe", "bf16,current", "--out", "run") == 130
+    assert capsys.readouterr().err.strip().splitlines() == [told]
+
+
+@pytest.mark.parametrize("at", ["current", "comparison"])
+def test_an_interrupt_between_runs_names_the_command_that_continues(
+    at: str, text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(config: TrainConfig, *arguments: object, **options: object) -> Run:
+        if at == config.recipe:
+            raise KeyboardInterrupt
+        return Run(config, *arguments, **options)  # type: ignore[arg-type]
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("narrowcast_tools.train.session.Run", interrupt)
+    if at == "comparison":
+        monkeypatch.setattr("narrowcast_tools.train.commands.compare_runs", stop)
+    assert train(text_file, "--recipe", "bf16,current", "--out", "run") == 130
+    told = capsys.readouterr().err.splitlines()[-1]
+    where = "before current-0" if at == "current" else "while the runs were compared"
+    assert told.startswith(f"narrowcast: interrupted {where}; to continue: ") and told.endswith(" --resume")
+    monkeypatch.undo()
+    monkeypatch.chdir(text_file.parent)
+    assert train(text_file, "--recipe", "bf16,current", "--out", "run", "--resume") == 0
 
 
 SIGNALLED_TRAINING = """
@@ -602,6 +640,8 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["bench", "--help"], 0, "Any of delayed, current, block,"),
         (["--version"], 0, f"narrowcast {nc.__version__}"),
         *(([name, "--help"], 0, f"Usage: narrowcast {name}") for name in NAMES),
+        (["generate", "-h"], 0, "Usage: narrowcast generate [OPTIONS] RUN "),
+        (["compare", "-h"], 0, "Usage: narrowcast compare [OPTIONS] RUNS... "),
         (["-h"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
         (["train", "-h"], 0, "Usage: narrowcast train"),
         (["presets"], 0, "8b-slice"),
@@ -613,8 +653,10 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             2,
             "no option --stpes; the nearest: --steps; narrowcast train --help-all lists all",
         ),
-        (["train", "--recipe"], 2, "--recipe has no value; give it one, as narrowcast train --help-all says"),
-        (["compare"], 2, "the argument runs is missing; narrowcast compare --help shows what to give"),
+        (["train", "--recipe"], 2, "--recipe has no value; narrowcast train --help-all says: auto, bf16, "),
+        (["train", "--data"], 2, "narrowcast train --help-all says: Text file or folder of text files\n"),
+        (["compare"], 2, "the argument RUNS is missing; for example: narrowcast compare runs/train-001 runs"),
+        (["generate"], 2, "the argument RUN is missing; for example: narrowcast generate runs/train-001 --p"),
         (
             ["presets", "all"],
             2,
@@ -634,24 +676,28 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; use one of h100, h200, h800"),
         (["train", "--help-all"], 0, "--kv-heads"),
         (["train", "--steps", "0"], 2, "--steps is 0; it must be at least 1"),
-        (["train", "--recipe", "fp8"], 2, "--recipe is 'fp8'; for FP8 use 'current'; use one of bf16, "),
+        (
+            ["train", "--recipe", "fp8"],
+            2,
+            "--recipe is 'fp8'; for FP8 use 'current'; use one of auto, bf16, ",
+        ),
         (["train", "--head-recipe", "fp7"], 2, "--head-recipe is 'fp7'; use one of bf16, "),
         (["train", "--preset", "125M"], 2, "--preset is '125M'; the nearest: '125m'; use one of tiny"),
         (["train", "--optimizer", "sgd"], 2, "--optimizer is 'sgd'; use one of adamw, "),
-        (["train", "--device", "gpu"], 2, "--device is 'gpu'; use one of auto, cpu, cuda"),
+        (["train", "--device", "gpu"], 2, "--device is 'gpu'; for a GPU use 'cuda'; use one of auto, cpu"),
         (["train", "--parallel", "ddp"], 2, "--parallel is 'ddp'; use one of fsdp, tp, fsdp+tp"),
         (["train", "--heads", "3"], 2, "--dim is 256; it must be a multiple of 6"),
         (["train", "--seeds", "0"], 2, "--seeds is 0, the runs to compare per recipe"),
         (["train", "--data", "absent.txt"], 2, "--data is absent.txt, where no file or folder is"),
         (["demo", "--steps", "0"], 2, "--steps is 0; it must be at least 1"),
         (["demo", "--write-docs", "page"], 2, "--write-docs is page; give it a file that ends in .md"),
-        (["generate", "run", "--temperature", "-1"], 2, "--temperature is -1.0; it must be 0 or more"),
+        (["generate", "run", "--temperature", "-1"], 2, "--temperature is -1; it must be 0 or more"),
         (["generate", "run", "--recipe", "int8"], 2, "--recipe is 'int8'; use one of bf16, "),
         (["generate", "run", "--tokens", "0"], 2, "--tokens is 0; it must be at least 1"),
         (["generate", "run", "--seed", "-1"], 2, "--seed is -1; it must be 0 or more"),
         (["generate", "run", "--prompt", ""], 2, "--prompt is empty; give it some text"),
         (["generate", "run", "--graphs"], 2, "--compile is not given; add --compile"),
-        (["generate", "absent"], 2, "absent holds no checkpoint that can be read; give the folder of a run"),
+        (["generate", "absent"], 2, "absent does not exist; give the folder of a run of narrowcast train"),
         (["generate", __file__], 2, "holds no checkpoint that can be read; give the folder of a run"),
         (["bench", "some"], 2, "suite is 'some'; use one of layers, models, all, tiny, account"),
         (["bench", "tiny", "--recipes", "fp7"], 2, "--recipes is 'fp7'; use one of delayed"),
@@ -659,8 +705,15 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["bench", "--device", "tpu"], 2, "--device is 'tpu'; use one of auto, cpu, cuda"),
         (["bench", "--minutes", "nan"], 2, "--minutes is nan; use 0 or more"),
         (["bench", "--resume"], 2, "--resume needs --out, the folder with"),
-        (["bench", "account", "--device", "cpu"], 2, "bench account needs a GPU, and takes"),
-        (["compare", "absent"], 2, "no finished run in absent; give folders that hold a result.json"),
+        (["bench", "--minutes", "-3"], 2, "--minutes is -3; use 0 or more"),
+        (["bench", "--device", "gpu"], 2, "--device is 'gpu'; for a GPU use 'cuda'"),
+        (
+            ["bench", "account", "--device", "cpu"],
+            2,
+            "the device is cpu; run it on a GPU, or bench tiny here",
+        ),
+        (["bench", "account", "--only", "x"], 2, "narrowcast: bench account takes no --only; leave it out\n"),
+        (["compare", "absent"], 2, "absent does not exist; give the folder of a run of narrowcast train"),
         (["train", "--graphs"], 2, "--compile is not given; add --compile"),
         (["train", "--graphs", "--compile", "--device", "cpu"], 2, "--device is cpu; leave --graphs out"),
         (["train", "--by-block"], 2, "--compile is not given; add --compile"),

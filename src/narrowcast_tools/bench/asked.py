@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..words import AUTO, DEVICES, find
+from ..words import AUTO, DEVICES, MEANT, find
 
 RECIPES: tuple[str, ...] = ("delayed", "current", "block")
 MODES: tuple[str, ...] = ("eager", "compiled", "graphs")
@@ -69,10 +69,14 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         BadParameter: a value is wrong.
     """
     device, suite = given["device"], given["suite"]
-    if suite == "account" and (device == "cpu" or given["only"] or given["resume"]):
-        raise typer.BadParameter(
-            "bench account needs a GPU, and takes --model, --recipes, --optimizer, --head, --in-parts, --out alone"
-        )
+    if suite == "account":
+        if device == "cpu":
+            raise typer.BadParameter(
+                "bench account times the kernels of a GPU, and the device is cpu; run it on a GPU, or bench tiny here"
+            )
+        for name in ("only", "resume"):
+            if given[name]:
+                raise typer.BadParameter(f"bench account takes no --{name}; leave it out")
     recipes, modes = (_words(given[name]) for name in ("recipes", "modes"))
     checks = (
         (recipes, RECIPES, "--recipes"),
@@ -86,12 +90,13 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     for words, known, option in checks:
         for word in words:
             try:
-                find(word, dict.fromkeys(known), option, suggest=option != "--device")
+                meant = MEANT.get(word.lower(), "") if option == "--device" else ""
+                find(word, dict.fromkeys(known), option, meant, suggest=option != "--device")
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from None
     for name in ("seconds", "minutes"):
         if not given[name] >= 0:
-            raise typer.BadParameter(f"--{name} is {given[name]}; use 0 or more")
+            raise typer.BadParameter(f"--{name} is {str(given[name]).removesuffix('.0')}; use 0 or more")
     if given["resume"] and given["out"] is None:
         raise typer.BadParameter("--resume needs --out, the folder with the results to go on from")
     if suite != "account" and (suite or device != AUTO):

@@ -38,6 +38,7 @@ try:
     from ..train.errors import SettingsError, TrainingError
     from ..train.interrupt import Interrupted
     from .commands import app
+    from .options import EXAMPLES
 except ModuleNotFoundError as error:
     MISSING = _missing(error)
 
@@ -88,7 +89,7 @@ def _run(words: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # some releases of Typer return it, others raise
-        return _fail("interrupted", code)
+        return _fail(f"interrupted{_what_was_saved(words)}", code)
     return code
 
 
@@ -102,7 +103,9 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     look = f"{whole} lists"
     if option := getattr(error, "option_name", ""):
         if "requires" in found:
-            return f"{option} has no value; give it one, as {whole} says"
+            command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+            meant = next(one.help for one in command.params if option in one.opts)
+            return f"{option} has no value; {whole} says: {meant.partition('. ')[0].rstrip('.')}"
         params = error.ctx.command.params if error.ctx else []
         longer = [one for param in params for one in param.opts if one.startswith(option)]
         alike = sorted(longer, key=len) or difflib.get_close_matches(
@@ -110,7 +113,9 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
         )
         return f"{program} has no option {option}; {f'the nearest: {alike[0]}; ' if alike else ''}{look} all"
     if kind == "MissingParameter":
-        return f"the argument {getattr(param, 'name', '')} is missing; {whole} shows what to give"
+        return (
+            f"the argument {getattr(param, 'name', '').upper()} is missing; for example: {EXAMPLES[name][0]}"
+        )
     if param is None:
         if "extra argument" in found:
             extra = found[found.rfind("(") + 1 :].rstrip(").")
@@ -129,6 +134,15 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
     use = next((text for part, text in kinds if part in found), f"one that {whole} names")
     return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
+
+
+def _what_was_saved(words: list[str]) -> str:
+    """Return what an interruption before the first step leaves; later ones are `Interrupted`."""
+    if words[:1] not in (["train"], ["demo"]):
+        return ""
+    if "--resume" in words:
+        return " before a new step, so nothing new was saved; run the same command again"
+    return " before the first step, so nothing was saved; run the command again, without --resume"
 
 
 def _uncapitalized(message: str) -> str:

@@ -30,6 +30,9 @@ def _shown(params: list[Any]) -> list[Any]:
     for param in shown:
         if param.param_type_name == "argument":
             param.display_type_rich = lambda ctx: ""
+            if param.required:  # Typer writes braces around it
+                usage = param.metavar + ("..." if param.nargs == -1 else "")
+                param.get_usage_pieces = lambda ctx, usage=usage: [usage]
         elif getattr(param, "is_flag", False):
             param.metavar = ""
             if param.default is False:
@@ -197,7 +200,9 @@ def train(
 @_command("train.commands", check=compare_settings)
 def compare(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or their parent folders.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, or their parent folders.", metavar="RUNS")
+    ],
     out: Annotated[
         Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
     ] = Path("runs/comparison"),
@@ -208,7 +213,10 @@ def compare(
 @_command("train.commands", check=generate_settings)
 def generate(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Folder of a run of train, or of one of its checkpoints.")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="Folder of a run of train, or of one of its checkpoints.", metavar="RUN"),
+    ],
     prompt: Annotated[
         str, typer.Option(help="Text to continue.", show_default="newline", metavar="<text>")
     ] = "\n",
@@ -283,7 +291,8 @@ def bench(
         typer.Argument(
             help="layers, models, all (both of these), tiny (a check of the program), or account (where the "
             "time of one step goes; needs a GPU).",
-            show_default="all, tiny on a CPU",
+            show_default="all; on a CPU tiny",
+            metavar="SUITE",
         ),
     ] = "",
     model: Annotated[

@@ -37,7 +37,7 @@ class Choice:
     def __post_init__(self) -> None:
         for name, value in (("--temperature", self.temperature), ("--top-k", self.top_k)):
             if not value >= 0:
-                raise SettingsError(f"{name} is {value}; it must be 0 or more")
+                raise SettingsError(f"{name} is {str(value).removesuffix('.0')}; it must be 0 or more")
 
 
 def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:

@@ -22,6 +22,7 @@ from .device import require_compiler, resolve_device
 from .errors import SettingsError
 from .folder import COMPARED, run_folder
 from .generate import Answer, load_trained
+from .interrupt import Interrupted
 from .pace import format_pace
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
@@ -99,6 +100,8 @@ def train(
             _compare([folder], folder, context.obj)
         except SettingsError as error:  # the runs are there, and perhaps more are to come
             progress.note(f"not compared: {error}")
+        except KeyboardInterrupt as error:
+            raise Interrupted("interrupted while the runs were compared", resumable=True) from error
 
 
 def _train_one(
@@ -191,7 +194,10 @@ def demo(
     check_recipes(config)
     with run_folder(out, resume=resume):
         finished = run_demo(config, corpus, progress, out, resume=resume)
-        with writing_into(out):
-            write_results(finished, out, command=context.obj, document=write_docs)
+        try:
+            with writing_into(out):
+                write_results(finished, out, command=context.obj, document=write_docs)
+        except KeyboardInterrupt as error:
+            raise Interrupted("interrupted while the results were written", resumable=True) from error
     _show(finished.rows, timed=config.device != "cpu")
     typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / COMPARED}")

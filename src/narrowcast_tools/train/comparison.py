@@ -11,7 +11,7 @@ from pathlib import Path
 from narrowcast._checks import counted
 
 from .atomic import write_bytes, write_json
-from .config import TrainConfig, compared_fields, setting_of
+from .config import TrainConfig, compared_fields, settings_of
 from .errors import SettingsError
 from .folder import COMPARED, finished_runs
 from .history import History, RunResult
@@ -179,13 +179,13 @@ def _result(content: dict) -> RunResult:
 
 
 def _require_comparable(first: Path, one: dict, path: Path, other: dict) -> None:
-    for name in one["settings"].keys() | other["settings"].keys():
-        ours, theirs = one["settings"].get(name), other["settings"].get(name)
-        if name not in FREE and ours != theirs:
-            raise SettingsError(
-                f"{first} was trained with {setting_of(name, ours)} and {path} with {setting_of(name, theirs)}; "
-                "compare runs of the same settings"
-            )
+    ours, theirs = one["settings"], other["settings"]
+    names = [name for name in ours if name not in FREE and ours[name] != theirs.get(name)]
+    if names:
+        told = [settings_of((name, each.get(name)) for name in names) for each in (ours, theirs)]
+        raise SettingsError(
+            f"{first} was trained with {told[0]} and {path} with {told[1]}; compare runs of the same settings"
+        )
     if one["data"]["digest"] != other["data"]["digest"]:
         raise SettingsError(
             f"{first} and {path} were trained on different texts; compare runs of the same --data"

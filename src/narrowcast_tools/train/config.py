@@ -1,6 +1,6 @@
 """Settings of a run's model and training, checked when they are made; without PyTorch, as `names` says."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ RANDOM = "random"  # --init without a folder
 
 def _require(ok: bool, option: str, value: object, fix: str) -> None:
     if not ok:
-        raise SettingsError(f"{option} is {value}; {fix}")
+        raise SettingsError(f"{option} is {str(value).removesuffix('.0')}; {fix}")
 
 
 def _require_count(config: object, name: str) -> None:
@@ -188,6 +188,7 @@ class TrainConfig:
 
 
 Settings = TypeVar("Settings", ModelConfig, TrainConfig)
+SHOWN = 4  # settings in a message
 UNCOMPARED = {"save_every"}
 
 
@@ -210,6 +211,13 @@ def setting_of(name: str, value: object) -> str:
     if isinstance(value, bool):
         return option_of(name) if value else option_of(f"no_{name}")
     return f"{option_of(name)} {value}"
+
+
+def settings_of(settings: Iterable[tuple[str, object]]) -> str:
+    """Return how the command line spells the first settings, and how many more there are."""
+    words = [setting_of(name, value) for name, value in settings]
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return ", ".join(words[:SHOWN]) + more
 
 
 def compared_fields(config: TrainConfig) -> Iterator[tuple[str, object]]:

@@ -18,6 +18,7 @@ except ModuleNotFoundError:  # Windows, where no lock is taken
 
 RUNS = Path("runs")
 PREFIX = "train-"
+SHOWN_RUNS = 3
 LOCK = ".lock"
 RESULT = "result.json"
 COMPARED = "results.json"  # of a comparison
@@ -29,8 +30,11 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Return the results of the runs in folders, at any depth.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is none, or a folder does not exist.
     """
+    for folder in folders:
+        if not folder.exists():
+            raise SettingsError(_absent(folder))
     found = sorted({path for folder in folders for path in folder.rglob(RESULT)})
     if not found:
         names = ", ".join(map(str, folders))
@@ -59,11 +63,20 @@ def require_checkpoints(path: Path) -> None:
 
 def without_checkpoint(path: Path) -> str:
     """Return why a folder has nothing to load, and what to give instead."""
+    if not path.exists():
+        return _absent(path)
     if several := runs_below(path):
         return f"{path} {several}"
     if (path / COMPARED).exists():
         return f"{path} holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
     return f"{path} holds no checkpoint that can be read; give the folder of a run"
+
+
+def _absent(path: Path) -> str:
+    """Return that a folder is not there, and the last runs that are."""
+    runs = sorted(_runs().items(), reverse=True)[:SHOWN_RUNS]
+    such = f", such as {', '.join(str(run) for _, run in runs)}" if runs else " of narrowcast train"
+    return f"{path} does not exist; give the folder of a run{such}"
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ..words import AUTO, DEVICES, find
+from ..words import AUTO, DEVICES, MEANT, find
 from .errors import SettingsError
 
 RECIPES = ("bf16", "delayed", "current", "rowwise", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4")
@@ -32,9 +32,9 @@ def device_word(word: str) -> str:
     """Return a word of `--device`.
 
     Raises:
-        SettingsError: it is none. `cpu` looks like `gpu`, so the message suggests nothing.
+        SettingsError: it is none.
     """
-    return one_of(DEVICES, word, "--device", suggest=False)
+    return one_of(DEVICES, word, "--device", MEANT.get(word.lower(), ""), suggest=False)
 
 
 def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
@@ -50,7 +50,7 @@ def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
     if name in RECIPES:
         return name
     meant = "; for FP8 use 'current'" if word.lower() in ("fp8", "float8") else ""
-    return one_of([*RECIPES, *ALIASES, *others], word, option, meant, suggest=not meant)
+    return one_of([*others, *RECIPES], word, option, meant, suggest=not meant)
 
 
 def recipe_names(words: str) -> list[str]:

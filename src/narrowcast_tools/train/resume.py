@@ -3,7 +3,7 @@
 import torch
 
 from .checkpoint import Checkpoint
-from .config import TrainConfig, compared_fields, setting_of
+from .config import TrainConfig, compared_fields, settings_of
 from .data import Corpus
 from .errors import SettingsError
 
@@ -35,13 +35,17 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     # Settings that an older checkpoint lacks had a new run's default.
     saved = {**dict(compared_fields(TrainConfig())), **checkpoint.meta["settings"]}
     moved = saved["steps"] != config.steps >= checkpoint.step
-    for name, value in compared_fields(config):
-        if saved.get(name) != value and not (moved and name == "steps"):
-            theirs, ours = setting_of(name, saved.get(name)), setting_of(name, value)
-            raise SettingsError(
-                f"cannot resume {checkpoint.path}: it was trained with {theirs}, and this command says "
-                f"{ours}; pass {theirs} to continue it, or another --out to start a new run"
-            )
+    changed = [
+        (name, value)
+        for name, value in compared_fields(config)
+        if saved.get(name) != value and not (moved and name == "steps")
+    ]
+    if changed:
+        theirs, ours = settings_of((name, saved.get(name)) for name, _ in changed), settings_of(changed)
+        raise SettingsError(
+            f"cannot resume {checkpoint.path}: this command says {ours}; pass {theirs} to continue it, "
+            "or another --out to start a new run"
+        )
     data = checkpoint.meta["data"]
     if data["digest"] != corpus.digest:
         raise SettingsError(

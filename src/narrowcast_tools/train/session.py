@@ -156,6 +156,10 @@ def series(
             run_in(own, config, corpus, progress, **options, **kept)
         except Interrupted as error:
             raise Interrupted(str(error), resumable=True, code=error.code) from error
+        except KeyboardInterrupt as error:  # between two runs
+            if index == 0:
+                raise
+            raise Interrupted(f"interrupted before {own.name}", resumable=True) from error
         remarks = False
 
 

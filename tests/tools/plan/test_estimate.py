@@ -116,7 +116,8 @@ def test_what_says_no_shape_is_refused(text: str | None, told: str, tmp_path: Pa
     with pytest.raises(ValueError, match=f"--model is .*, {told}|--model is .*, which {told}"):
         plan(str(tmp_path / "config.json"), 8)
     with pytest.raises(
-        ValueError, match=r"--model is '13b'; use one of 8b, .*, the path of a model's config"
+        ValueError,
+        match=r"--model is '13b'; the nearest: '8b'; use one of 8b, .*, the path of a model's config",
     ):
         plan("13b", 8)
 
@@ -189,9 +190,9 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model 7b", "--model is '7b'; use one of 8b, 70b, 405b, 671b"),
+        ("--model 7b", "--model is '7b'; the nearest: '8b'; use one of 8b, 70b, 405b, 671b"),
         ("--model 70x", "--model is '70x'; the nearest: '70b'; use one of 8b, 70b, 405b, 671b"),
-        ("--model 13b", "--model is '13b'; use one of 8b, 70b, 405b, 671b"),
+        ("--model 13b", "--model is '13b'; the nearest: '8b'; use one of 8b, 70b, 405b, 671b"),
         (
             "--recipe mxfp8",
             "--recipe is 'mxfp8', for which these GPUs have no measured rates; use one of bf16",

@@ -66,13 +66,17 @@ def test_layers_apart_are_a_row_of_their_own(runs: Path) -> None:
 def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no bf16 run among them .*--recipe bf16"):
         compare_runs([runs / "nvfp4-0"])
-    with pytest.raises(SettingsError, match=r"no finished run in .*absent"):
+    with pytest.raises(SettingsError, match=r"absent does not exist; give the folder of a run"):
         compare_runs([tmp_path / "absent"])
     changed(runs / "nvfp4-1", seed=0)
     with pytest.raises(SettingsError, match=r"nvfp4-0.* and .*nvfp4-1.* are the same recipe and seed"):
         compare_runs([runs])
     changed(runs / "nvfp4-1", seed=1, lr=1.0)
     with pytest.raises(SettingsError, match=r"bf16-0.* with --lr 0.002 and .*nvfp4-1.* with --lr 1.0"):
+        compare_runs([runs])
+    changed(runs / "nvfp4-1", clip=2.0)
+    told = r"bf16-0.* with --lr 0.002, --clip 1.0 and .*nvfp4-1.* with --lr 1.0, --clip 2.0; compare"
+    with pytest.raises(SettingsError, match=told):
         compare_runs([runs])
     (runs / "nvfp4-1" / "result.json").write_text("{}")
     with pytest.raises(SettingsError, match=r"nvfp4-1.*is no result of narrowcast train"):

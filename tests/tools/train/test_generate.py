@@ -119,7 +119,7 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["absent"], ["absent holds no checkpoint"]),
+        (["absent"], ["absent does not exist; give the folder of a run"]),
         (["run", "--tokens", "0"], ["--tokens is 0"]),
         (["run", "--samples", "-1"], ["--samples is -1"]),
         (["run", "--temperature", "-1"], ["--temperature is -1"]),

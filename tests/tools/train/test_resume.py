@@ -130,11 +130,11 @@ def test_the_saving_rhythm_may_change(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 5}, r"trained with --seed 0, and this command says --seed 5; pass --seed 0"),
-        ({"recipe": "mxfp8"}, r"--recipe bf16, .*--recipe mxfp8"),
-        ({"steps": 5}, r"--steps 6, .*--steps 5"),
-        ({"compile": True}, r"--no-compile, .*--compile;"),
-        ({"model": {"hidden": 64}}, r"--hidden 48, .*--hidden 64"),
+        ({"seed": 5}, r"this command says --seed 5; pass --seed 0 to continue it, or another --out"),
+        ({"recipe": "mxfp8"}, r"--recipe mxfp8; .*--recipe bf16"),
+        ({"steps": 5}, r"--steps 5; .*--steps 6"),
+        ({"compile": True}, r"says --compile; .*--no-compile"),
+        ({"model": {"hidden": 64}}, r"--hidden 64; .*--hidden 48"),
     ],
 )
 def test_another_configuration_is_refused(
@@ -164,7 +164,7 @@ def test_an_extended_run_goes_on_as_the_longer_one(
     folder = tmp_path / "b"
     shutil.copytree(tmp_path / "a" / "step-00000006", folder / "step-00000006")
     assert resumed(longer, corpus, progress, folder).history == history
-    with pytest.raises(SettingsError, match=r"--steps 9, .*--steps 6"):
+    with pytest.raises(SettingsError, match=r"--steps 6; .*--steps 9"):
         Run(config, corpus, progress, tmp_path / "a", resume=True)
 
 
@@ -180,7 +180,7 @@ def test_a_shortened_run_ends_as_the_shorter_one(
     second = resumed(shorter, corpus, progress, interrupted_copy(tmp_path / "whole", tmp_path / "b"))
     assert second.history == first
     folder = interrupted_copy(tmp_path / "whole", tmp_path / "c")
-    with pytest.raises(SettingsError, match=r"--steps 6, .*--steps 2"):
+    with pytest.raises(SettingsError, match=r"--steps 2; .*--steps 6"):
         Run(replace(config, steps=2), corpus, progress, folder, resume=True)
 
 
