@@ -398,3 +398,21 @@ def test_a_fused_call_refuses_layers_that_do_not_fit() -> None:
     x = torch.ones(4, 64)
     with pytest.raises(ValueError, match=r"fc2 is \(64, 64\); its last dim must be 80"):
         nc.nn.norm_mlp(norm, fc1, fc2, x, residual=x)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize(
+    "make",
+    [lambda r: nc.Linear(64, 48, recipe=r), lambda r: nc.LayerNormMLP(64, 80, recipe=r)],
+    ids=["linear", "mlp"],
+)
+def test_torch_autocast_casts_what_pytorch_casts(make: Any, dtype: torch.dtype) -> None:
+    """Token ids in place of their embeddings trained in silence."""
+    layer, x = make("current"), torch.ones(4, 64).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"input is {dtype}.*cast"):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.ones(4, 64))
+    assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16

@@ -265,3 +265,32 @@ def test_what_is_tied_is_written_once(format: str, dtype: Any, tmp_path: Path) -
         nc.load_quantized(again, written.path)
         assert again.head.weight is again.embed.weight
         assert torch.equal(again.embed.weight.to(tensors["embed.weight"].dtype), tensors["embed.weight"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "recipe, format",
+    [
+        ("block", "hf-fp8-block128"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+        ("current", "compressed-tensors"),
+        (None, "bf16"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_not_exported(
+    recipe: str | None, format: str, value: float, tmp_path: Path
+) -> None:
+    """Formats clamp infinity, or a server answers with it."""
+    model: Any = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    if recipe is not None:
+        nc.convert(model, recipe)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    with torch.no_grad():
+        model[1].weight[3, 5] = value
+    with pytest.raises(ValueError, match="'1.weight' holds NaN or infinity"):
+        nc.export(model, tmp_path / "out", format=format)
+    assert not list(tmp_path.iterdir())
+    with torch.no_grad():
+        model[1].weight[3, 5] = 0.0
+    nc.export(model, tmp_path / "out", format=format)

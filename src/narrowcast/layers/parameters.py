@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._activations import ACTIVATIONS
 from .._checks import function, shape_of, shown, tensor
-from .._device import checked_device, default_device
+from .._device import HIGH_PRECISION, checked_device, default_device
 from .._tracing import is_eager
 from ..functional import running_backward
 from ..quantizers import Quantizer
@@ -99,12 +99,20 @@ def checked_input(
     if kind != "meta" and torch.is_autocast_enabled(kind):
         if quantized_as_it_is and isinstance(inp, QuantizedTensor):
             return inp
-        return inp.to(torch.get_autocast_dtype(kind))
+        if inp.dtype in HIGH_PRECISION:
+            return inp.to(torch.get_autocast_dtype(kind))
     if inp.dtype != weight.dtype:
-        raise TypeError(
-            f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them or use torch.autocast"
-        )
+        raise TypeError(f"input is {inp.dtype}, the parameters are {weight.dtype}; {_other_dtype(inp)}")
     return inp
+
+
+def _other_dtype(inp: Tensor) -> str:
+    """Return what to do about an input of another dtype than the parameters."""
+    if inp.dtype in HIGH_PRECISION:
+        return "cast one of them or use torch.autocast"
+    if inp.is_floating_point() or inp.is_complex():
+        return "cast the input, as torch.autocast does not"
+    return "integers such as token ids go through an embedding first; cast numbers with .float()"
 
 
 def check_hidden(fc1: Tensor, fc2: Tensor, activation: str) -> None:

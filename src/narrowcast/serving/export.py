@@ -28,6 +28,7 @@ from ..convert.adapters import base_copy, has_adapters, merged_copy
 from ..distributed.together import Together
 from ..layers.described import describe_parameters
 from ..recipe import Recipe
+from ..tensors import plain
 from .formats import compressed_tensors_config, fine_grained_config
 from .load import INDEX
 from .served import ExportedWeight, Served
@@ -98,8 +99,8 @@ def export(
     Raises:
         TypeError: ``merge`` is given for a model without adapters.
         ValueError: the format is unknown, cannot hold a recipe's weights, nothing can be quantized, or parameters are
-            on the meta device; ``merge`` is unknown, missing for a model with adapters, or "beside" where ranks share
-            adapters.
+            on the meta device or hold NaN or infinity; ``merge`` is unknown, missing for a model with adapters, or
+            "beside" where ranks share adapters.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
         RuntimeError: another rank raised one of these.
@@ -112,6 +113,7 @@ def export(
             raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
         _safetensors()
         base = _without_adapters(model, merge)
+        _check_finite(base)
         served = checked(base, format, recipe, dtype, together)
     with _folder_for(path, together) as folder:
         size = _write_tensors(folder, served, together)
@@ -121,6 +123,19 @@ def export(
                 if merge == "beside":
                     model.save_pretrained(folder / "adapter")  # type: ignore[operator]
     return Exported(path, format, tuple(served.weights), size, served.plain_bytes())
+
+
+@torch.no_grad()
+def _check_finite(model: nn.Module) -> None:
+    for record in describe_parameters(model).values():
+        values = plain(record.held)
+        if values.is_meta or not values.is_floating_point():
+            continue
+        if not bool((values.float() if values.itemsize == 1 else values).isfinite().all()):
+            raise ValueError(
+                f"{shown(record.name)} holds NaN or infinity, which the server would answer with; export a checkpoint "
+                "from before training diverged"
+            )
 
 
 def _without_adapters(model: Any, merge: Any) -> Any:
