@@ -63,13 +63,14 @@ def finding(rows: Sequence[Row]) -> str:
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     """Draw a line of dots per recipe beside the gap that is allowed, and write gap and loss right of it."""
     baseline = next(row for row in rows if row.recipe == BASELINE)
-    (_, first), (last_step, _) = baseline.held_out[0], baseline.held_out[-1]
-    fell = f", bf16 fell from {first:.2f}" if len(baseline.held_out) > 1 else ""
+    (_, first), (last_step, last) = baseline.held_out[0], baseline.held_out[-1]
+    fell = f" fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f" is {last:.2f}"
     _style(axes, f"Gap to bf16 after {last_step} steps, percent", "x")
     shown = [end for row in rows for end in row.gaps[-1][1:]]
     allowed = {row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)}
     bound = 1.12 * (max(map(abs, (*shown, *allowed))) or 1.0)
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
+    same = len({tuple(row.seeds) for row in rows}) == 1  # else a loss is of other seeds than bf16's beside it
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
         if judged(rows) and row.tolerance_percent is not None:
@@ -86,8 +87,8 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
             axes.hlines(place, *row.gaps[-1][2:], color=color, linewidth=2.5, alpha=0.5)
         axes.plot(row.gap_percent, place, "o", color=color, markersize=8)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
-        _beside(axes, place, gap, f"{row.held_out_loss:.3f}", color="0.15")
-    _beside(axes, -0.9, "gap", "loss", color="0.35")
+        _beside(axes, place, gap, f"{row.held_out_loss:.3f}" if same else "", color="0.15")
+    _beside(axes, -0.9, "gap", "loss" if same else "", color="0.35")
     several = any(len(row.seeds) > 1 for row in rows)
     axes.set_yticks(
         range(len(rows)),
@@ -95,7 +96,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-bound, bound)
-    told = [f"right of 0: worse than bf16; loss: held-out, nats per {unit}{fell}"]
+    told = [f"right of 0: worse than bf16, whose held-out loss{fell} nats per {unit}"]
     if allowed:
         least, most = min(allowed), max(allowed)
         wide = ", ".join(row.title for row in rows if row.tolerance_percent == most) if most > least else ""
@@ -123,7 +124,7 @@ def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.tolerance_percent is None)
     several = len(baseline.seeds) > 1
-    _style(axes, "The same over the steps; above 0 is worse")
+    _style(axes, "Percent over the steps; gray: bf16, above it is worse")
     axes.set_xlabel("optimizer step")
     last_step = baseline.held_out[-1][0]
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)})
