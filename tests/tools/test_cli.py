@@ -76,7 +76,9 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
     assert train(text_file, "--recipe", "current", "--out", "run") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("current: held-out loss ")
-    assert len(printed.out.splitlines()) == 1
+    first, second = printed.out.splitlines()
+    assert first.endswith(" nats per byte after 4 steps; run in run") and " parameters, " in second
+    assert max(map(len, [first, second])) <= 80 and "warmup" not in printed.err
     assert "step 4/4" in printed.err
     result = json.loads(Path("run/result.json").read_text())
     assert result["settings"]["recipe"] == "current"
@@ -204,6 +206,7 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
     assert train(text_file, *words) == 0
     printed = capsys.readouterr().out
+    assert printed.splitlines()[-2:] == ["picture: c/loss.png", "numbers: c/summary.csv, c/losses.csv"]
     assert "FP8 current" in printed and "mean of up to 2 seeds" in printed
     assert "4 steps are too few to judge a recipe by its gap; take 240 or more." in printed
     runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
@@ -224,8 +227,14 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
     assert len(Path("d/summary.csv").read_text().splitlines()) == 3
     capsys.readouterr()
-    assert train(text_file, "--recipe", "nvfp4,block", "--out", "e") == 0
-    assert "note: not compared: no bf16 run among them" in capsys.readouterr().err
+    assert train(text_file, "--recipe", "nvfp4,block", "--warmup", "5") == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "note: the runs are in runs/train-001 " in told
+    assert (
+        told.count("note: --warmup 5 is longer than --steps 4: the learning rate never reaches --lr 0.001")
+        == 1
+    )
+    assert "note: not compared: no bf16 run among them" in told
 
 
 def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
@@ -510,7 +519,8 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     done = [(name, at) for name in ALL_RECIPES for at in (2, 4)]
     assert trained == done
     printed = capsys.readouterr()
-    assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block" in printed.out
+    assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block (block)" in printed.out
+    assert "FP8 row-wise (rowwise)" in printed.out and "FP8 current " in printed.out
     assert "note: trains 1 block of width 32 (" in printed.err
     assert f"4 steps of 32 bytes of {text_file}, in {len(ALL_RECIPES)} runs: bf16" in printed.err
     folder = Path("runs/demo-quick")

@@ -93,6 +93,8 @@ def train(
         if len(configs) == 1:
             _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)
             return
+        if out is None:
+            progress.note(f"the runs are in {folder}")
         series(folder, configs, corpus, progress, resume=resume, ranks=ranks, **kept)
         if not ranks.first:
             return
@@ -112,8 +114,8 @@ def _train_one(
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
-            f"{counted(result.steps, 'step')} ({result.parameters:,} parameters{pace}, "
-            f"{format_duration(result.seconds)}); run in {folder}"
+            f"{counted(result.steps, 'step')}; run in {folder}\n"
+            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)}"
         )
 
 
@@ -128,7 +130,7 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     with writing_into(out):
         write_comparison(comparison, out, command=command)
     _show(comparison.rows, unit=comparison.unit, timed=comparison.timed)
-    typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
+    typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
 
 
 def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte") -> None:
@@ -200,4 +202,4 @@ def demo(
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted while the results were written", resumable=True) from error
     _show(finished.rows, timed=config.device != "cpu")
-    typer.echo(f"picture: {out / 'loss.png'}   numbers: {out / COMPARED}")
+    typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / COMPARED}")

@@ -134,7 +134,7 @@ class Lines(Progress):
     def step(self, done: int, loss: float, pace: Pace) -> None:
         self._loss, self._speed, now = f"{loss:.3f}", _short_pace(pace), time.monotonic()
         self._timed = self._timed or (done, now)
-        if now - self._last_line >= QUIET_SECONDS:
+        if now - self._last_line >= QUIET_SECONDS and done < self._total:  # the last step is evaluated next
             self._line(done)
 
     def evaluated(self, done: int, loss: float) -> None:
@@ -155,9 +155,11 @@ class Lines(Progress):
             if self._further:
                 left += f", all runs {format_duration(per_step * (steps + self._further))}"
         speed = f"  {self._speed}" if self._speed else ""
-        self._print(
-            f"{self._title:<8} step {done}/{self._total}  loss {self._loss}{self._held_out}{speed}{left}"
-        )
+        text = f"{self._title:<8} step {done}/{self._total}"
+        for figure in f"loss {self._loss}{self._held_out}{speed}{left}".split("  "):
+            whole = len(text.rpartition("\n")[2]) + len(figure) + 2 <= self._console.width
+            text += f"  {figure}" if whole else f"\n{'':<9}{figure}"
+        self._print(text)
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

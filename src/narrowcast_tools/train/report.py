@@ -192,7 +192,7 @@ def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = Tru
         f", mean of up to {seeds} seeds, lowest to highest" if seeds > 1 else ""
     )
     table = Table(title=title, title_justify="left")
-    texts = columns(rows, timed=timed)
+    texts = {**columns(rows, timed=timed), "recipe": [_both_names(row) for row in rows]}
     for heading in texts:
         table.add_column(heading, justify="left" if heading in ("recipe", "allowed") else "right")
     for row, line in zip(rows, zip(*texts.values())):
@@ -200,6 +200,13 @@ def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = Tru
         colored = row.tolerance_percent is not None and judged(rows)
         table.add_row(*(Text(text, color if colored and text == _gap(row) else "") for text in line))
     return table
+
+
+def _both_names(row: Row) -> str:
+    """Return the title, with the word of `--recipe` if it is another."""
+    title = CHOICES[row.recipe].title
+    same = title.lower().split()[-1] == row.recipe
+    return row.title if same else row.title.replace(title, f"{title} ({row.recipe})", 1)
 
 
 def markdown_table(rows: Sequence[Row], *, timed: bool = True) -> str:

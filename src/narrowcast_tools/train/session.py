@@ -99,7 +99,12 @@ def run_in(
             progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
         repeated = corpus.repeated(config.steps * config.tokens_per_step)
-        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated)):
+        rising = (
+            f"--warmup {config.warmup} is longer than --steps {config.steps}: the learning rate never reaches "
+            f"--lr {config.lr:g}; give --warmup a smaller number"
+        )
+        rising = rising if config.warmup > config.steps else ""
+        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated, rising)):
             progress.note(text)
     result = run.train(title, further)
     report = folder / RESULT

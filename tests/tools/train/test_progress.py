@@ -75,7 +75,7 @@ def test_a_pipe_gets_lines() -> None:
 def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
-    console = Console(file=io.StringIO())
+    console = Console(file=io.StringIO(), width=100)
     lines = Lines(console)
     lines.begin("current", done=10, total=40)
     for done in range(11, 21):
@@ -103,6 +103,27 @@ def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytes
     first, second, third = console.file.getvalue().splitlines()
     assert "left" not in first + second
     assert third.endswith("step 3/10  loss 2.500  left 1:10, all runs 4:30")
+
+
+def test_a_long_line_goes_on_below_and_the_last_step_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=80)
+    lines = Lines(console)
+    lines.begin("mxfp8", done=0, total=4, further=20)
+    for done in range(1, 5):
+        now[0] += 11.0
+        lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30))
+        if done in (2, 4):
+            lines.evaluated(done, 3.055)
+    told = console.file.getvalue().splitlines()
+    assert max(map(len, told)) <= 80
+    assert told[-4:] == [
+        "mxfp8    step 3/4  loss 2.500  held-out 3.055 at step 2  34,558 tok/s  MFU 41.4%",
+        "         3.0 GiB  left 0:11, all runs 3:51",
+        "mxfp8    step 4/4  loss 2.500  held-out 3.055  34,558 tok/s  MFU 41.4%  3.0 GiB",
+        "         left 0:00, all runs 3:40",
+    ]
 
 
 def test_the_bar_has_the_time_of_all_runs() -> None:
