@@ -215,8 +215,8 @@ def test_the_picture_has_a_panel_for_what_another_optimizer_and_head_change() ->
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--device", "cpu"], "needs a GPU"),
-        (["--device", "cpu", "--model", "9b"], "needs a GPU"),
+        (["--device", "cpu"], "times the kernels of a GPU"),
+        (["--device", "cpu", "--model", "9b"], "times the kernels of a GPU"),
     ],
 )
 def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
