@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,18 @@ def reprs(source: str) -> list[int]:
     ]
 
 
-def test_no_message_writes_a_value_out() -> None:
-    """``{value!r}`` may be a whole array, or a state dict; use ``{shown(value)}``."""
-    found = [
+def places(lines: Callable[[str], list[int]]) -> list[str]:
+    """Return the places of our source whose lines a check of a file's text returns."""
+    return [
         f"{path.relative_to(SOURCE)}:{line}"
         for path in sorted(SOURCE.glob("narrowcast*/**/*.py"))
-        for line in reprs(path.read_text())
+        for line in lines(path.read_text())
     ]
+
+
+def test_no_message_writes_a_value_out() -> None:
+    """``{value!r}`` may be a whole array, or a state dict; use ``{shown(value)}``."""
+    found = places(reprs)
     assert not found, f"use {{shown(value)}}: {', '.join(found)}"
     assert reprs("def f(x): raise ValueError(f'x is {x!r}')") == [1]
 
@@ -134,11 +140,7 @@ def pages(source: str) -> list[int]:
 
 def test_no_message_names_a_file_of_the_docs() -> None:
     """A wheel has no ``docs/``; name the page by its title."""
-    found = [
-        f"{path.relative_to(SOURCE)}:{line}"
-        for path in sorted(SOURCE.glob("narrowcast*/**/*.py"))
-        for line in pages(path.read_text())
-    ]
+    found = places(pages)
     assert not found, f"name the page by its title: {', '.join(found)}"
     assert pages("'Reads docs/a.md.'\nPAGE = 'docs/a.md lists all'") == [2]
     assert pages("raise ValueError(f'see docs/b-c.md {x}')") == [1]

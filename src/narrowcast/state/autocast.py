@@ -143,16 +143,14 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
     if not isinstance(recipe, Recipe):
+        tables = "; convert and set_recipe take tables" if isinstance(recipe, Mapping) else ""
         raise TypeError(
             f"{owner}: recipe is {typed(recipe)}; pass one of narrowcast.recipe's recipes, or a name such as 'current'"
-            f"{_TABLE if isinstance(recipe, Mapping) else ''}"
+            f"{tables}"
         )
     if can_remember():
         share_plans(recipe)
     return recipe
-
-
-_TABLE = "; convert and set_recipe take tables"
 
 
 def _is_recipe_name(name: str) -> bool:
