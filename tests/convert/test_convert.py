@@ -188,7 +188,23 @@ def test_functions_choose_what_is_converted() -> None:
     with pytest.raises(
         ValueError, match=r"chooses none of 7 modules; its functions are called with \(name, module\)"
     ):
-        nc.convert(Model(), CURRENT, only=lambda module, name: isinstance(module, nn.Linear))
+        nc.convert(Model(), CURRENT, only=lambda a, b: isinstance(a, nn.Linear))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda module, name: isinstance(module, nn.Embedding),
+        lambda mod, fqn: fqn == "head",
+        lambda m, n: n == "head",
+    ],
+)
+@pytest.mark.parametrize("argument", ["only", "skip"])
+def test_functions_in_torchao_s_order_are_refused(function: Any, argument: str) -> None:
+    model = Model()
+    with pytest.raises(TypeError, match=rf"^{argument} has a function of .* torchao's order; .*name, module"):
+        nc.convert(model, CURRENT, **{argument: function})
+    assert nc.get_recipes(model) == {}
 
 
 @pytest.mark.parametrize("second", [MXFP8, nc.recipe.DelayedScaling()], ids=["mxfp8", "delayed"])

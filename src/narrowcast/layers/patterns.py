@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -52,10 +53,28 @@ def selected_names(
             how = f"its name: {names[0]}" if names else "the name of a module of the model"
             raise TypeError(f"{argument}: {a_kind(one)} is no function of (name, module); write {how}")
         elif callable(one):
+            _check_order(one, argument)
             found += [name for name, module in modules.items() if _chooses(one, name, module)]
         else:
             raise TypeError(f"{argument}: {shown(one)} chooses no modules; {_ACCEPTED}")
     return found
+
+
+def _check_order(selector: Callable[..., Any], argument: str) -> None:
+    """Refuse a function whose arguments are named in torchao's order: a name that is no name chooses in silence.
+
+    Raises:
+        TypeError: they are.
+    """
+    try:
+        first, second = [*inspect.signature(selector).parameters, "", ""][:2]
+    except (TypeError, ValueError):  # of C
+        return
+    if first in ("m", "mod", "module") or second in ("fqn", "name"):
+        raise TypeError(
+            f"{argument} has a function of ({first}, {second}), torchao's order; write it with the name first: "
+            "lambda name, module: ..."
+        )
 
 
 def _chooses(selector: Callable[[str, nn.Module], Any], name: str, module: nn.Module) -> bool:
