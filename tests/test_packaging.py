@@ -208,6 +208,18 @@ def test_the_environment_check_sees_a_read(source: str, tmp_path: Path) -> None:
     assert environment_reads(path)
 
 
+def test_a_misspelt_variable_is_told_at_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NARROWCAST_EMULAT", "NARROWCAST_INLINE", "NARROWCAST_DEMO", "NVTE_FLASH_ATN"):
+        monkeypatch.setenv(name, "1")
+    code = "import torch\n\nimport narrowcast\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    (told,) = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert told == (
+        "<string>:3: UserWarning: nothing reads the environment variable 'NARROWCAST_EMULAT'; did you mean "
+        "NARROWCAST_EMULATE?"
+    )
+
+
 def test_the_package_is_marked_as_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
 

@@ -3,6 +3,7 @@
 import sys
 
 from . import (
+    _environment,
     _keywords,
     compat,
     custom_recipes,
@@ -254,3 +255,4 @@ __all__ = [
 ]
 
 _keywords.check_public(sys.modules[__name__])
+_environment.warn_of_misspelt()

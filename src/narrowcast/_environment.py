@@ -7,14 +7,49 @@ at import and never inside a traced graph's later calls.
 
 from __future__ import annotations
 
+import difflib
 import os
+import warnings
 from collections.abc import Collection
 
 from ._checks import shown
 
 _PREFIXES = ("NARROWCAST_", "NVTE_")
+_NAMES = (
+    "ALLOW_NONDETERMINISTIC_ALGO",
+    "CACHE",
+    "DEBUG",
+    "DEBUG_LEVEL",
+    "EMULATE",
+    "FLASH_ATTN",
+    "FP8_BLOCK_SCALING_FP32_SCALES",
+    "FP8_CURRENT_SCALING_POWER_2_SCALES",
+    "FUSED_ATTN",
+    "INLINE",
+    "NVFP4_4OVER6",
+    "NVFP4_4OVER6_E4M3_USE_256",
+    "NVFP4_4OVER6_ERR_MODE",
+    "NVFP4_DISABLE_2D_QUANTIZATION",
+    "NVFP4_DISABLE_RHT",
+    "NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+    "NVFP4_ROW_SCALED_ACTIVATION",
+    "REPLAY",
+    "UNFUSED_ATTN",
+)
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
+
+
+def warn_of_misspelt() -> None:
+    """Warn, at the line that imports the package, of each ``NARROWCAST_`` variable that is nearly one of these."""
+    for variable in os.environ:
+        name = variable.removeprefix("NARROWCAST_")
+        near = difflib.get_close_matches(name, _NAMES, 1) if name not in (variable, *_NAMES) else []
+        if near:
+            warnings.warn(
+                f"nothing reads the environment variable {shown(variable)}; did you mean NARROWCAST_{near[0]}?",
+                stacklevel=3,
+            )
 
 
 def read_text(name: str, default: str) -> str:

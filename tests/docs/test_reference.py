@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import narrowcast as nc
+from narrowcast import _environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,7 +110,7 @@ def test_every_environment_variable_is_on_its_page() -> None:
     listed = re.findall(
         r"^\| `NARROWCAST_(\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE
     )
-    assert sorted(listed) == sorted(read)
+    assert sorted(listed) == sorted(read) == sorted(_environment._NAMES)
 
 
 def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
