@@ -327,6 +327,9 @@ def test_forward_refuses() -> None:
     layer = make_layer()
     with pytest.raises(ValueError, match="in_features=48"):
         layer(make_input(K + 1))
+    layer.layer_norm_weight = torch.nn.Parameter(torch.ones(32))
+    with pytest.raises(ValueError, match=r"^the norm's weight.*\(48,\)"):
+        layer(make_input(K))
     with pytest.raises(TypeError, match="torch.autocast"):
         layer(make_input(K, dtype=torch.float32))
     with pytest.raises(RuntimeError, match="meta"):

@@ -248,7 +248,7 @@ def _statistics_launch(
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"unknown normalization {not_among(normalization, NORMALIZATIONS)}")
     _check(shape, dtypes=(dtype,), residual=residual)
-    _check((K,), weight=weight, bias=bias)
+    _check((K,), **{"the norm's weight": weight, "the norm's bias": bias})
     if weight is None and (amax_partials or writes):
         raise ValueError("amax_partials needs the weight, got None; pass the norm's weight and bias")
     layer_norm, rereads = normalization == "LayerNorm", amax_partials or writes

@@ -240,7 +240,10 @@ def _check_vectors(
 ) -> None:
     for vector in (weight, bias):
         if vector is not None and tuple(vector.shape) != tuple(x.shape[-1:]):
-            raise ValueError(f"weight and bias have shape {tuple(x.shape[-1:])}, got {tuple(vector.shape)}")
+            raise ValueError(
+                f"the norm's weight and bias have shape {tuple(x.shape[-1:])}, got {tuple(vector.shape)}; in a layer "
+                "that begins with a norm they are layer_norm_weight and layer_norm_bias"
+            )
     rows = math.prod(x.shape[:-1])
     for vector in (first, second):
         if vector is not None and tuple(vector.shape) != (rows,):

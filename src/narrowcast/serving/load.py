@@ -167,7 +167,9 @@ def _quantize_while_reading(
     }
     chosen = {key: one for key, one in chosen.items() if not why_not_stored(one.weight, uses, meta=True)}
     if not chosen:
-        raise nothing_to_store(weights)
+        ours = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        plain = any(type(module) is nn.Linear for module in model.modules())
+        raise _is_ours(ours[0]) if ours and not plain else nothing_to_store(weights)
     quantizers = {key: stored_quantizer(recipe, key.removesuffix(".weight"), weights) for key in chosen}
     tensors = _tensors(path)
     _check_tensors(model, tensors, [])
@@ -320,6 +322,14 @@ def _linears(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 _SIZES = "make the model with the sizes in the checkpoint's config.json"
 
 
+def _is_ours(name: str) -> ValueError:
+    """Return the error of a layer that was converted or loaded before."""
+    return ValueError(
+        f"{shown(name or 'the model')} is a layer of narrowcast already, and load_quantized makes it of a plain "
+        "nn.Linear; give the model before it is converted or loaded, or call narrowcast.revert(model) first"
+    )
+
+
 def _linear_of(
     modules: dict[str, nn.Module],
     linears: dict[str, tuple[nn.Module, str]],
@@ -339,15 +349,12 @@ def _linear_of(
             "the model that the checkpoint is of"
         )
     module, reason = linears.get(name, (modules[name], ""))
+    if isinstance(module, RecipeOwner):
+        raise _is_ours(name)
     if type(module) is not nn.Linear or not key.endswith("weight"):
-        remedy = (
-            "give the model before it is converted"
-            if isinstance(module, RecipeOwner)
-            else "the model has another architecture than the checkpoint's; give the one that the checkpoint is of"
-        )
         raise ValueError(
             f"{shown(key)} is in {format}, and {shown(name)} of the model is {type(module).__name__}, not nn.Linear; "
-            f"{remedy}"
+            "the model has another architecture than the checkpoint's; give the one that the checkpoint is of"
         )
     if reason:
         raise ValueError(
