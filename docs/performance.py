@@ -505,7 +505,7 @@ back, and attention saves nothing. The second panel has the groups that another 
 not the recipe.
 
 Reproduce on one H200:
-`narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts --out account`
+`narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts --out account`
 
 - The floor is the least time that operations or bytes take on this GPU; [Benchmark method](benchmarks.md) has the
   rules. Norms pass placeholders for absent tensors, so their floor is too high.

@@ -31,7 +31,7 @@ from narrowcast_tools.train.report import compare
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
-    "narrowcast bench account --model 1b --optimizer FusedAdam --head current --in-parts: "
+    "narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts: "
     "{device}, torch {torch}, narrowcast {narrowcast}, {date}"
 )
 H200 = (

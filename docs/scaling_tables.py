@@ -137,7 +137,7 @@ def planned() -> tuple[str, str]:
             for recipe in ("bf16", "block"):
                 name = f"| {model} | {gpus} | {'128-block' if recipe == 'block' else recipe}"
                 try:
-                    e = plan(model, gpus, recipe, batch=BATCH)
+                    e = plan(model, gpus, recipe, batch_size=BATCH // 8192)
                 except ValueError as error:
                     missing = re.search(r"[\d.,]+ GiB more", str(error))
                     assert missing
@@ -173,7 +173,7 @@ def draw() -> None:
     counts = (16, 64, 256, 1024, 4096)
     for axes, recipe in zip(figure.subplots(2, 1, sharey=True), ("bf16", "block")):
         bottom = [0.0] * len(counts)
-        results = [plan("70b", gpus, recipe, batch=BATCH) for gpus in counts]
+        results = [plan("70b", gpus, recipe, batch_size=BATCH // 8192) for gpus in counts]
         for part, color in COLORS.items():
             heights = []
             for result in results:

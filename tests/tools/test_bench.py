@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = ["bench", "tiny", "--device", "cpu", "--recipes", "block", "--out", str(tmp_path)]
+    words = ["bench", "tiny", "--device", "cpu", "--recipe", "block", "--out", str(tmp_path)]
     words += ["--seconds", "0"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
@@ -66,17 +66,17 @@ def test_the_picture_has_no_empty_panel(
             ["--device", "cpu", "--only", "Conv"],
             "--only is 'Conv', which no work of suite 'tiny' has in its name",
         ),
-        (["tiny", "--recipes", "fp7"], "--recipes is 'fp7'; use one of delayed"),
+        (["tiny", "--recipe", "fp7"], "--recipe is 'fp7'; use one of delayed"),
         (
-            ["tiny", "--recipes", "curent"],
-            "--recipes is 'curent'; the nearest: 'current'; use one of delayed",
+            ["tiny", "--recipe", "curent"],
+            "--recipe is 'curent'; the nearest: 'current'; use one of delayed",
         ),
-        (["tiny", "--modes", "fast"], "--modes is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--mode", "fast"], "--mode is 'fast'; use one of eager, compiled, graphs"),
         (
             ["tiny", "--optimizer", "Adam"],
             "--optimizer is 'Adam'; the nearest: 'AdamW'; use one of AdamW, FusedAdam",
         ),
-        (["tiny", "--head", "delayed"], "--head is 'delayed'; use one of bf16, current, block"),
+        (["tiny", "--head-recipe", "delayed"], "--head-recipe is 'delayed'; use one of bf16, current, block"),
         (["tiny", "--device", "tpu"], "--device is 'tpu'"),
     ],
 )
@@ -99,7 +99,7 @@ def test_resume_keeps_what_was_measured(
 ) -> None:
     """The time over after the first row: it is there, the others say so, and a second run measures those alone."""
     module = importlib.import_module("narrowcast_tools.bench.command")
-    words = ["bench", "tiny", "--device", "cpu", "--only", "Linear", "--recipes", "current", "--seconds", "0"]
+    words = ["bench", "tiny", "--device", "cpu", "--only", "Linear", "--recipe", "current", "--seconds", "0"]
     words += ["--out", str(tmp_path)]
     clock = itertools.count(step=40.0)
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))

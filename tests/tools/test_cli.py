@@ -682,6 +682,18 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             2,
             "no option --temp; the nearest: --temperature; narrowcast generate",
         ),
+        *(
+            ([command, old, "1"], 2, f"{command} has no option {old}; the nearest: {new}; ")
+            for command, old, new in (
+                ("plan", "--length", "--seq-len"),
+                ("plan", "--batch", "--batch-size"),
+                ("plan", "--tp", "--tp-size"),
+                ("bench", "--recipes", "--recipe"),
+                ("bench", "--head", "--head-recipe"),
+                ("train", "--learning-rate", "--lr"),
+                ("train", "--no-compil", "--no-compile"),
+            )
+        ),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),
         (["plan", "--gpu", "b200"], 2, "--gpu is 'b200'; use one of h100, h200, h800"),
         (["train", "--help-all"], 0, "--kv-heads"),
@@ -710,7 +722,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["generate", "absent"], 2, "absent does not exist; give the folder of a run of narrowcast train"),
         (["generate", __file__], 2, "holds no checkpoint that can be read; give the folder of a run"),
         (["bench", "some"], 2, "suite is 'some'; use one of layers, models, all, tiny, account"),
-        (["bench", "tiny", "--recipes", "fp7"], 2, "--recipes is 'fp7'; use one of delayed"),
+        (["bench", "tiny", "--recipe", "fp7"], 2, "--recipe is 'fp7'; use one of delayed"),
         (["bench", "layers", "--only", "Conv"], 2, "--only is 'Conv', which no work of suite 'layers' has"),
         (["bench", "--device", "tpu"], 2, "--device is 'tpu'; use one of auto, cpu, cuda"),
         (["bench", "--minutes", "nan"], 2, "--minutes is nan; use 0 or more"),

@@ -43,7 +43,7 @@ TINY = (
     Work("grouped 2x(64->64), 32 rows", "grouped", (32, 64, 64, 2)),
     Work("model: 1 layer of 64", "model", (1, 64, 64, 2, 1, 1, 32)),
 )
-ACCOUNT_MODELS: dict[str, Work] = dict(zip(("small", "8b-4", "1b"), MODELS))
+ACCOUNT_MODELS: dict[str, Work] = dict(zip(("small", "8b-slice", "1b"), MODELS))
 """Models whose step `narrowcast bench account` takes apart."""
 SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TINY}
 
@@ -77,12 +77,12 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         for name in ("only", "resume"):
             if given[name]:
                 raise typer.BadParameter(f"bench account takes no --{name}; leave it out")
-    recipes, modes = (_words(given[name]) for name in ("recipes", "modes"))
+    recipes, modes = (_words(given[name]) for name in ("recipe", "mode"))
     checks = (
-        (recipes, RECIPES, "--recipes"),
-        (modes, MODES, "--modes"),
+        (recipes, RECIPES, "--recipe"),
+        (modes, MODES, "--mode"),
         ([given["optimizer"]], OPTIMIZERS, "--optimizer"),
-        ([given["head"]], HEADS, "--head"),
+        ([given["head_recipe"]], HEADS, "--head-recipe"),
         ([given["model"]], ACCOUNT_MODELS, "--model of bench account"),
         ([suite] if suite else [], (*SUITES, "account"), "suite"),
         ([device], DEVICES, "--device"),

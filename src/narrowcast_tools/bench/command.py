@@ -30,7 +30,7 @@ def bench(
     only: str,
     in_parts: bool,
     optimizer: str,
-    head: str,
+    head_recipe: str,
     device: str,
     out: Path | None,
     seconds: int,
@@ -46,8 +46,8 @@ def bench(
     recipes, modes = bench_settings({**context.params, "device": device})
     suite = suite or ("tiny" if device == "cpu" else "all")
     if suite == "account":
-        return _account(model, (recipes, ["compiled"], False, optimizer, head), out, in_parts)
-    words = recipes, modes, device == "cpu", optimizer, head
+        return _account(model, (recipes, ["compiled"], False, optimizer, head_recipe), out, in_parts)
+    words = recipes, modes, device == "cpu", optimizer, head_recipe
     chosen, running = works(suite, only), list(contenders(*words))
     machine = _machine(device)
     title = _title(suite, machine)
@@ -104,7 +104,9 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
     running = [*itertools.islice(contenders(*chosen), 1 + len(chosen[0]))]  # not other packages
     machine, console = _machine("cuda"), Console()
     recipes, _, _, optimizer, head = chosen
-    asked = f"account --model {model} --recipes {','.join(recipes)} --optimizer {optimizer} --head {head}"
+    asked = (
+        f"account --model {model} --recipe {','.join(recipes)} --optimizer {optimizer} --head-recipe {head}"
+    )
     caption = _title(f"{asked}{' --in-parts' if in_parts else ''}", machine)
     ceilings, accounts = measure_ceilings(), []
     for contender in running:

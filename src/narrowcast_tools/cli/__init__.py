@@ -12,6 +12,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import product, starmap
 from pathlib import Path
 from typing import cast
 
@@ -107,11 +108,8 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             meant = next(one.help for one in command.params if option in one.opts)
             return f"{option} has no value; {whole} says: {meant.partition('. ')[0].rstrip('.')}"
         params = error.ctx.command.params if error.ctx else []
-        longer = [one for param in params for one in param.opts if one.startswith(option)]
-        alike = sorted(longer, key=len) or difflib.get_close_matches(
-            option, getattr(error, "possibilities", None) or (), 1
-        )
-        return f"{program} has no option {option}; {f'the nearest: {alike[0]}; ' if alike else ''}{look} all"
+        near = _nearest(option, [one for param in params for one in (*param.opts, *param.secondary_opts)])
+        return f"{program} has no option {option}; {f'the nearest: {near}; ' if near else ''}{look} all"
     if kind == "MissingParameter":
         return (
             f"the argument {getattr(param, 'name', '').upper()} is missing; for example: {EXAMPLES[name][0]}"
@@ -134,6 +132,23 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
     use = next((text for part, text in kinds if part in found), f"one that {whole} names")
     return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
+
+
+def _nearest(option: str, options: list[str]) -> str:
+    """Return the option that begins as the typed one, is spelled like it, is its initials, or shares a word; or ""."""
+    typed, names = option.strip("-"), [one.strip("-") for one in options]
+    initials = "".join(word[:1] for word in typed.split("-"))
+    found = (
+        sorted((one for one in names if one.startswith(typed)), key=len)
+        or difflib.get_close_matches(typed, names, 1)
+        or [one for one in names if one == initials and len(one) > 1]
+        or [one for one in names if any(starmap(_same_word, product(typed.split("-"), one.split("-"))))]
+    )
+    return next((one for one in options if found and one.strip("-") == found[0]), "")
+
+
+def _same_word(one: str, other: str) -> bool:
+    return min(len(one), len(other)) > 2 and (one.startswith(other) or other.startswith(one))
 
 
 def _what_was_saved(words: list[str]) -> str:

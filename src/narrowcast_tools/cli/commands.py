@@ -298,20 +298,20 @@ def bench(
     model: Annotated[
         str,
         typer.Option(
-            help="With account: the model. 8b-4 is four layers of the 8B shape.",
+            help="With account: the model. 8b-slice is four layers of the 8B shape.",
             metavar="|".join(ACCOUNT_MODELS),
         ),
     ] = "1b",
     only: Annotated[
         str, typer.Option(help="Run only benchmarks whose name contains this.", metavar="<text>")
     ] = "",
-    recipes: Annotated[
+    recipe: Annotated[
         str,
-        typer.Option(help=f"Any of {', '.join(RECIPES)}, separated by commas.", metavar="<recipes>"),
+        typer.Option(help=f"Any of {', '.join(RECIPES)}, separated by commas.", metavar="<recipe>"),
     ] = "delayed,current,block",
-    modes: Annotated[
+    mode: Annotated[
         str,
-        typer.Option(help=f"Any of {', '.join(MODES)}, separated by commas.", metavar="<modes>"),
+        typer.Option(help=f"Any of {', '.join(MODES)}, separated by commas.", metavar="<mode>"),
     ] = "eager,compiled",
     in_parts: Annotated[
         bool,
@@ -326,7 +326,7 @@ def bench(
             metavar="|".join(OPTIMIZERS),
         ),
     ] = "AdamW",
-    head: Annotated[
+    head_recipe: Annotated[
         str,
         typer.Option(help="Recipe of the output head in models with a recipe.", metavar="|".join(HEADS)),
     ] = "bf16",
@@ -371,24 +371,24 @@ def plan(
         str,
         typer.Option(help=f"{', '.join(o.OPTIMIZERS)}. train --help-all explains them.", metavar="<name>"),
     ] = "adamw",
-    batch: Annotated[
+    batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per step, over all GPUs.",
-            show_default=f"{BATCH_PER_GPU:,} per GPU, at most {BATCH:,}",
+            help="Sequences per step, over all GPUs.",
+            show_default=f"{BATCH_PER_GPU:,} tokens per GPU, in all at most {BATCH:,}",
             rich_help_panel=_BATCH,
         ),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_BATCH)] = 8192,
-    tp: Annotated[
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_BATCH)] = 8192,
+    tp_size: Annotated[
         int,
         typer.Option(help="Ranks of tensor parallelism.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
     ] = 0,
-    pp: Annotated[
+    pp_size: Annotated[
         int,
         typer.Option(help="Ranks of the pipeline.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
     ] = 0,
-    ep: Annotated[
+    ep_size: Annotated[
         int,
         typer.Option(help="Ranks of expert parallelism.", show_default=_SEARCHED, rich_help_panel=_PARALLEL),
     ] = 0,

@@ -216,7 +216,7 @@ EXAMPLES = {
     "demo": ("narrowcast demo --quick", "narrowcast demo --data text.txt --steps 100 --out runs/mine"),
     "bench": (
         "narrowcast bench tiny --device cpu   # a check of the program in a minute",
-        "narrowcast bench models --only small --recipes current --out bench",
+        "narrowcast bench models --only small --recipe current --out bench",
         "narrowcast bench account --model small   # where the time of a step goes",
     ),
     "plan": (

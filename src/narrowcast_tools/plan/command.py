@@ -48,7 +48,7 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
 
 def _beside_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: Any) -> str:
     """Return what the best layout in bf16 does on the same GPUs, with a batch of the same size."""
-    layout |= {"saved_activations": None, "batch": result.layout.batch}
+    layout |= {"saved_activations": None, "batch_size": result.layout.batch // result.layout.length}
     try:
         plain = search(model, gpus, "bf16", gpu, **layout)
     except ValueError:

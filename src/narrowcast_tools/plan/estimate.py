@@ -112,26 +112,26 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
     sizes = [n for n in range(1, HOST + 1) if layout.gpus % n == model.heads % n == 0]
     if layout.tp not in sizes:
         raise ValueError(
-            f"--tp is {layout.tp}; it must divide --gpus {layout.gpus} and the {model.heads} heads: "
+            f"--tp-size is {layout.tp}; it must divide --gpus {layout.gpus} and the {model.heads} heads: "
             f"use {', '.join(map(str, sizes))}"
         )
     groups = layout.tp * layout.pp * layout.cp
     if layout.gpus % groups:
-        split = {"--tp": layout.tp, "--pp": layout.pp, "cp": layout.cp}
+        split = {"--tp-size": layout.tp, "--pp-size": layout.pp, "cp": layout.cp}
         product = " x ".join(f"{name} {ranks}" for name, ranks in split.items() if ranks > 1)
         raise ValueError(f"{product} does not divide --gpus {layout.gpus}; use sizes whose product does")
     rules = (
         (
             layout.pp > model.layers or layout.stages > ceil(model.layers / layout.pp),
-            f"pp x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",
+            f"PP x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",
         ),
-        (layout.ep > 1 and not model.experts, f"{model.name} has no experts; leave ep at 1"),
-        (model.experts and model.experts % layout.ep, f"ep must divide the {model.experts} experts"),
-        (layout.fsdp * layout.cp % layout.ep, "ep must divide the ranks of fsdp x cp"),
+        (layout.ep > 1 and not model.experts, f"{model.name} has no experts; leave --ep-size out"),
+        (model.experts and model.experts % layout.ep, f"--ep-size must divide the {model.experts} experts"),
+        (layout.fsdp * layout.cp % layout.ep, "--ep-size must divide the ranks of FSDP x CP"),
         (
             layout.micro_batches < 1,
             f"{layout.batch} tokens are fewer than one microbatch per data-parallel rank needs "
-            f"({layout.fsdp * layout.micro_batch * layout.length}); raise the batch, tp or pp",
+            f"({layout.fsdp * layout.micro_batch * layout.length}); raise --batch-size, --tp-size or --pp-size",
         ),
         (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
         (layout.saved_fp8 and recipe == "bf16", "saved activations in FP8 need an FP8 recipe"),

@@ -13,11 +13,10 @@ SMALL = "fused-int8"  # the optimizer with fp32 masters that holds least
 CLOSE = 0.97  # relative to the fastest: closer than the model's error, so take the simpler layout
 
 
-def default_batch(gpus: int, length: int) -> int:
-    """Return the tokens of a step that suit so many GPUs: the same number of sequences for each, if possible."""
-    length = max(length, 1)
-    sequences = min(max(BATCH_PER_GPU // length, 1) * gpus, max(BATCH // length, 1))
-    return length * (sequences - sequences % gpus if sequences > gpus else sequences)
+def default_batch_size(gpus: int, seq_len: int) -> int:
+    """Return the sequences of a step that suit so many GPUs: the same number for each, if possible."""
+    sequences = min(max(BATCH_PER_GPU // seq_len, 1) * gpus, max(BATCH // seq_len, 1))
+    return sequences - sequences % gpus if sequences > gpus else sequences
 
 
 def plan(
@@ -26,11 +25,11 @@ def plan(
     recipe: str = "current",
     gpu: str = "h200",
     *,
-    batch: int | None = None,
-    length: int = 8192,
-    tp: int = 0,
-    pp: int = 0,
-    ep: int = 0,
+    batch_size: int | None = None,
+    seq_len: int = 8192,
+    tp_size: int = 0,
+    pp_size: int = 0,
+    ep_size: int = 0,
     recompute: bool | None = None,
     fp8_gather: bool | None = None,
     optimizer: str = "adamw",
@@ -41,7 +40,7 @@ def plan(
     """Return the estimate of a layout that fits; zeros and None are searched, other values are kept.
 
     Of the layouts within 3% of the fastest, it is the one with the fewest ranks of tensor and pipeline parallelism.
-    ``batch`` is the tokens of a step; None takes `default_batch`. ``optimizer`` is a name of `OPTIMIZERS`.
+    ``batch_size`` is the sequences of a step; None takes `default_batch_size`. ``optimizer`` is a name of `OPTIMIZERS`.
     ``saved_activations`` is the recipe's; ``chunked_loss`` is `nc.linear_cross_entropy`, ``step_in_backward``
     `nc.optimizers.step_in_backward`.
 
@@ -52,31 +51,29 @@ def plan(
     if saved_activations not in (None, "fp8"):
         raise ValueError(f"--saved-activations is {saved_activations!r:.60}; use fp8, or leave it out")
     held = {"state": find_optimizer(optimizer), "saved_fp8": saved_activations == "fp8"}
-    for name, size in (("gpus", gpus), ("length", length)):
-        if size < 1:
+    for name, size in (("gpus", gpus), ("seq-len", seq_len), ("batch-size", batch_size)):
+        if size is not None and size < 1:
             raise ValueError(f"--{name} is {size}; it must be at least 1")
-    for name, ranks in (("tp", tp), ("pp", pp), ("ep", ep)):
+    for name, ranks in (("tp", tp_size), ("pp", pp_size), ("ep", ep_size)):
         if ranks < 0:
-            raise ValueError(f"--{name} is {ranks}; use 1 or more, or leave it out")
-    if shape.experts and not ep and gpus % 8:
+            raise ValueError(f"--{name}-size is {ranks}; use 1 or more, or leave it out")
+    if shape.experts and not ep_size and gpus % 8:
         raise ValueError(
             f"--gpus is {gpus}; the experts of {model} are split over 8 GPUs or more: use a multiple of 8"
         )
-    if batch is None:
-        batch = length if step_in_backward else default_batch(gpus, length)
-    if batch < length:
-        raise ValueError(f"--batch is {batch} tokens and --length {length}; a step needs a sequence at least")
+    if batch_size is None:
+        batch_size = 1 if step_in_backward else default_batch_size(gpus, seq_len)
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"
     held |= {"chunked_loss": chunked_loss, "step_in_backward": step_in_backward}
-    base = Layout(gpus, batch, length, fp8_gather=gathers, **held)
+    base = Layout(gpus, batch_size * seq_len, seq_len, fp8_gather=gathers, **held)
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
     refused = ""
     for t, p, e, recomputes, rows in product(
         # Experts split by TP would be narrower than the rates hold for: mixtures spread over EP instead.
-        [tp] if tp else ([1] if shape.experts else [1, 2, 4, 8]),
-        [pp] if pp else [1, 2, 4, 8, 16],
-        [ep] if ep else ([8, 16, 32, 64] if shape.experts else [1]),
+        [tp_size] if tp_size else ([1] if shape.experts else [1, 2, 4, 8]),
+        [pp_size] if pp_size else [1, 2, 4, 8, 16],
+        [ep_size] if ep_size else ([8, 16, 32, 64] if shape.experts else [1]),
         [False, True] if recompute is None else [recompute],
         [1, 2, 4],
     ):
@@ -99,12 +96,17 @@ def plan(
     if smallest is None:
         raise ValueError(refused)
     missing = smallest.total_memory - RESERVE * machine.memory
-    remedies = ["more --gpus", "a shorter --length"]
+    remedies = ["more --gpus", "a shorter --seq-len"]
     if sum(base.state) > sum(find_optimizer(SMALL)):
         remedies.insert(1, f"--optimizer {SMALL}")
     if not base.saved_fp8 and recipe != "bf16":
         remedies.insert(-1, "--saved-activations fp8")
-    fixed = {"--tp": tp, "--pp": pp, "--ep": ep, "--no-recompute": recompute is False}
+    fixed = {
+        "--tp-size": tp_size,
+        "--pp-size": pp_size,
+        "--ep-size": ep_size,
+        "--no-recompute": recompute is False,
+    }
     given = " and ".join(name for name, value in fixed.items() if value)
     raise ValueError(
         f"{model} does not fit {gpus} {gpu} {'GPU' if gpus == 1 else 'GPUs'}: "

@@ -15,7 +15,7 @@ import pytest
 from narrowcast_tools import cli
 from narrowcast_tools.hardware import RESERVE
 from narrowcast_tools.plan import GPUS, MODELS, OPTIMIZERS, Layout, estimate, find_model, held, plan
-from narrowcast_tools.plan.layout import default_batch
+from narrowcast_tools.plan.layout import default_batch_size
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -200,18 +200,27 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ("--gpu b200", "--gpu is 'b200'; use one of h100, h200, h800"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
         ("--model 671b --gpus 1", "the experts of 671b are split over 8 GPUs or more: use a multiple of 8"),
-        ("--length 0", "--length is 0; it must be at least 1"),
-        ("--pp -1", "--pp is -1; use 1 or more, or leave it out"),
+        ("--seq-len 0", "--seq-len is 0; it must be at least 1"),
+        ("--pp-size -1", "--pp-size is -1; use 1 or more, or leave it out"),
         (
-            "--gpus 12 --tp 5",
-            "narrowcast: --tp is 5; it must divide --gpus 12 and the 32 heads: use 1, 2, 4\n",
+            "--gpus 12 --tp-size 5",
+            "narrowcast: --tp-size is 5; it must divide --gpus 12 and the 32 heads: use 1, 2, 4\n",
         ),
-        ("--gpus 64 --tp 16", "--tp is 16; it must divide --gpus 64 and the 32 heads: use 1, 2, 4, 8\n"),
-        ("--gpus 8 --pp 3", "narrowcast: --pp 3 does not divide --gpus 8; use sizes whose product does"),
-        ("--gpus 32 --tp 8 --pp 8", "--tp 8 x --pp 8 does not divide --gpus 32; use sizes whose product"),
-        ("--gpus 8 --ep 8", "8b has no experts; leave ep at 1"),
-        ("--gpus 4096 --batch 8192", "raise the batch, tp or pp"),
-        ("--gpus 8 --batch 100", "--batch is 100 tokens and --length 8192"),
+        (
+            "--gpus 64 --tp-size 16",
+            "--tp-size is 16; it must divide --gpus 64 and the 32 heads: use 1, 2, 4, 8\n",
+        ),
+        (
+            "--gpus 8 --pp-size 3",
+            "narrowcast: --pp-size 3 does not divide --gpus 8; use sizes whose product does",
+        ),
+        (
+            "--gpus 32 --tp-size 8 --pp-size 8",
+            "--tp-size 8 x --pp-size 8 does not divide --gpus 32; use sizes whose product",
+        ),
+        ("--gpus 8 --ep-size 8", "8b has no experts; leave --ep-size out"),
+        ("--gpus 4096 --batch-size 1", "raise --batch-size, --tp-size or --pp-size"),
+        ("--gpus 8 --batch-size 0", "--batch-size is 0; it must be at least 1"),
         (
             "--model 405b --gpus 8",
             "405b does not fit 8 h200 GPUs: the smallest layout tried (FSDP 1 x TP 8",
@@ -221,8 +230,8 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             " GiB that a GPU can use; use more --gpus, --optimizer fused-int8, --saved-activations fp8 or a shorter",
         ),
         (
-            "--model 405b --gpus 16 --tp 8 --no-recompute --recipe bf16 --optimizer fused-int8",
-            "can use; leave --tp and --no-recompute out, or use more --gpus or a shorter --length\n",
+            "--model 405b --gpus 16 --tp-size 8 --no-recompute --recipe bf16 --optimizer fused-int8",
+            "can use; leave --tp-size and --no-recompute out, or use more --gpus or a shorter --seq-len\n",
         ),
     ],
 )
@@ -233,11 +242,11 @@ def test_what_cannot_be_is_one_line(words: str, message: str, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("gpus", "length", "batch"),
-    [(8, 8192, 2**20), (256, 8192, 2**24), (8, 2**20, 2**23), (4096, 8192, 2**24)],
+    ("gpus", "seq_len", "sequences"),
+    [(8, 8192, 2**7), (256, 8192, 2**11), (8, 2**20, 2**3), (4096, 8192, 2**11)],
 )
-def test_the_default_step_is_one_that_is_run(gpus: int, length: int, batch: int) -> None:
-    assert default_batch(gpus, length) == batch
+def test_the_default_step_is_one_that_is_run(gpus: int, seq_len: int, sequences: int) -> None:
+    assert default_batch_size(gpus, seq_len) == sequences
 
 
 def test_without_options_a_step_takes_seconds(capsys: pytest.CaptureFixture) -> None:
