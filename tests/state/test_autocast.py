@@ -341,6 +341,21 @@ def test_an_autocast_around_a_plain_model_warns_once(monkeypatch: pytest.MonkeyP
         assert told() == []
 
 
+def test_a_compiled_autocast_around_a_graph_break() -> None:
+    """Eager code enters it then, and the compiler traces parts of that by themselves."""
+    layer, x = nc.Linear(24, 24, device="cpu"), torch.randn(7, 24)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with nc.autocast(recipe="current"):
+            y = layer(x)
+            torch._dynamo.graph_break()
+            return layer(y)
+
+    compiled = torch.compile(run, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), run(x)) and not nc.state.is_fp8_enabled()
+
+
 def test_a_wrong_variable_is_not_taken_for_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWCAST_EMULATE", "maybe")
     with pytest.raises(ValueError, match="environment variable NARROWCAST_EMULATE is 'maybe'; use 1 or 0"):

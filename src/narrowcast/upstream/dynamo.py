@@ -205,9 +205,12 @@ def begin_side_effects(context: Any) -> None:
 
 
 def end_side_effects(context: Any) -> None:
-    """Restore what was allowed before :func:`begin_side_effects`."""
+    """Restore what was allowed before :func:`begin_side_effects`.
+
+    Around a graph break the autocast is entered by eager code, and the compiler traces either call by itself.
+    """
     tracer = _tracer(context)
-    if hasattr(tracer, "allow_side_effects_in_hop"):
+    if hasattr(tracer, "allowed_before_begin"):
         tracer.allow_side_effects_in_hop = tracer.allowed_before_begin
 
 
