@@ -6,6 +6,7 @@ import copy
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -320,25 +321,39 @@ def test_an_autocast_of_another_kind_tells_what_to_do(owned: bool) -> None:
         layer(torch.ones(3, 32))
 
 
-def test_an_autocast_around_a_plain_model_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_autocast_that_reaches_no_layer_warns_once(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever layers there are elsewhere, and whatever ran before it."""
     plain, x = torch.nn.Linear(24, 16), torch.randn(7, 24)
+    ours: Any = nc.Linear(24, 16, device="cpu", recipe="current")
+    listed: Any = nc.ops.Sequential(nc.ops.Linear(24, 16, device="cpu"))
+    if compiles:
+        ours, listed, plain = (torch.compile(one, backend="eager") for one in (ours, listed, plain))
 
-    def told() -> list[str]:
+    def told(run: Callable[..., Any]) -> list[str]:
+        monkeypatch.setattr(nc.autocast, "told", False)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with nc.autocast(recipe="current"):
-                plain(x)
+            for _ in range(3):
+                with nc.autocast(recipe="current"):
+                    run(x)
         return [str(one.message) for one in caught]
 
-    monkeypatch.setattr(nc.autocast, "reaches", False)
-    (message,) = told()
+    def inside(x: torch.Tensor) -> None:
+        with nc.autocast(recipe="current"):
+            ours(x)
+        with nc.autocast(enabled=False):
+            plain(x)
+
+    for run in (ours, inside, listed):
+        assert told(run) == []
+    (message,) = told(plain)
     assert message.endswith("call narrowcast.convert(model, recipe) first")
-    assert told() == []
-    makers = (lambda: nc.Linear(16, 16), lambda: nc.ops.GELU(), lambda: copy.deepcopy(nc.Linear(16, 16)))
-    for make in makers:
-        monkeypatch.setattr(nc.autocast, "reaches", False)
-        make()
-        assert told() == []
+    assert len(told(lambda x: copy.deepcopy(listed))) == 1
+    with pytest.raises(ZeroDivisionError):
+        told(lambda x: 1 / 0)
 
 
 def test_a_compiled_autocast_around_a_graph_break() -> None:

@@ -198,6 +198,7 @@ def _graphed(function: Any, captured: Captured, clone_grads: bool, in_place: boo
         if training is not None and function.training != training:
             return original(*args, **kwargs)
         with captured.calling():
+            THREAD.state.reached = True  # layers ran in the capture
             return captured(args, kwargs, clone_grads)
 
     forward.reset = captured.reset  # type: ignore[attr-defined]

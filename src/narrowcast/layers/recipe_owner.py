@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .._tracing import can_remember, traced_local, while_tracing
+from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe, recipe_name
 from ..state import THREAD, autocast, checked_recipe, entered_in_backward
 from ..upstream.autograd import graph_task_id, is_in_backward
@@ -30,8 +30,6 @@ class RecipeOwner(nn.Module):
     def _init_recipe_owner(self, recipe: Recipe | str | None) -> None:
         self._recipe = self._last_recipe = checked_recipe(recipe, type(self).__name__)
         self._ran_under = [], []
-        if can_remember():
-            autocast.reaches = True
 
     @property
     def recipe(self) -> Recipe | None:
@@ -68,6 +66,7 @@ class RecipeOwner(nn.Module):
             trains = bool(self.training)  # noqa: F841  # read here, to be guarded
             while_tracing(_check_while_tracing)
             return recipe
+        state.reached = True
         if graph_task_id() != -1:  # a recomputation
             return recipe if entered_in_backward() else self._recipe_of_forward()
         if recipe is not self._last_recipe:
@@ -93,10 +92,6 @@ class RecipeOwner(nn.Module):
         """Forget under which recipes the layer ran before an optimizer's step."""
         for ran in self._ran_under:
             ran.clear()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        autocast.reaches = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and deep copies: without the last forward's recipe, which may be that of an
@@ -157,7 +152,9 @@ def in_evaluation() -> int:
 def _outside(recipes: list[Any]) -> int:
     if not autocast.used:
         return 0
-    in_force = THREAD.state.recipe if THREAD.state.depth else _OWN
+    state = THREAD.state
+    state.reached = True
+    in_force = state.recipe if state.depth else _OWN
     if not is_in_backward():
         if in_force not in recipes:
             recipes.append(in_force)

@@ -40,7 +40,8 @@ class AutocastState:
     ``recipe``: in force, where ``depth``, the number of entered contexts, is not 0. ``calibrating``: collects amax
     only. ``entered``: contexts that eager code has entered and not left, in order; ``init_entered``: those of
     :class:`quantized_model_init`. ``recomputes``: whether the function that :func:`checkpoint` runs is run again; None
-    outside any. ``restored``: the requests are those of a forward, in a function that is recomputed.
+    outside any. ``restored``: the requests are those of a forward, in a function that is recomputed. ``reached``: a
+    layer has run since the innermost context was entered.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class AutocastState:
         self.init_entered: list[quantized_model_init] = []
         self.entered: list[autocast] = []
         self.recomputes: bool | None = None
-        self.restored = False
+        self.restored = self.reached = False
 
     @property
     def init_recipe(self) -> Recipe | None:
@@ -213,11 +214,12 @@ class autocast:
         self.previous: tuple[Any, ...] | None = None
         self.entered_in: AutocastState | None = None
         self.backward = -1  # the one that it was entered in
+        self.reached_before = False
 
     used = False
     """One was entered in this process."""
-    reaches = False
-    """A layer or operation that an autocast reaches was made in this process."""
+    told = False
+    """The warning of one in which no layer ran was given."""
 
     def __enter__(self) -> None:
         if self.previous is not None:
@@ -227,6 +229,7 @@ class autocast:
         if not compiling:
             state.entered.append(self)
             self.entered_in, self.backward, autocast.used = state, graph_task_id(), True
+            self.reached_before, state.reached = state.reached, False
         self.previous = state.get()
         state.recipe, state.calibrating, state.group = self.recipe, self.calibrating, self.group
         state.depth += 1
@@ -238,11 +241,10 @@ class autocast:
             THREAD.state.set(previous)  # type: ignore[arg-type]
             while_tracing(_end_writes)
             return
-        if not autocast.reaches and self.recipe is not None and not any(exception):
-            _warn_of_plain_model()
         # not this thread's, where another one collects or closes the generator that entered
         state = self.entered_in or THREAD.state
         self.entered_in = None
+        reached, state.reached = state.reached, state.reached or self.reached_before
         if self in state.entered:
             later = state.entered[state.entered.index(self) + 1 :]
             state.entered.remove(self)
@@ -256,6 +258,8 @@ class autocast:
                 state.depth -= 1
                 return
         state.set(previous)  # type: ignore[arg-type]
+        if not (reached or autocast.told or self.recipe is None or any(exception)):
+            _warn_of_plain_model()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         recipe, calibrating = self.recipe or self.calibrating, self.calibrating is not None
@@ -279,10 +283,10 @@ def _warn_of_group() -> None:
 
 
 def _warn_of_plain_model() -> None:
-    autocast.reaches = True  # it is said once
+    autocast.told = True
     warn(
-        "nothing inside this autocast can run in low precision: it reaches layers of narrowcast alone, and none was "
-        "made; call narrowcast.convert(model, recipe) first"
+        "nothing inside this autocast ran in low precision: it reaches layers of narrowcast alone, and none ran; call "
+        "narrowcast.convert(model, recipe) first"
     )
 
 
