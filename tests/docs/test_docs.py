@@ -54,16 +54,20 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(lines_before + block.group(1), str(page), "exec"), namespace)
 
 
-def test_the_receipt_of_its_page_is_what_it_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(("page", "columns"), [("README.md", 80), ("docs/convert.md", 100)])
+def test_the_first_block_of_a_page_prints_what_the_page_shows(
+    page: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    text = (ROOT / "docs" / "convert.md").read_text()
-    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / page).read_text()
+    monkeypatch.setenv("COLUMNS", str(columns))
     block = BLOCK.search(text)
     assert block is not None
-    exec(block.group(1), {"__name__": "blocks_of_convert"})
-    shown = text.partition("```text\n")[2].partition("...\n```")[0]
-    assert capsys.readouterr().out.startswith(shown) and max(map(len, shown.splitlines())) <= 100
+    exec(block.group(1), {"__name__": "first_block"})
+    shown = text.partition("```text\n")[2].partition("```")[0]
+    first, _, last = shown.partition("...\n")
+    printed = capsys.readouterr().out
+    assert printed.startswith(first) and printed.endswith(last)
+    assert max(map(len, shown.splitlines())) <= columns
 
 
 def test_the_blocks_for_many_ranks_run_on_two(tmp_path: Path) -> None:
