@@ -222,6 +222,7 @@ def as_html(receipt: Receipt) -> str:
 def _picture(receipt: Receipt) -> str:
     """Return a bar of the FLOPs per token: one part per weight, as wide as its share, in the color of its decision."""
     width, height, left, parts = 640.0, 48, 0.0, []
+    margin, line, letter = 16, 24, 9.0  # a letter's width at the font's size
     shares: dict[str, float] = {}
     narrow: dict[str, list[str]] = {}  # names that do not fit their part
     for one in receipt.gemms:
@@ -233,13 +234,13 @@ def _picture(receipt: Receipt) -> str:
             f'<rect x="{left:.2f}" y="0" width="{share:.2f}" height="{height}" fill="{_COLORS[one.decision]}" '
             f'stroke="#ffffff" stroke-width="0.5"><title>{title}</title></rect>'
         )
-        room = (share - 6) / 7.5  # characters between the edges
+        room = (share - 6) / letter  # characters between the edges
         name = one.name.rpartition(".")[2] if len(one.name) > room else one.name
         if len(name) > room:
             narrow.setdefault(one.decision, []).append(one.name)
-        for told, y in ((name, 21), (percent, 37)):
+        for told, y in ((name, 20), (percent, 40)):
             if len(told) <= room:
-                inside = f'x="{left + share / 2:.2f}" y="{y}" text-anchor="middle" font-size="13"'
+                inside = f'x="{left + share / 2:.2f}" y="{y}" text-anchor="middle"'
                 ink = "black" if one.decision == "kept" else "white"
                 parts.append(f'<text {inside} fill="{ink}">{html.escape(told)}</text>')
         left += share
@@ -248,12 +249,23 @@ def _picture(receipt: Receipt) -> str:
         told, (unnamed, *more) = f"{decision} {shares[decision]:.1%}", narrow.get(decision) or [""]
         if unnamed and not more and len(unnamed) <= 24:
             told += f": layer {html.escape(unnamed)}"
-        parts.append(f'<rect x="{x}" y="{height + 11}" width="13" height="13" fill="{_COLORS[decision]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{height + 22}" font-size="13" fill="#333333">{told}</text>')
-        x += 150 + 7.5 * max(0, len(told) - 15)
-    told = "width: share of the FLOPs per token"
-    parts.append(f'<text x="0" y="{height + 44}" font-size="13" fill="#333333">{told}</text>')
+        parts.append(f'<rect x="{x}" y="{height + 12}" width="15" height="15" fill="{_COLORS[decision]}"/>')
+        parts.append(f'<text x="{x + 22}" y="{height + 25}" fill="#333333">{told}</text>')
+        x += 50 + letter * len(told)
+    run = "would run" if receipt.dry_run else "run"
+    finding = f"{receipt.flops_covered:.1%} of the FLOPs per token {run} under a recipe"
+    below = (
+        "width: share of the FLOPs per token; rounded, so parts may not add up",
+        "FLOPs: additions and multiplications in GEMMs, the layers' matrix products",
+        "converted: computes in its recipe's format; kept: as before",
+    )
+    parts.append(f'<text x="0" y="-14" font-size="18" font-weight="bold" fill="#333333">{finding}</text>')
+    for place, told in enumerate(below):
+        parts.append(f'<text x="0" y="{height + 25 + line * (place + 1)}" fill="#333333">{told}</text>')
+    wide, top = width + 2 * margin, 30 + margin
+    high = top + height + 25 + line * len(below) + margin
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height + 52}" width="{width:.0f}" '
-        f'font-family="sans-serif" role="img" aria-label="FLOPs per token by weight">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-margin} {-top} {wide:.0f} {high}" width="{wide:.0f}" '
+        f'font-family="sans-serif" font-size="16" role="img" aria-label="FLOPs per token by weight">'
+        f"{''.join(parts)}</svg>"
     )
