@@ -13,19 +13,26 @@ from narrowcast.attention.masks import distances, geometry, hidden_pairs, mask_r
 from narrowcast_tools.schemes import FONTS, INK, write
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-CELL, GAP, TITLE, LEFT = 16, 50, 62, 22
+CELL, LEFT, APART, NAMES = (
+    17,
+    30,
+    240,
+    36,
+)  # of a panel: its squares, its left edge, its width, its lines of text
+TITLE = "A mask decides which keys each query sees"
 KEY = (
-    "Row: a query. Column: a key. Filled: the query sees the key.",
-    "White dot: the query's own key, which the mask counts from.",
+    "Row: a query. Column: a key. Filled: the query sees the key; empty: it does not.",
+    "White dot: the query's own key, from which the mask counts.",
 )
+HEAD = 76
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
-    ("causal", {}),
-    ("causal_bottom_right", {}),
-    ("no_mask", {"window_size": (2, 1)}),
-    ("padding", {}),
-    ("padding_causal_bottom_right", {}),
-    ("thd, padding_causal", {"attn_mask_type": "padding_causal"}),
+    ("causal", {}, "its own key and those before it"),
+    ("causal_bottom_right", {}, "the same, aligned at the last key"),
+    ("no_mask", {"window_size": (2, 1)}, "2 keys back, 1 ahead"),
+    ("padding", {}, "4 of 6 queries, 6 of 8 keys are real"),
+    ("padding_causal_bottom_right", {}, "both, aligned at the last real key"),
+    ("thd, padding_causal", {"attn_mask_type": "padding_causal"}, "packed sequences of 3, 2, 1 tokens"),
 )
 
 
@@ -53,17 +60,16 @@ def seen(title: str, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 def draw() -> str:
     """The picture for light pages: one square per pair, a row per query, a column per key."""
-    width = LENGTHS[1] * CELL + GAP * 2
-    parts = []
+    parts = [f'<text x="10" y="24" font-size="16" font-weight="700">{TITLE}</text>']
     for line, key in enumerate(KEY):
-        parts.append(f'<text x="{LEFT}" y="{16 + 15 * line}">{key}</text>')
-    for index, (title, options) in enumerate(PANELS):
-        left, top = LEFT + index % 2 * width, TITLE + 34 + index // 2 * (LENGTHS[0] * CELL + TITLE)
-        names = [title]
-        if window := options.get("window_size"):
-            names = [f"{title}, window_size={window}:", "{} keys back, {} ahead".format(*window)]
-        for line, name in enumerate(reversed(names)):
-            parts.append(f'<text x="{left}" y="{top - 8 - 15 * line}">{name}</text>')
+        parts.append(f'<text x="10" y="{44 + 16 * line}" font-size="11">{key}</text>')
+    rows = LENGTHS[0] * CELL + NAMES + 34
+    for index, (title, options, told) in enumerate(PANELS):
+        left, top = LEFT + index % 2 * APART, HEAD + NAMES + index // 2 * rows
+        window = options.get("window_size")
+        name = f"{title}, window_size={window}" if window else title
+        parts.append(f'<text x="{left}" y="{top - 23}" font-weight="600">{name}</text>')
+        parts.append(f'<text x="{left}" y="{top - 8}" font-size="11">{told}</text>')
         shown, own = seen(title, options)
         middle = top + len(shown) * CELL / 2
         parts.append(f'<text x="{left}" y="{top + len(shown) * CELL + 11}" font-size="11">keys →</text>')
@@ -77,9 +83,9 @@ def draw() -> str:
                 if own[i, j]:
                     middle = (CELL - 3) / 2
                     parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="3" fill="white"/>')
-    height = TITLE + 34 + 3 * (LENGTHS[0] * CELL + TITLE) - TITLE + 20
+    width, height = LEFT + 2 * APART - 10, HEAD + 3 * rows - 8
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * width} {height}" width="{2 * width * 1.3:g}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width * 1.3:g}" '
         f'font-family="{FONTS}" fill="{INK["light"]}" font-size="12" role="img" '
         'aria-label="Visible keys by mask type">'
     )
