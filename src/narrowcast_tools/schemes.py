@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
 from .colors import DARK
@@ -15,6 +18,39 @@ from .colors import DARK
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, 'DejaVu Sans', sans-serif"
 WHITE = 'style="background: white"'
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
+WIDTH = 4.9  # inches of a figure: on a phone, which shows it 360 pixels wide, letters of 9 points are read
+MARGIN, ENLARGED = 9, 1.75  # points around a figure, and pixels of a wide page per point
+
+
+def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), columns: int = 1) -> None:
+    """Write a finding and a legend above a figure, and below it what its terms mean and where it was measured.
+
+    Args:
+        figure: laid out with constraints, which leave room for all.
+        finding: a sentence for readers who know no term of this package.
+        foot: its lines are wrapped to the figure's width.
+        keys: labeled parts for the legend; none without one.
+        columns: of the legend.
+    """
+    letters = figure.get_figwidth() * 72 / 7.6  # bold ones of 12 points
+    title = textwrap.fill(finding, int(letters))
+    if keys:
+        figure.legend(
+            handles=keys,
+            title=title,
+            title_fontproperties={"size": 12, "weight": "bold"},
+            alignment="left",
+            loc="outside upper left",
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+            borderpad=0,
+            borderaxespad=0,
+        )
+    else:
+        figure.suptitle(title, x=0, ha="left", size=12, weight="bold")
+    wrapped = [textwrap.fill(line, int(1.6 * letters)) for line in foot.splitlines()]
+    figure.supxlabel("\n".join(wrapped), x=0, ha="left", size=9, color="0.35")
 
 
 def svg(figure: Figure) -> str:
@@ -25,8 +61,16 @@ def svg(figure: Figure) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = re.sub(r"'DejaVu Sans'[^;\"]*", FONTS, file.getvalue())
     text = text.replace("*{stroke-linejoin", "text{white-space: pre} *{stroke-linejoin", 1)
+    text = re.sub(r'width="([\d.]+)pt" height="([\d.]+)pt" viewBox="[^"]*"', _framed, text, count=1)
     # matplotlib leaves black out, and the root's color stands for it.
     return text.replace("<svg ", f'<svg fill="{INK["light"]}" ', 1).replace("#000000", INK["light"])
+
+
+def _framed(size: re.Match[str]) -> str:
+    """Return the attributes of a picture of this size with a margin around it."""
+    width, height = (float(points) + 2 * MARGIN for points in size.groups())
+    box = f'viewBox="{-MARGIN} {-MARGIN} {width:g} {height:g}"'
+    return f'width="{width * ENLARGED:g}" height="{height * ENLARGED:g}" {box}'
 
 
 def dark(light: str) -> str:
