@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from ..colors import color_of
+from ..schemes import WIDTH, tell
 from .account import GROUPS, Account, Ceilings, Row
 
 COLUMNS = (
@@ -27,6 +28,16 @@ COLUMNS = (
     "step_ms",
     "captured",
 )
+
+
+MEANT = {
+    "GEMM, fprop": "GEMM, fprop:\noutputs",
+    "GEMM, dgrad": "GEMM, dgrad:\ninput gradients",
+    "GEMM, wgrad": "GEMM, wgrad:\nweight gradients",
+    "casts": "casts: quantizing",
+    "gaps": "gaps: GPU idle",
+}
+"""What a picture calls groups whose name is a term."""
 
 
 def share_of_floor(row: Row) -> float | None:
@@ -96,26 +107,20 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
             changed["optimizer"] = f"PyTorch's AdamW → {choice}"
     panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
     panels = [names for names in panels if names]
-    rows = 0.15 * len(groups) * (len(accounts) + 1)
-    figure = Figure(figsize=(6.2, 1.7 + 0.4 * len(panels) + rows), layout="constrained")
+    rows = 0.16 * len(groups) * (len(accounts) + 1)
+    figure = Figure(figsize=(WIDTH, 2.6 + 0.4 * len(panels) + rows), layout="constrained")
     shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
     drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
     for axes, names in zip(drawn, panels):
         _bars(axes, accounts, names)
     if changed:
-        drawn[0].set_title("What the recipe changes", loc="left", size=10.5)
-        drawn[-1].set_title(f"Other changes: {', '.join(changed.values())}", loc="left", size=9.5)
-    drawn[-1].set_xlabel("milliseconds of the step; shorter is better")
-    figure.legend(
-        handles=[Patch(color=_color(one), label=_total(one, changed)) for one in accounts],
-        title=_finding(accounts),
-        title_fontproperties={"size": 12, "weight": "bold"},
-        alignment="left",
-        loc="outside upper left",
-        frameon=False,
-        fontsize=9,
-    )
-    figure.supxlabel(textwrap.fill(caption, 95), x=0.01, ha="left", size=8, color="0.35")
+        drawn[0].set_title("What the recipe changes", loc="left", size=10)
+        told = f"Other changes: {', '.join(changed.values())}"
+        drawn[-1].set_title(textwrap.fill(told, 46), loc="left", size=10)
+    drawn[-1].set_xlabel("milliseconds of the step; shorter is better", size=9)
+    keys = [Patch(color=_color(one), label=_total(one, changed)) for one in accounts]
+    foot = "A GEMM multiplies matrices. Recipes run it in FP8; delayed, current and 128-block differ in FP8's scales."
+    tell(figure, _finding(accounts), f"{foot}\n{caption}", keys)
     return figure
 
 
@@ -136,10 +141,10 @@ def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> Non
                 if name == "activations" and times.get("casts")
                 else " 0",
                 va="center",
-                size=7.5,
+                size=8.5,
             )
-    axes.set_yticks(range(len(groups)), groups, size=9)
-    axes.tick_params(axis="x", labelbottom=True)
+    axes.set_yticks(range(len(groups)), [MEANT.get(name, name) for name in groups], size=9)
+    axes.tick_params(axis="x", labelbottom=True, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.08, y=0.01)
     axes.invert_yaxis()
@@ -155,16 +160,23 @@ def _finding(accounts: Sequence[Account]) -> str:
     for row in first.rows:
         saved[row.group.startswith("GEMM")] += row.ms - times.get(row.group, 0.0)
     most = "GEMMs" if saved[True] > saved[False] else "other kernels"
-    name = fastest.contender.partition(",")[0]
-    return f"{name}: {fastest.step_ms:.1f} instead of {first.step_ms:.1f} ms a step, most saved in {most}"
+    name, plain = (_named(one.contender.partition(",")[0]) for one in (fastest, first))
+    told = f"{fastest.step_ms:.1f} ms a step instead of {plain}'s {first.step_ms:.1f}; {most} save most"
+    return f"{name[0].upper()}{name[1:]}: {told}"
 
 
 def _color(one: Account) -> str:
     return color_of(one.contender.partition(",")[0])
 
 
+def _named(recipe: str) -> str:
+    return {"block": "128-block", "delayed": "delayed scaling", "current": "current scaling"}.get(
+        recipe, recipe
+    )
+
+
 def _total(one: Account, changed: Collection[str]) -> str:
     """Return a contender's name and step, and what the step takes without groups that another choice changes."""
     name, rest = one.contender.partition(",")[0], sum(row.ms for row in one.rows if row.group not in changed)
-    told = f"{'128-block' if name == 'block' else name}: {one.step_ms:.1f} ms"
+    told = f"{_named(name)}: {one.step_ms:.1f} ms"
     return f"{told}; {rest:.1f} ms without {' and '.join(changed)}" if changed else told
