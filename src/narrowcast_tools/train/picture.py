@@ -1,7 +1,6 @@
 """The picture of a comparison: each recipe's gap to bfloat16 at the last step, and at every evaluation."""
 
 import io
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,13 +12,14 @@ from matplotlib.figure import Figure
 from narrowcast._checks import counted
 
 from ..colors import color_of
+from ..schemes import WIDTH, tell
 from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 ALLOWED = "#2e9e5b"  # its tint stands on light pages and on dark ones
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
-
+TERMS = "Held-out: not trained on. bf16: 16-bit training; recipes: fewer bits."
 ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
 
 
@@ -39,12 +39,11 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         unit: what a token is called.
     """
     last = 1.2 + 0.27 * len(rows)
-    drawn = Figure(figsize=(7, last + 4.4), dpi=175, layout="constrained")
-    drawn.suptitle(finding(rows), x=0.01, ha="left", size=13, weight="bold")
+    drawn = Figure(figsize=(WIDTH, last + 4.8), dpi=250, layout="constrained")
     ends, curves = drawn.subplots(2, 1, height_ratios=[last, 3.2])
     _draw_last_gaps(ends, rows, unit)
     _draw_gaps(curves, rows)
-    drawn.supxlabel(textwrap.fill(subtitle, 100), x=0.01, ha="left", size=8.5, color="0.35")
+    tell(drawn, finding(rows), f"{TERMS}\n{subtitle}")
     return drawn
 
 
@@ -57,15 +56,15 @@ def finding(rows: Sequence[Row]) -> str:
         return "Losses beside bf16's, after too few steps to judge a recipe"
     if not above:
         return "Every recipe's loss is within the allowed gap to bf16"
-    return textwrap.fill(f"Above the allowed gap to bf16: {', '.join(above)}", 60)
+    return f"Above the allowed gap to bf16: {', '.join(above)}"
 
 
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     """Draw a line of dots per recipe beside the gap that is allowed, and write gap and loss right of it."""
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (last_step, last) = baseline.held_out[0], baseline.held_out[-1]
-    fell = f" fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f" is {last:.2f}"
-    _style(axes, f"Gap to bf16 after {last_step} steps, percent", "x")
+    fell = f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}"
+    _style(axes, f"Gap after {last_step} steps, percent", "x")
     shown = [end for row in rows for end in row.gaps[-1][1:]]
     allowed = {row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)}
     bound = 1.12 * (max(map(abs, (*shown, *allowed))) or 1.0)
@@ -84,8 +83,8 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
                 linewidth=0,
             )
         if len(row.seeds) > 1:
-            axes.hlines(place, *row.gaps[-1][2:], color=color, linewidth=2.5, alpha=0.5)
-        axes.plot(row.gap_percent, place, "o", color=color, markersize=8)
+            axes.hlines(place, *row.gaps[-1][2:], color=color, linewidth=4, alpha=0.5)
+        axes.plot(row.gap_percent, place, "o", color=color, markersize=6)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
         _beside(axes, place, gap, f"{row.held_out_loss:.3f}" if same else "", color="0.15")
     _beside(axes, -0.9, "gap", "loss" if same else "", color="0.35")
@@ -93,20 +92,21 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
     axes.set_yticks(
         range(len(rows)),
         [f"{row.title}, {counted(len(row.seeds), 'seed')}" if several else row.title for row in rows],
+        size=9,
     )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-bound, bound)
-    told = [f"right of 0: worse than bf16, whose held-out loss{fell} nats per {unit}"]
+    told = [f"right of 0: worse than bf16, whose held-out loss\n{fell} nats per {unit}"]
     if allowed:
         least, most = min(allowed), max(allowed)
         wide = ", ".join(row.title for row in rows if row.tolerance_percent == most) if most > least else ""
         told.append(f"green: counts as equal, up to {least:g}%" + (f" ({wide}: {most:g}%)" if wide else ""))
     if several:
-        told.append("dot: mean of the seeds, each against bf16's of the same seed; line: lowest to highest")
-        told.append("line of bf16: its seeds around their mean")
+        told.append("dot: mean of the seeds, each against bf16's of the same seed")
+        told.append("line: lowest to highest; of bf16: its seeds around their mean")
     elif len(rows) > 1:
         told.append("one seed cannot rank recipes")
-    axes.set_xlabel("\n".join(told), size=8.5)
+    axes.set_xlabel("\n".join(told), size=9)
 
 
 def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
@@ -124,8 +124,8 @@ def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.tolerance_percent is None)
     several = len(baseline.seeds) > 1
-    _style(axes, "Percent over the steps; gray: bf16, above it is worse")
-    axes.set_xlabel("optimizer step")
+    _style(axes, "Gap over the steps, percent; above 0 is worse")
+    axes.set_xlabel("optimizer step", size=9)
     last_step = baseline.held_out[-1][0]
     tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)})
     # The second half of each curve and bf16's band at the last step are inside.
@@ -154,16 +154,17 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
         ends.append((percents[-1], row))
     if axes.get_legend_handles_labels()[0]:  # below the curves, which it would cover
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(-0.1, -0.18), ncols=2, fontsize=8)
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(-0.05, -0.17), fontsize=9)
     axes.set_ylim(low, high)
     axes.set_xlim(0, last_step)
-    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.075 * (high - low))
+    axes.locator_params(axis="x", nbins=5)
+    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.085 * (high - low))
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             row.title,
             xy=(last_step, min(max(end, low), high)),
             xytext=(last_step * 1.05, height),
-            color=color_of(row.recipe),
+            color="0.15",
             size=9,
             va="center",
             annotation_clip=False,
@@ -171,7 +172,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             arrowprops={
                 "arrowstyle": "-",
                 "color": color_of(row.recipe),
-                "linewidth": 0.6,
+                "linewidth": 1.5,
                 "relpos": (0, 0.5),
                 "shrinkA": 0,
                 "shrinkB": 2,
@@ -221,7 +222,8 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
 
 
 def _style(axes: Axes, title: str, grid: Literal["x", "y"] = "y") -> None:
-    axes.set_title(title, loc="left", size=11)
+    axes.set_title(title, loc="left", size=10)
+    axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)

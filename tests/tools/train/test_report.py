@@ -164,7 +164,7 @@ def test_a_gap_within_the_allowed_one_looks_small(rows: list[Row]) -> None:
     assert ends.get_xlim()[0] < -3.0 and ends.get_xlim()[1] > 3.0
     assert gaps.get_ylim()[0] < -1.0 and gaps.get_ylim()[1] > 1.0
     assert [bar.get_x() + bar.get_width() for bar in ends.patches] == pytest.approx([1.0, 3.0])
-    assert drawn.get_suptitle() == "Every recipe's loss is within the allowed gap to bf16"
+    assert drawn.get_suptitle().replace("\n", " ") == "Every recipe's loss is within the allowed gap to bf16"
     assert (
         figures(lambda: draw(rows, subtitle="far"))[0].get_suptitle()
         == "Above the allowed gap to bf16: MXFP8"
