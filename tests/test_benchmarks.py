@@ -299,7 +299,14 @@ def test_plot_takes_the_newest_commit_and_shape_and_the_last_of_equal_rows(tmp_p
     harness.append(
         path,
         [
-            {"shape": shape, "kernel": k, "us_p50": us, "share": 0.5, "commit": c, **where}
+            {
+                "shape": shape,
+                "kernel": k,
+                **dict.fromkeys(("us_p50", "us_p20", "us_p80"), us),
+                "share": 0.5,
+                "commit": c,
+                **where,
+            }
             for c, shape, k, us in rows
         ],
     )
