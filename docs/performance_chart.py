@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from narrowcast_tools.colors import color_of
 
+MARGIN = 8
 WIDTH, NAMES, END = 480, 152, 364  # the picture, where bars begin, and where the longest ends
 ROW, BAR = 24, 15
-HEAD, TITLE, BELOW = 32, 34, 14
+HEAD, TITLE, BELOW = 50, 34, 14
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
@@ -57,7 +58,7 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
     """Return a picture of panels below each other.
 
     Args:
-        heading: the line above them.
+        heading: the line above them, which says what they show.
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
         versions: the lines below them, which say on what, with what and when they were measured.
@@ -66,7 +67,10 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
     unit = (END - NAMES) / fastest
     one = NAMES + unit
     y: float = HEAD
-    parts = [_text(4, 18, heading, TEXT[scheme], 'font-size="16" font-weight="700"')]
+    parts = [
+        _text(4, 22, heading, TEXT[scheme], 'font-size="16" font-weight="700"'),
+        _text(4, 43, "Bar and bold number: times as fast as bf16; longer is faster", FAINT[scheme]),
+    ]
     for panel in panels:
         parts.append(_text(4, y + 19, panel.title, TEXT[scheme], 'font-weight="600"'))
         y += TITLE
@@ -83,10 +87,10 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
     for line in versions:
         y += 17
         parts.append(_text(4, y, line, FAINT[scheme]))
-    height = y + 9
+    wide, high = WIDTH + 2 * MARGIN, y + 9 + 2 * MARGIN
     ground = ' style="background: white"' if scheme == "light" else ""  # where the page is dark all the same
     head = (
-        f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH * 1.5:g}" '
-        f'height="{height * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'
+        f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {wide} {high:g}" '
+        f'width="{wide * 1.5:g}" height="{high * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'
     )
     return "\n".join([head, f"<title>{escape(heading)}</title>", *parts, "</svg>", ""])
