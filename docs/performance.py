@@ -424,14 +424,29 @@ def measured_with(keys: Collection[str]) -> list[str]:
 SHAPE = "8B shape: a layer of Llama 3 8B, 4096 wide, MLP of 14336"
 
 
-BITS = "bf16: 16 bits. Others: FP8, 8 bits, scaled as their names say"
+SCALES = {
+    "from earlier steps": ("delayed",),
+    "of the tensor itself": ("current", "torchao tensorwise"),
+    "per block of 128": ("128-block",),
+    "per row": ("torchao rowwise",),
+}
+
+
+def terms(panels: Sequence[Panel]) -> list[str]:
+    """Return a chart's lines about bf16 and the scales of the recipes that it has."""
+    shown = {bar.contender for one in panels for bar in one.bars}
+    told = []
+    for scales, recipes in SCALES.items():
+        if named := [name.rpartition(" ")[2] for name in recipes if name in shown]:
+            told.append(f"{' and '.join(named)} {scales}")
+    return wrap(f"bf16: 16 bits. Others: FP8, 8 bits, with scales: {', '.join(told)}.", 65)
 
 
 def finding(panels: Sequence[Panel]) -> str:
     """Return a chart's heading: how fast the fastest of narrowcast's bars is in each panel."""
     best = [max(bar.speed for bar in one.bars if bar.contender in RECIPES) for one in panels]
     told = " to ".join(dict.fromkeys(f"{speed:.2f}" for speed in (min(best), max(best))))
-    return f"narrowcast: {told} times as fast as bf16"
+    return f"narrowcast's best: {told} times as fast as bf16"
 
 
 def charts() -> dict[str, str]:
@@ -446,7 +461,7 @@ def charts() -> dict[str, str]:
             [panels[key] for key in keys],
             scheme,
             [
-                BITS,
+                *terms([panels[key] for key in keys]),
                 *([SHAPE] if any("8B shape" in panels[key].title for key in keys) else []),
                 *(line.format(*measured_with(keys)) for line in ("PyTorch {1}, narrowcast {2}", "{0}, {3}")),
             ],

@@ -34,7 +34,7 @@ class Panel(NamedTuple):
 
 
 def _text(x: float, y: float, text: str, fill: str, style: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{fill}" {style}>{escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" fill="{fill}" {style}>{escape(text, quote=False)}</text>'
 
 
 def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
@@ -93,4 +93,4 @@ def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str],
         f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {wide} {high:g}" '
         f'width="{wide * 1.5:g}" height="{high * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'
     )
-    return "\n".join([head, f"<title>{escape(heading)}</title>", *parts, "</svg>", ""])
+    return "\n".join([head, f"<title>{escape(heading, quote=False)}</title>", *parts, "</svg>", ""])
