@@ -119,7 +119,10 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
         drawn[-1].set_title(textwrap.fill(told, 46), loc="left", size=10)
     drawn[-1].set_xlabel("milliseconds of the step; shorter is better", size=9)
     keys = [Patch(color=_color(one), label=_total(one, changed)) for one in accounts]
-    foot = "A GEMM multiplies matrices. Recipes run it in FP8; delayed, current and 128-block differ in FP8's scales."
+    foot = (
+        "A GEMM multiplies matrices, under a recipe in FP8. FP8's scales: delayed from earlier steps, current of "
+        "the tensor itself, 128-block per block of 128."
+    )
     tell(figure, _finding(accounts), f"{foot}\n{caption}", keys)
     return figure
 
