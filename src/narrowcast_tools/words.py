@@ -1,10 +1,17 @@
-"""The answer to a wrong word of an option, without PyTorch, whose import takes seconds."""
+"""Words of the command line: the answer to a wrong one, and those that start it; without PyTorch, whose import takes
+seconds.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 AUTO = "auto"  # of the recipe and of the device
@@ -41,3 +48,21 @@ def _parameters(name: str) -> float:
     """Return the parameters that a model's name says, such as `8b` or `8b-slice`; 0 where it says none."""
     found = re.match(r"(\d+(?:\.\d+)?)([mb])\b", name.lower())
     return float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found else 0.0
+
+
+def follow_up(*words: object) -> str:
+    """Return the line, the last of a command, that names the command to type next."""
+    return f"next: {shlex.join([*program(), *map(str, words)])}"
+
+
+def program() -> list[str]:
+    """Return the words that start this program in a shell: make and IDEs start it where it is on no path."""
+    started = Path(sys.argv[0])
+    if started.name == "__main__.py" or not os.access(started, os.X_OK):
+        return [_short(Path(sys.executable)), "-m", "narrowcast"]
+    found = shutil.which(started.name)
+    return [started.name if found and Path(found).samefile(started) else _short(started)]
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -76,7 +76,8 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
     assert train(text_file, "--recipe", "current", "--out", "run") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("current: held-out loss ")
-    first, second = printed.out.splitlines()
+    first, second, follow_up = printed.out.splitlines()
+    assert follow_up.startswith("next: ") and follow_up.endswith(" generate run --prompt 'Once upon '")
     assert first.endswith(" nats per byte after 4 steps; run in run") and " parameters, " in second
     assert max(map(len, [first, second])) <= 80 and "warmup" not in printed.err
     assert "step 4/4" in printed.err

@@ -85,6 +85,12 @@ def bench(
     written = [path for path in (out / "bench.csv", out / "bench.png") if path.exists()] if out else []
     if written:
         console.print(f"wrote {' and '.join(map(str, written))}", highlight=False)
+    else:
+        console.print("next: --out FOLDER keeps the results and draws a picture", highlight=False)
+    if device == "cpu":
+        console.print(
+            "A CPU emulates the formats: for speed, run narrowcast bench on a GPU.", highlight=False
+        )
     return 0
 
 

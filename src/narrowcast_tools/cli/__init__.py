@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from itertools import product, starmap
-from pathlib import Path
 from typing import cast
 
+from ..words import program
 from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
@@ -170,20 +169,7 @@ def _how_to_go_on(words: list[str]) -> str:
     further = words if "--resume" in words else [*words, "--resume"]
     if words[0] == "demo" and (by_make := os.environ.get("NARROWCAST_DEMO")):
         return f"; to continue: {by_make}{shlex.quote(shlex.join(further[1:]))}"
-    return f"; to continue: {shlex.join([*_program(), *further])}"
-
-
-def _program() -> list[str]:
-    """Return the words that start this program in a shell: make and IDEs start it where it is on no path."""
-    started = Path(sys.argv[0])
-    if started.name == "__main__.py" or not os.access(started, os.X_OK):
-        return [_short(Path(sys.executable)), "-m", "narrowcast"]
-    found = shutil.which(started.name)
-    return [started.name if found and Path(found).samefile(started) else _short(started)]
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"; to continue: {shlex.join([*program(), *further])}"
 
 
 def _install(package: str) -> str:

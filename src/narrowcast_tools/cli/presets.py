@@ -1,7 +1,10 @@
 """The work of ``presets``: the trainer's presets in numbers, which a test computes, so that PyTorch is not needed."""
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from ..words import follow_up
 
 TABLE = (
     ("", "tiny", "125m", "1b", "8b-slice", "8b"),
@@ -27,3 +30,4 @@ def presets() -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+    typer.echo(follow_up("train", "--preset", "125m", "--data", "PATH"))

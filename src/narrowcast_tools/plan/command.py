@@ -43,6 +43,7 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
     )
     if recipe != "bf16":
         console.print(_beside_bf16(result, model, gpus, gpu, **layout), highlight=False)
+    console.print("next: --json prints all numbers; --tp-size and --pp-size fix a layout")
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from narrowcast._checks import counted
 
-from ..words import AUTO
+from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
@@ -115,7 +115,8 @@ def _train_one(
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{counted(result.steps, 'step')}; run in {folder}\n"
-            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)}"
+            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)}\n"
+            f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"
         )
 
 
@@ -203,3 +204,4 @@ def demo(
             raise Interrupted("interrupted while the results were written", resumable=True) from error
     _show(finished.rows, timed=config.device != "cpu")
     typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / COMPARED}")
+    typer.echo(follow_up("train", "--data", "PATH", "--recipe", "current"))
