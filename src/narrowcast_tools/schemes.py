@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.image import imread, imsave
 
 from .colors import DARK
 
@@ -51,6 +53,18 @@ def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), c
         figure.suptitle(title, x=0, ha="left", size=12, weight="bold")
     wrapped = [textwrap.fill(line, int(1.6 * letters)) for line in foot.splitlines()]
     figure.supxlabel("\n".join(wrapped), x=0, ha="left", size=9, color="0.35")
+
+
+def png(figure: Figure) -> bytes:
+    """Return a figure as a PNG image with a margin."""
+    image, framed = io.BytesIO(), io.BytesIO()
+    figure.savefig(image, format="png")
+    image.seek(0)
+    # Padding the box that is saved would move a legend outside of the axes with it.
+    margin = int(figure.dpi * MARGIN / 72)
+    pixels = np.pad(imread(image), ((margin, margin), (margin, margin), (0, 0)), constant_values=1.0)
+    imsave(framed, pixels, format="png")
+    return framed.getvalue()
 
 
 def svg(figure: Figure) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.functional import OBSERVED, observe, observe_groups
 from narrowcast.inspect import Record
+from narrowcast.inspect.picture import figure
 
 RECIPES = {**QUANTIZED, **MORE_FORMATS}
 
@@ -369,6 +370,23 @@ def test_records_go_to_files(tmp_path: Path) -> None:
         whole.plot(tmp_path / "whole.svg")
     assert "gray" not in (tmp_path / "whole.svg").read_text()
     assert "fc2_grad_output" in str(watch)
+
+
+def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
+    pytest.importorskip("matplotlib")
+    good = [
+        Record(step, "a", operand, 1.0, 0.0, 0.0, 31.0) for step in (0, 10) for operand in ("input", "weight")
+    ]
+    lost = Record(10, "b", "input", 1.0, 0.5, 0.0, 99.0)
+    later = Record(20, "b", "weight", 1.0, 0.9, 0.0, 31.0)
+    noisy = Record(10, "b", "input", 1.0, 0.0, 0.0, 3.0)
+    for records, title in (
+        (good, "No layer loses many values or much signal"),
+        ([*good, lost], "Layer b, input: up to 50% of the values become 0 from step 10"),
+        ([*good, lost, later], "Layer b, input, and 1 more: up to 50% of the values become 0 from step 10"),
+        ([*good, noisy], "Layer b, input: much quantization error from step 10"),
+    ):
+        assert figure(records).get_suptitle().replace("\n", " ") == title
 
 
 def test_what_cannot_be_watched_is_said() -> None:

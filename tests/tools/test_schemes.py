@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from narrowcast_tools.colors import RECIPES
-from narrowcast_tools.schemes import INK, WHITE, dark, svg, write
+from narrowcast_tools.schemes import INK, MARGIN, WHITE, WIDTH, dark, png, svg, tell, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +34,17 @@ def test_a_figure_is_written_twice(tmp_path: Path) -> None:
         assert RECIPES["current"][scheme] in text and RECIPES["current"][1 - scheme] not in text
     assert f'fill="{INK["dark"]}"' in written and INK["light"] not in written
     assert "#e6e6e6" in light, "the gray line"
+
+
+def test_a_picture_has_a_margin_and_says_what_it_found() -> None:
+    figure = Figure(figsize=(WIDTH, 3.0), dpi=72, layout="constrained")
+    figure.subplots().plot([0, 1])
+    tell(figure, "A finding of more words than a line of this narrow figure has", "a term: " + "word " * 20)
+    assert [text.count("\n") for text in (figure.get_suptitle(), figure.get_supxlabel())] == [1, 1]
+    pixels = imread(io.BytesIO(png(figure)))
+    assert pixels.shape[:2] == (3 * 72 + 2 * MARGIN, int(WIDTH * 72) + 2 * MARGIN)
+    assert (pixels[:MARGIN] == 1).all() and (pixels[:, :MARGIN] == 1).all() and (pixels < 1).any()
+    assert f'viewBox="{-MARGIN} {-MARGIN} ' in svg(figure)
 
 
 def test_grays_are_mirrored_and_other_colors_stay() -> None:

@@ -41,7 +41,8 @@ _STATISTICS: tuple[tuple[str, str, Any, str, tuple[float, float]], ...] = (
 
 def draw(records: Sequence[Record], path: str | Path) -> None:
     """Write the picture in the format that the name ends in."""
-    figure(records).savefig(path, dpi=165)
+    drawn = figure(records)
+    drawn.savefig(path, dpi=165, bbox_inches=drawn.bbox_inches.padded(0.12))  # with a margin
 
 
 def figure(records: Sequence[Record]) -> Figure:

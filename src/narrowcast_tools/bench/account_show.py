@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from ..colors import color_of
-from ..schemes import WIDTH, tell
+from ..schemes import WIDTH, png, tell
 from .account import GROUPS, Account, Ceilings, Row
 
 COLUMNS = (
@@ -86,9 +85,7 @@ def write_account(
 
 def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
     """Return a PNG image of ``account_figure``."""
-    image = io.BytesIO()
-    account_figure(accounts, caption).savefig(image, format="png", dpi=130)
-    return image.getvalue()
+    return png(account_figure(accounts, caption))
 
 
 def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
@@ -108,7 +105,7 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
     panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
     panels = [names for names in panels if names]
     rows = 0.16 * len(groups) * (len(accounts) + 1)
-    figure = Figure(figsize=(WIDTH, 2.6 + 0.4 * len(panels) + rows), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.6 + 0.4 * len(panels) + rows), dpi=165, layout="constrained")
     shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
     drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
     for axes, names in zip(drawn, panels):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..colors import color_of
+from ..schemes import png
 from .measure import Result
 
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
@@ -110,6 +110,4 @@ def picture(results: Sequence[Result], title: str) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
     columns[0].set_yticks(range(len(labels)), labels, size=7)
     columns[0].invert_yaxis()
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    return png(figure)

@@ -1,6 +1,5 @@
 """The picture of a comparison: each recipe's gap to bfloat16 at the last step, and at every evaluation."""
 
-import io
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from narrowcast._checks import counted
 
 from ..colors import color_of
-from ..schemes import WIDTH, tell
+from ..schemes import WIDTH, png, tell
 from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
@@ -25,9 +24,7 @@ ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
 
 def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> bytes:
     """Return a PNG image of ``figure``."""
-    image = io.BytesIO()
-    figure(rows, subtitle=subtitle, unit=unit).savefig(image, format="png")
-    return image.getvalue()
+    return png(figure(rows, subtitle=subtitle, unit=unit))
 
 
 def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
