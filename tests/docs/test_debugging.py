@@ -18,6 +18,6 @@ def test_the_common_errors_have_the_texts_of_the_page() -> None:
         exec(
             "import torch\nfrom torch import nn\nimport narrowcast as nc\n" + code.partition("```")[0], names
         )
-    assert len(listed) == len(names["messages"]) == 11
+    assert len(listed) == len(names["messages"]) == 12
     missing = [text for text in listed if not any(text in message for message in names["messages"])]
     assert not missing, f"no error of the page says {missing}"
