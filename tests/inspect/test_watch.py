@@ -329,6 +329,30 @@ def test_every_format_knows_its_largest_code() -> None:
         assert 0 < row["squared_error"] < 0.05 * row["squares"], name
 
 
+class Bypassing(nn.Module):
+    """Multiplies weights in its own code, which no source of ``self.name.weight`` tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.linear(x, layer.weight)
+        return self.out(x)
+
+
+def test_layers_that_their_model_does_not_call_are_named() -> None:
+    model = nc.convert(Bypassing(), QUANTIZED["current"])
+    watch, receipt = nc.watch(model, every=1), nc.receipt(model)
+    with receipt.recording():
+        model(torch.randn(8, 64)).sum().backward()
+    watch.step()
+    assert receipt.idle == ("layers.0", "layers.1") and receipt.flops_covered == pytest.approx(1 / 3)
+    assert str(watch).endswith("\nunder a recipe, but not called in a sampled step: 'layers.0' and 1 more")
+
+
 def test_records_go_to_files(tmp_path: Path) -> None:
     model = stack(QUANTIZED["current"])
     watch = nc.watch(model, every=1)

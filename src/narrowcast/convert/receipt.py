@@ -36,7 +36,8 @@ class GemmRecord:
         name: the module's name, and the parameter's if the module has several.
         type: class of the module.
         shape: shape of the parameter.
-        decision: "converted", "kept", or "narrowcast" for a layer built from narrowcast.
+        decision: "converted", "kept", or "narrowcast" for a layer built from narrowcast. Code that multiplies the
+            weight itself passes a converted layer by: :attr:`Receipt.idle` has what did not run.
         reason: why it was kept, or a note on a converted one.
         recipe: class of the recipe, "" without.
         parameters: number of elements.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import shown
+from .._checks import shown, some
 from .._table import aligned
 from ..autograd import DelayedScales
 from ..functional import OBSERVED, observe, observe_groups
@@ -359,6 +359,10 @@ class Watch:
         if not self.records:
             return "nothing was sampled yet"
         lines = aligned(rows, frozenset((0, 3, 4, 5, 6)))
+        seen = {one.layer for one in self.records if not one.operand.endswith("weight")}  # read in any case
+        idle = [name for name, one in self._layers.items() if one.recipe is not None and name not in seen]
+        if idle:
+            lines.append(f"under a recipe, but not called in a sampled step: {some(idle)}")
         routers = [one for one in self.routers if one.step == self.records[-1].step]
         return "\n".join([*lines, *(["", *table_of(routers)] if routers else [])])
 
