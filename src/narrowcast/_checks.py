@@ -148,10 +148,16 @@ def tensor(label: str, value: Any) -> None:
     """Check an input.
 
     Raises:
-        TypeError: the value is no tensor.
+        TypeError: the value is no tensor, or one that is not dense: no kernel reads those.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{label} is {typed(value)}; give a tensor")
+    if value.is_nested:
+        raise TypeError(
+            f"{label} is a nested tensor; give x.to_padded_tensor(0.0), or x.values() of a jagged x"
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{label} is {value.layout}; give x.to_dense()")
 
 
 def tensors(**values: Any) -> None:

@@ -262,6 +262,67 @@ def test_an_input_without_dims(name: str, recipe: Any) -> None:
         layer(torch.tensor(1.0), [1, 0]) if name == "grouped_linear" else layer(torch.tensor(1.0))
 
 
+WEIGHTS = {"grouped_linear": ("weight0", "weight1"), "layernorm_mlp": ("fc1_weight", "fc2_weight")}
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["none", "current"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in NORMS])
+def test_no_matrix_in_place_of_the_weight(name: str, recipe: Any) -> None:
+    for weight in WEIGHTS.get(name, ("weight",)):
+        for value in (None, nn.Parameter(torch.ones(32))):
+            layer = LAYERS[name](device="cpu", recipe=recipe)
+            setattr(layer, weight, value)
+            with pytest.raises(ValueError, match=r"weight.* (is None|of shape \(32,\)|has shape \(\d+,)"):
+                run(layer, torch.randn(4, 16))
+
+
+def test_one_of_several_parameters_is_missing() -> None:
+    """The others alone would be a narrower layer, in silence."""
+    split, grouped = nc.Linear(16, 32, parameters_split=("q", "k")), nc.GroupedLinear(2, 16, 32)
+    for layer, name in ((split, "k_weight"), (split, "q_bias"), (grouped, "weight0"), (grouped, "bias1")):
+        value = getattr(layer, name)
+        setattr(layer, name, None)
+        with pytest.raises(ValueError, match=f"^{name} of .*Linear is None; assign an nn.Parameter like"):
+            run(layer, torch.randn(4, 16, device=value.device))
+        setattr(layer, name, value)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=["none", "current"])
+def test_errors_of_an_input_name_the_layer(recipe: Any) -> None:
+    layer = LAYERS["linear"](device="cpu", recipe=recipe, name="layers.0.up")
+    with pytest.raises(ValueError, match=r"in_features=16, the weight of 'layers.0.up' is \(32, 16\)$"):
+        layer(torch.randn(4, 17))
+    with pytest.raises(TypeError, match=r"torch.float32 in 'layers.0.up' of \(32, 16\); cast the input"):
+        layer(torch.randn(4, 16).double())
+    with pytest.raises(ValueError, match=r"the weight of LayerNormLinear is \(32, 16\)$"):
+        LAYERS["layernorm_linear"](device="cpu", recipe=recipe)(torch.randn(4, 17))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_inputs_that_are_not_dense(name: str) -> None:
+    layer = LAYERS[name](device="cpu", **({} if name in NORMS else {"recipe": CURRENT}))
+    rows = [torch.randn(2, 16), torch.randn(3, 16)]
+    for x in (torch.eye(4, 16).to_sparse(), torch.eye(4, 16).to_sparse_csr()):
+        with pytest.raises(TypeError, match=r"^input is torch.sparse_\w+; give x.to_dense\(\)$"):
+            layer(x, [4, 0]) if name == "grouped_linear" else layer(x)
+    for layout in (torch.strided, torch.jagged):
+        x = torch.nested.nested_tensor(rows, layout=layout)
+        with pytest.raises(TypeError, match="^input is a nested tensor; give x.to_padded_tensor"):
+            layer(x, [4, 0]) if name == "grouped_linear" else layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated", "ignore:Converting a tensor to a Python boolean")
+def test_torchscript_is_refused() -> None:
+    """A trace in high precision records operators of PyTorch's alone."""
+    model, x = nc.convert(nn.Sequential(nn.Linear(64, 64)), CURRENT), torch.randn(4, 64)
+    with pytest.raises(NotImplementedError, match=r"^torch.jit.script does not take narrowcast's Linear,"):
+        torch.jit.script(model)
+    with pytest.raises(NotImplementedError, match=r"^torch.jit.trace does not take .*; use torch.compile"):
+        torch.jit.trace(model, x)
+    with nc.autocast(enabled=False):
+        assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+
+
 # -- where parameters live ---------------------------------------------------------------------------------------------
 
 

@@ -403,7 +403,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="got 2 extra inputs, the operations take 1"):
         fuser(torch.ones(1), torch.ones(1), torch.ones(1))
     for given, which in (((3, torch.ones(1)), "the input"), ((torch.ones(1), [1]), "extra input 0")):
-        with pytest.raises(TypeError, match=f"{which} is an? (int|list); pass a tensor"):
+        with pytest.raises(TypeError, match=f"{which} is .*, of type (int|list); give a tensor"):
             fuser(*given)
     with pytest.raises(ValueError, match="basic_op_kwargs has 1 entries; give one dict for each of the 2"):
         fuser(torch.ones(1), torch.ones(1), basic_op_kwargs=[{}])

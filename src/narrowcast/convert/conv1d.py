@@ -29,7 +29,7 @@ class Conv1DLayer(LinearLayer):
     def forward(self, x: Tensor) -> Any:
         """Apply the layer to ``x`` (*lead, in_features)."""
         stored, bias = self.weight, self.bias
-        x = checked_input(x, stored.shape[0], "in_features", stored)
+        x = checked_input(self, x, "in_features", stored, stored.shape[0])
         recipe, stage, weight = self._recipe_in_force(), self._stages[0], stored.t()
         if recipe is None and not DETERMINISM.batch_invariant:
             return product(x, weight.to(x.dtype), bias.to(x.dtype))

@@ -155,7 +155,7 @@ class StackedExpertsLayer(LinearLayer):
         stored: Any = getattr(self, stage.weight)
         (weight,) = self._matrices(stage)
         biases: list[Any] = [self._stored(stage.bias)] if self.stack_of(self).biased else []
-        x = checked_input(x, weight.shape[2], "in_features", stored)
+        x = checked_input(self, x, "in_features", stored, weight.shape[2])
         watcher = self._watcher
         if watcher is not None and stage is self._stages[0]:
             x = watcher.observe_input(self, stage, x, x.detach(), splits)

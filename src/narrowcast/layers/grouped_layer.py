@@ -331,7 +331,7 @@ class GroupedLinearLayer(LinearLayer):
 
     def _checked_input(self, inp: Tensor, weights: Sequence[Any], features: int | None = None) -> Tensor:
         """Return the input, cast where torch.autocast says so; ``features``: its last dim, or that of the weights."""
-        weight = weights[0]
+        weight: Any = weights[0] if weights else None
         for at, other in enumerate(weights):
             if other.shape != weight.shape or other.shape[-1] != self.in_features:
                 raise ValueError(
@@ -345,7 +345,7 @@ class GroupedLinearLayer(LinearLayer):
                 "in eager code, rows in MXFP8 or in blocks of 128 of a row"
             )
         return checked_input(
-            inp, features or self.in_features, "in_features", weight, quantized_as_it_is=coded
+            self, inp, "in_features", weight, features or self.in_features, quantized_as_it_is=coded
         )
 
     def _checked_splits(

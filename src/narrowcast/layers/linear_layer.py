@@ -143,9 +143,20 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             self.register_parameter(part_name, None if part is None else nn.Parameter(whole))  # type: ignore[arg-type]
 
     def _parts_of(self, name: str) -> list[Tensor]:
-        """Return the parameters that hold a weight or bias: one, several, or none if there is no bias."""
-        parts = [getattr(self, part) for part in self._parts.get(name, [name])]
-        return [part for part in parts if part is not None]
+        """Return the parameters that hold a weight or bias: one, several, or none if there is no bias.
+
+        Raises:
+            ValueError: some of several are None.
+        """
+        names = self._parts.get(name, [name])
+        parts = [getattr(self, part) for part in names]
+        found = [part for part in parts if part is not None]
+        if found and len(found) < len(parts):
+            missing = next(part for part, value in zip(names, parts) if value is None)
+            raise ValueError(
+                f"{missing} of {self.name or type(self).__name__} is None; assign an nn.Parameter like the others"
+            )
+        return found
 
     def _whole(self, name: str) -> Any:
         """Return a weight or bias: the parameter, or what its parts are together; None without."""

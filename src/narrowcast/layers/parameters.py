@@ -71,29 +71,39 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
 
 
 def checked_input(
-    inp: Tensor, features: int, label: str, weight: Tensor, quantized_as_it_is: bool = False
+    layer: nn.Module,
+    inp: Tensor,
+    label: str,
+    weight: Tensor | None,
+    features: int | None = None,
+    quantized_as_it_is: bool = False,
 ) -> Tensor:
     """Return the input of a layer, cast where torch.autocast says so.
 
     Args:
-        features: what the last dim must be; ``label`` is its name.
+        layer: for the messages.
+        label: the name of what the last dim must be.
         weight: a parameter to compare with.
+        features: what the last dim must be; None is that of a weight (out_features, in_features).
         quantized_as_it_is: torch.autocast does not cast a quantized input.
     Raises:
-        ValueError: another last dim, or none.
-        TypeError: no tensor, or another dtype than the weight's outside torch.autocast.
+        ValueError: another last dim, or none; or no weight, or one that is no matrix.
+        TypeError: no dense tensor, or another dtype than the weight's outside torch.autocast.
         RuntimeError: another device.
     """
     tensor("input", inp)
+    if weight is None or (features is None and weight.dim() != 2):
+        raise no_matrix(layer, "the weight", weight)
     shape, device = inp.shape, inp.device
-    if not shape or shape[-1] != features:
+    wanted = weight.shape[-1] if features is None else features
+    if not shape or shape[-1] != wanted:
         raise ValueError(
-            f"input has shape {shape_of(inp)}; its last dim must be {label}={features}, "
-            f"the weight is {shape_of(weight)}"
+            f"input has shape {shape_of(inp)}; its last dim must be {label}={wanted}, the weight of "
+            f"{_named(layer)} is {shape_of(weight)}"
         )
     if device != weight.device:
         raise RuntimeError(
-            f"input is on {inp.device}, the parameters are on {weight.device}; {remedy(weight)}"
+            f"input is on {inp.device}, the parameters are on {weight.device} in {_named(layer)}; {remedy(weight)}"
         )
     kind = device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -102,8 +112,25 @@ def checked_input(
         if inp.dtype in HIGH_PRECISION:
             return inp.to(torch.get_autocast_dtype(kind))
     if inp.dtype != weight.dtype:
-        raise TypeError(f"input is {inp.dtype}, the parameters are {weight.dtype}; {_other_dtype(inp)}")
+        raise TypeError(
+            f"input is {inp.dtype}, the parameters are {weight.dtype} in {_named(layer)} of {shape_of(weight)}; "
+            f"{_other_dtype(inp)}"
+        )
     return inp
+
+
+def no_matrix(layer: nn.Module, label: str, weight: Tensor | None) -> ValueError:
+    """Return the error of a weight that is no matrix; ``label``: its name."""
+    found = "None" if weight is None else f"of shape {shape_of(weight)}"
+    return ValueError(
+        f"{label} of {_named(layer)} is {found}; assign an nn.Parameter (out_features, in_features)"
+    )
+
+
+def _named(layer: Any) -> str:
+    """Return the name of a layer if it has one, else its class."""
+    name = getattr(layer, "name", "")
+    return shown(name) if name else type(layer).__name__
 
 
 def _other_dtype(inp: Tensor) -> str:
@@ -115,14 +142,17 @@ def _other_dtype(inp: Tensor) -> str:
     return "integers such as token ids go through an embedding first; cast numbers with .float()"
 
 
-def check_hidden(fc1: Tensor, fc2: Tensor, activation: str) -> None:
+def check_hidden(layer: nn.Module, fc1: Tensor, fc2: Tensor | None, activation: str) -> None:
     """Check that a layer behind an activation takes what that makes of the layer before it.
 
     Args:
+        layer: for the messages.
         fc1, fc2: their weights.
     Raises:
         ValueError: it does not.
     """
+    if fc2 is None or fc2.dim() != 2:
+        raise no_matrix(layer, "the weight of fc2", fc2)
     hidden = fc1.shape[0] // 2 if ACTIVATIONS[activation].gated else fc1.shape[0]
     if fc2.shape[-1] != hidden:
         raise ValueError(

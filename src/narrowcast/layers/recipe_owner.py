@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -67,6 +67,8 @@ class RecipeOwner(nn.Module):
             while_tracing(_check_while_tracing)
             return recipe
         state.reached = True
+        if recipe is not None and torch.jit.is_tracing():
+            raise _not_for_jit("trace", self)
         if graph_task_id() != -1:  # a recomputation
             return recipe if entered_in_backward() else self._recipe_of_forward()
         if recipe is not self._last_recipe:
@@ -88,6 +90,14 @@ class RecipeOwner(nn.Module):
             )
         return ran[0] if ran else self._last_recipe
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse ``torch.jit.script``, which asks each module of a model.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise _not_for_jit("script", self)
+
     def end_step(self) -> None:
         """Forget under which recipes the layer ran before an optimizer's step."""
         for ran in self._ran_under:
@@ -98,6 +108,13 @@ class RecipeOwner(nn.Module):
         autocast.
         """
         return {**self.__dict__, "_last_recipe": self._recipe, "_ran_under": ([], [])}
+
+
+def _not_for_jit(how: str, layer: nn.Module) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.jit.{how} does not take narrowcast's {type(layer).__name__}, whose kernels it cannot write down; use "
+        "torch.compile or torch.export, or call narrowcast.revert(model) first"
+    )
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:

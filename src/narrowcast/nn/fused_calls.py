@@ -75,7 +75,7 @@ def norm_mlp(
         x = inp + residual
         hidden = _called(fc1, norm(x), is_first_microbatch)
         return _called(fc2, activate(hidden, how), is_first_microbatch), x
-    check_hidden(fc1.weight, fc2.weight, activation)  # type: ignore[arg-type]
+    check_hidden(fc2, fc1.weight, fc2.weight, activation)  # type: ignore[arg-type]
     plans, (first, second), inp = _prepared(recipe, norm, [fc1, fc2], inp, is_first_microbatch, residual)
     call = ProgramArgs(NORM_MLP, (NormArgs(settings, False, True), first, how, second))
     operands = (call, inp, norm.weight, _bias(norm), fc1.weight, fc1.bias, fc2.weight, fc2.bias, residual)
@@ -125,7 +125,7 @@ def _prepared(
     recipe: Recipe, norm: nn.Module, linears: list[Any], inp: Tensor, first: bool | None, *others: Tensor
 ) -> tuple[list[LinearPlan], list[LinearFwdArgs], Tensor]:
     """Return plans and arguments of the layers, and the checked input."""
-    inp = checked_input(inp, linears[0].weight.shape[-1], "in_features", linears[0].weight)
+    inp = checked_input(linears[0], inp, "in_features", linears[0].weight)
     needs_input = any(x is not None and x.requires_grad for x in (inp, norm.weight, _bias(norm), *others))
     plans, args = [], []
     for linear in linears:

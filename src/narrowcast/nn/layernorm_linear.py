@@ -170,7 +170,7 @@ class LayerNormLinear(NormLinearLayer):
         if unknown:
             refuse_keywords(self, unknown)
         weight, learned_bias = self._whole("weight"), self._whole("bias")
-        given, inp = inp, checked_input(inp, weight.shape[-1], "in_features", weight)
+        given, inp = inp, checked_input(self, inp, "in_features", weight)
         passes = (
             return_input and given.dtype == inp.dtype
         )  # through the boundary, unless torch.autocast has cast it

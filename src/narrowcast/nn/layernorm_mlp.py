@@ -199,7 +199,8 @@ class LayerNormMLP(NormLinearLayer):
         if unknown:
             refuse_keywords(self, unknown)
         fc1_weight, fc2_weight = self.fc1_weight, self.fc2_weight
-        inp = checked_input(inp, fc1_weight.shape[-1], "hidden_size", fc1_weight)
+        inp = checked_input(self, inp, "hidden_size", fc1_weight)
+        check_hidden(self, fc1_weight, fc2_weight, self.activation.activation)
         if residual is not None:
             _check_residual(residual, inp)
         recipe = self._recipe_in_force()
@@ -217,7 +218,6 @@ class LayerNormMLP(NormLinearLayer):
                 out = self._with_bias_behind(out, self.fc2_bias)
             return self._returned(out, self.fc2_bias, normalized, () if residual is None else (inp,))
         fc2, fc1 = self._stages
-        check_hidden(fc1_weight, fc2_weight, self.activation.activation)
         fc1_bias = self.fc1_bias
         fc2_bias = None if self.return_bias or self._bias_behind else self.fc2_bias
         of_norm = self._norm_has_backward(inp) or (residual is not None and residual.requires_grad)

@@ -236,7 +236,7 @@ class Linear(LinearLayer, nn.Linear):
         apart = self._parts or self._placed or self._parallel is not None or self.return_bias
         if recipe is None or apart or self._on_dtensors or weight.requires_grad:
             return None
-        inp = checked_input(inp, weight.shape[-1], "in_features", weight)
+        inp = checked_input(self, inp, "in_features", weight)
         stage = self._stages[0]
         plan = self._plan(recipe, stage, inp.requires_grad, weight)
         per_tensor = plan.quantized and plan.input.storage_name.endswith("Float8TensorStorage")
@@ -278,7 +278,7 @@ class Linear(LinearLayer, nn.Linear):
             if out is not None:
                 return out
         weight, learned_bias = self._whole("weight"), self._whole("bias")
-        inp = checked_input(inp, weight.shape[-1], "in_features", weight, quantized_as_it_is=True)
+        inp = checked_input(self, inp, "in_features", weight, quantized_as_it_is=True)
         bias = None if self.return_bias or self._bias_behind else learned_bias
         stage, recipe = self._stages[0], self._recipe_in_force()
         if recipe is None:

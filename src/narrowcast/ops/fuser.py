@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import a_kind, flags, shown, typed
+from .._checks import flags, shown, tensor, typed
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
 from ..quantizers import Operand
@@ -289,9 +289,7 @@ class OperationFuser:
         if len(extra_inputs) != wanted:
             raise ValueError(f"got {len(extra_inputs)} extra inputs, the operations take {wanted}")
         for position, given in enumerate((input_, *extra_inputs)):
-            if not isinstance(given, Tensor):
-                which = f"extra input {position - 1}" if position else "the input"
-                raise TypeError(f"{which} is {a_kind(given)}; pass a tensor")
+            tensor(f"extra input {position - 1}" if position else "the input", given)
         if basic_op_kwargs is not None and len(basic_op_kwargs) != len(self.basic_ops):
             raise ValueError(
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries; give one dict for each of the "

@@ -258,7 +258,7 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         if isinstance(input_, Tensor):
             if input_.dtype != weight.dtype and input_.dtype in HIGH_PRECISION:
                 input_ = input_.to(args.dtype)
-            input_ = checked_input(input_, weight.shape[1], "in_features", weight, quantized_as_it_is=True)
+            input_ = checked_input(self, input_, "in_features", weight, quantized_as_it_is=True)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
         out, saved_input, saved_weight = forward(weight, input_, bias, args)
         if not (plan.needs_input or plan.needs_weight):
