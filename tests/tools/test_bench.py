@@ -37,7 +37,7 @@ def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert (
         "narrowcast bench tiny: cpu, emulated, torch" in shown
-        and "memory" not in shown
+        and "peak MiB" not in shown
         and "Linear 32x64->64" in shown
     )
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))

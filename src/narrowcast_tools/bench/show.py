@@ -13,11 +13,12 @@ from ..colors import color_of
 from ..schemes import png
 from .measure import Result
 
+HEADINGS = {"share": "time over bf16", "memory": "peak MiB"}
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    """Return a row per contender; ``share`` is of the time of bf16 compiled, ``memory`` in MiB.
+    """Return a row per contender; the time is over that of bf16 compiled.
 
     Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
     """
@@ -28,7 +29,9 @@ def table(results: Sequence[Result], title: str) -> Table:
         if name not in ("memory", "note") or any(getattr(one, name) for one in results)
     ]
     for name in columns:
-        shown.add_column(name, justify="right" if name in ("ms", "share", "memory") else "left")
+        shown.add_column(
+            HEADINGS.get(name, name), justify="right" if name in ("ms", "share", "memory") else "left"
+        )
     last = ""
     for one in results:
         if last and one.work != last:
