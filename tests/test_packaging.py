@@ -48,12 +48,20 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
 print("torch is there", flush=True)
 print("torch is there", file=sys.stderr, flush=True)
 import narrowcast
+model = narrowcast.convert(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()), "delayed")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(32, 64)).sum().backward()
+optimizer.step()
+model.load_state_dict(model.state_dict())
 """
 
 
-def test_import_is_silent() -> None:
+@pytest.mark.parametrize("before", ["", "import sys; sys.modules['numpy'] = None"], ids=["numpy", "no numpy"])
+def test_import_and_a_step_are_silent(before: str) -> None:
     """Not a line on stdout, on stderr, or of any logger, PyTorch's included: pytest itself cannot see the latter."""
-    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", before + SILENT], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     for stream in (done.stdout, done.stderr):
         assert stream.partition("torch is there\n")[2] == ""

@@ -10,6 +10,7 @@ import difflib
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from itertools import product, starmap
 from typing import cast
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words in DOCTOR:  # it reports what is missing
+    if words in DOCTOR:  # it reports what is missing, also NumPy, of which PyTorch's import warns
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         from ..train.doctor import doctor
 
         return doctor(json=len(words) > 1)

@@ -22,10 +22,13 @@ from .recipes import CHOICES, RecipeChoice
 
 NEVER_RUN = ("mxfp8", "nvfp4")
 """Recipes whose native GEMM was written without a GPU that has it."""
-PACKAGES = ("safetensors", "rich", "typer", "matplotlib")
+PACKAGES = ("numpy", "safetensors", "rich", "typer", "matplotlib")
 NATIVE, EMULATED = "native", "emulated"
 UNTESTED = "native, but never run on such a GPU before a release"
-ABSENT = "not installed; the other commands need it: pip install 'narrowcast[train]', in a clone pip install '.[train]'"
+ABSENT = (
+    "not installed, but needed by the other commands: pip install 'narrowcast[train]', "
+    "in a clone pip install '.[train]'"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:
     recipes = [finding for finding in findings if finding.subject in CHOICES]
     slow = all(one.text.startswith(EMULATED) for one in recipes if one.subject != "bf16")
     wrong = [f"{one.subject}: {one.text}" for one in findings if one.broken]
-    limits = [f"{one.subject}: {one.text}" for one in findings if one.text == ABSENT]
+    absent = ", ".join(one.subject for one in findings if one.text == ABSENT)
+    limits = [f"{absent}: {ABSENT}"] if absent else []
     limits += [f"{one.subject} {one.text}" for one in findings if ": not tested;" in one.text]
     verdict = "this machine can train"
     if any(one.broken for one in findings):

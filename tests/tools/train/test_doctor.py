@@ -28,13 +28,13 @@ def test_what_is_wrong_comes_before_the_details(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "typer" else "1.0")
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name in ("numpy", "typer") else "1.0")
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
     assert doctor.doctor(json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "wrong        nothing" in lines
     limits = [line for line in lines[: lines.index("")] if line.startswith("limits ")]
-    assert limits[0] == f"limits       typer: {doctor.ABSENT}"
+    assert limits[0] == f"limits       numpy, typer: {doctor.ABSENT}"
     assert limits[1] == "limits       torch 2.99.1+cu140: not tested; 2.11 to 2.15 were"
 
 
