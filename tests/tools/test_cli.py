@@ -205,12 +205,15 @@ def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.Capt
 
 def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
+    runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
     assert train(text_file, *words) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[-2:] == ["picture: c/loss.png", "numbers: c/summary.csv, c/losses.csv"]
+    *written, follow_up = printed.splitlines()[-3:]
+    assert written == ["picture: c/loss.png", "numbers: c/summary.csv, c/losses.csv"]
+    losses = {run: json.loads(Path(f"c/{run}/result.json").read_text())["held_out_loss"] for run in runs}
+    assert follow_up.endswith(f" generate c/{min(losses, key=losses.__getitem__)} --prompt 'Once upon '")
     assert "FP8 current" in printed and "mean of up to 2 seeds" in printed
     assert "4 steps are too few to judge a recipe by its gap; take 240 or more." in printed
-    runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
     files = {"loss.png", "losses.csv", "summary.csv", "results.json"}
     assert {path.name for path in Path("c").iterdir()} == runs | files
     assert len(Path("c/losses.csv").read_text().splitlines()) == 1 + 4 * 3
@@ -658,7 +661,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["presets"], 0, "8b-slice"),
         (["bake"], 2, "no command 'bake'; narrowcast --help lists all"),
         (["trian"], 2, "no command 'trian'; the nearest: 'train'; narrowcast --help lists all"),
-        (["train", "--speed", "9"], 2, "narrowcast train has no option --speed; "),
+        (["train", "--speed", "9"], 2, "narrowcast: train has no option --speed; "),
         (
             ["train", "--stpes", "9"],
             2,
@@ -684,7 +687,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             "no option --temp; the nearest: --temperature; narrowcast generate",
         ),
         *(
-            ([command, old, "1"], 2, f"{command} has no option {old}; the nearest: {new}; ")
+            ([command, old, "1"], 2, f"narrowcast: {command} has no option {old}; the nearest: {new}; ")
             for command, old, new in (
                 ("plan", "--length", "--seq-len"),
                 ("plan", "--batch", "--batch-size"),
@@ -693,6 +696,8 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
                 ("bench", "--head", "--head-recipe"),
                 ("train", "--learning-rate", "--lr"),
                 ("train", "--no-compil", "--no-compile"),
+                ("train", "--model", "--preset"),
+                ("train", "--epochs", "--steps"),
             )
         ),
         (["demo", "--steps", "many"], 2, "--steps is 'many'; use a whole number"),

@@ -22,6 +22,8 @@ EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 DOCTOR = (["doctor"], ["doctor", "--json"])
+ELSEWHERE = {"model": "preset", "epochs": "steps"}
+"""Options of other trainers, and those of `train` in their place."""
 MISSING: str | None = None
 
 
@@ -110,7 +112,8 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             return f"{option} has no value; {whole} says: {meant.partition('. ')[0].rstrip('.')}"
         params = error.ctx.command.params if error.ctx else []
         near = _nearest(option, [one for param in params for one in (*param.opts, *param.secondary_opts)])
-        return f"{program} has no option {option}; {f'the nearest: {near}; ' if near else ''}{look} all"
+        begin = f"{name} has no option {option}" if name in names else f"no option {option}"
+        return f"{begin}; {f'the nearest: {near}; ' if near else ''}{look} all"
     if kind == "MissingParameter":
         return (
             f"the argument {getattr(param, 'name', '').upper()} is missing; for example: {EXAMPLES[name][0]}"
@@ -136,13 +139,14 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
 
 
 def _nearest(option: str, options: list[str]) -> str:
-    """Return the option that begins as the typed one, is spelled like it, is its initials, or shares a word; or ""."""
+    """Return the option that begins as the typed one, is spelled like it, means it, or shares a word; or ""."""
     typed, names = option.strip("-"), [one.strip("-") for one in options]
     initials = "".join(word[:1] for word in typed.split("-"))
     found = (
         sorted((one for one in names if one.startswith(typed)), key=len)
         or difflib.get_close_matches(typed, names, 1)
         or [one for one in names if one == initials and len(one) > 1]
+        or [one for one in names if one == ELSEWHERE.get(typed)]
         or [one for one in names if any(starmap(_same_word, product(typed.split("-"), one.split("-"))))]
     )
     return next((one for one in options if found and one.strip("-") == found[0]), "")

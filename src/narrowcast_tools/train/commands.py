@@ -132,6 +132,7 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
         write_comparison(comparison, out, command=command)
     _show(comparison.rows, unit=comparison.unit, timed=comparison.timed)
     typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
+    typer.echo(follow_up("generate", comparison.best, "--prompt", "Once upon "))
 
 
 def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte") -> None:
@@ -171,6 +172,7 @@ def generate(
         typer.echo(text, nl=False)
     typer.echo()
     progress.note(answer.pace)
+    typer.echo("next: --samples 4 continues in four ways; --recipe bf16 computes in another recipe", err=True)
 
 
 def demo(

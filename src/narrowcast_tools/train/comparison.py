@@ -47,12 +47,14 @@ class Comparison:
         shared: what one run's `result.json` says, of which the settings outside `FREE` hold for all; `machine`
             names the machines of all.
         timed: whether all ran on GPUs; a CPU emulates the formats, and its speed is not a recipe's own.
+        best: folder of the run with the lowest last held-out loss.
     """
 
     rows: list[Row]
     results: list[RunResult]
     shared: dict
     timed: bool
+    best: Path
 
     @property
     def unit(self) -> str:
@@ -75,6 +77,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     for path, content in zip(paths, contents):
         _require_comparable(paths[0], contents[0], path, content)
     results = [_result(content) for content in contents]
+    best, _ = min(zip(paths, results), key=lambda run: run[1].held_out_loss)
     seen: dict[tuple[str, str, int], Path] = {}
     for path, result in zip(paths, results):
         key = (result.recipe, result.variant, result.seed)
@@ -90,7 +93,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     machines = sorted({one_line(content["machine"]) for content in contents})
     shared = {**contents[0], "machine": "; ".join(machines)}
     timed = all("gpu" in content["machine"] for content in contents)
-    return Comparison(compare(results, strict=strict), results, shared, timed)
+    return Comparison(compare(results, strict=strict), results, shared, timed, best.parent)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:

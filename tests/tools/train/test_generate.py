@@ -112,6 +112,7 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
     assert printed.out.rstrip("\n") == text.rstrip("\n\N{REPLACEMENT CHARACTER}")
     assert "note: 21 positions, and the model was trained on 16" in printed.err
     assert "note: step 20, 12 tokens, samples: 1, " in printed.err
+    assert printed.err.splitlines()[-1].startswith("next: --samples 4 ")
     assert main([*words, "--samples", "2", "--recipe", "bf16"]) == 0
     assert capsys.readouterr().out.count("3 bottles") == 2
 
