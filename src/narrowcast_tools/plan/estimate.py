@@ -126,8 +126,14 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
             f"PP x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",
         ),
         (layout.ep > 1 and not model.experts, f"{model.name} has no experts; leave --ep-size out"),
-        (model.experts and model.experts % layout.ep, f"--ep-size must divide the {model.experts} experts"),
-        (layout.fsdp * layout.cp % layout.ep, "--ep-size must divide the ranks of FSDP x CP"),
+        (
+            model.experts and model.experts % layout.ep,
+            f"--ep-size is {layout.ep}; it must divide the {model.experts} experts",
+        ),
+        (
+            layout.fsdp * layout.cp % layout.ep,
+            f"--ep-size is {layout.ep}; it must divide the {layout.fsdp * layout.cp} ranks of FSDP x CP",
+        ),
         (
             layout.micro_batches < 1,
             f"{layout.batch} tokens are fewer than one microbatch per data-parallel rank needs "
@@ -140,9 +146,10 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
             "steps in the backward are those of one GPU and one microbatch",
         ),
     )
+    gpus = f"{layout.gpus} {'GPU' if layout.gpus == 1 else 'GPUs'}"
     for broken, rule in rules:
         if broken:
-            raise ValueError(f"layout {layout} on {layout.gpus} GPUs: {rule}")
+            raise ValueError(f"{rule}; the layout is {layout} on {gpus}")
 
 
 def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:

@@ -218,7 +218,10 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             "--gpus 32 --tp-size 8 --pp-size 8",
             "--tp-size 8 x --pp-size 8 does not divide --gpus 32; use sizes whose product",
         ),
-        ("--gpus 8 --ep-size 8", "8b has no experts; leave --ep-size out"),
+        (
+            "--gpus 8 --ep-size 8",
+            "narrowcast: 8b has no experts; leave --ep-size out; the layout is FSDP 8 x TP 1 x PP 1 x EP 8 on 8 GPUs",
+        ),
         ("--gpus 4096 --batch-size 1", "raise --batch-size, --tp-size or --pp-size"),
         ("--gpus 8 --batch-size 0", "--batch-size is 0; it must be at least 1"),
         (
