@@ -169,16 +169,10 @@ class ShardedWeight(Tensor):
             return args[0] if schema_of(func).returns and isinstance(args[0], ShardedWeight) else result
         return ShardedWeight(result, weights[0]._gather) if func in _STAYS_A_WEIGHT else result
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
-        """Return what this rank gives and what it keeps: codes and the scales of its blocks; direction, and what all
-        have.
-        """
-        result = self._given(mesh, mp_policy)
-        if self._gather.in_place is not None:
-            self._gather.in_place.send(self._gather, result[0][0])
-        return result
+    @property
+    def fsdp_pre_all_gather(self) -> _BeforeGather:
+        """What FSDP2 calls for the codes of this shard."""
+        return _BeforeGather(self)
 
     def _given(self, mesh: Any, mp_policy: Any) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
         gather, given_before = self._gather, self._gather.given
@@ -256,10 +250,28 @@ class ShardedWeight(Tensor):
         return buffers
 
 
-# FSDP2 reads it at every gather of every weight; inspecting it again would cost more than quantizing
-ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    ShardedWeight.fsdp_pre_all_gather
-)
+class _BeforeGather:
+    """``fsdp_pre_all_gather`` of a shard.
+
+    FSDP2 inspects its signature at every gather of every weight: an object that states its own is quicker to inspect
+    than a method.
+    """
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        self._weight = weight
+
+    def __call__(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[bool, list[Tensor]]]:
+        """Return what this rank gives and what it keeps: codes and the scales of its blocks; direction, and what all
+        have.
+        """
+        gather, result = self._weight._gather, self._weight._given(mesh, mp_policy)
+        if gather.in_place is not None:
+            gather.in_place.send(gather, result[0][0])
+        return result
+
+    __signature__ = inspect.Signature([*inspect.signature(__call__).parameters.values()][1:])
 
 
 def _plain(value: Any, found: list[ShardedWeight]) -> Any:
