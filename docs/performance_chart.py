@@ -18,7 +18,7 @@ FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
 
 
 class Bar(NamedTuple):
-    """A contender: its name in the chart, how many times as fast as bf16 it is, its milliseconds, and its own name."""
+    """A contender: its name in the chart, its speed beside bf16, its milliseconds, its own name; 0 if not measured."""
 
     name: str
     speed: float
@@ -40,8 +40,11 @@ def _text(x: float, y: float, text: str, fill: str, style: str = "") -> str:
 def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
     """Return a bar between its name and its numbers, each in a column of its own."""
     base, fill = y + BAR / 2 + 4.5, color_of(bar.contender, dark=scheme == "dark")
+    name = _text(NAMES - 8, base, bar.name, TEXT[scheme], 'text-anchor="end"')
+    if not bar.speed:
+        return [name, _text(NAMES + 4, base, "not measured", FAINT[scheme])]
     return [
-        _text(NAMES - 8, base, bar.name, TEXT[scheme], 'text-anchor="end"'),
+        name,
         f'<rect x="{NAMES}" y="{y:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" fill="{fill}"/>',
         _text(END + 10, base, f"{bar.speed:.2f}", TEXT[scheme], 'font-weight="700"'),
         _text(
