@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import narrowcast as nc
+from narrowcast.nn.qk_norm import HeadL2Norm
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 CURRENT = Float8CurrentScaling()
@@ -311,7 +313,12 @@ def test_inputs_that_are_not_dense(name: str) -> None:
             layer(x, [4, 0]) if name == "grouped_linear" else layer(x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.*deprecated", "ignore:Converting a tensor to a Python boolean")
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.*deprecated",
+    "ignore:Converting a tensor to a Python boolean",
+    "ignore:.*fp8_meta is not there",
+    "ignore:nothing inside this autocast ran",
+)
 def test_torchscript_is_refused() -> None:
     """A trace in high precision records operators of PyTorch's alone."""
     model, x = nc.convert(nn.Sequential(nn.Linear(64, 64)), CURRENT), torch.randn(4, 64)
@@ -321,6 +328,18 @@ def test_torchscript_is_refused() -> None:
         torch.jit.trace(model, x)
     with nc.autocast(enabled=False):
         assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+    core, of_heads = nc.DotProductAttention(2, 8), torch.randn(5, 2, 2, 8)
+    norms = nc.LayerNorm(64, device="cpu"), nc.RMSNorm(64, device="cpu"), HeadL2Norm(64, 1e-6)
+    for layer in (*norms, core, nc.MoERouter(64, 4, 2, device="cpu"), nc.Fp8Padding(2), nc.Fp8Unpadding(2)):
+        told = rf"^torch.jit.script does not take narrowcast's {type(layer).__name__},"
+        with pytest.raises(NotImplementedError, match=told):
+            torch.jit.script(nn.Sequential(layer))
+    assert torch.equal(torch.jit.trace(core, 3 * (of_heads,))(*3 * (of_heads,)), core(*3 * (of_heads,)))
+    operations = nc.ops.Sequential(nc.ops.LayerNorm(64, device="cpu"), nc.ops.Linear(64, 64, device="cpu"))
+    for what, recipe in product((operations, *operations), (None, CURRENT)):
+        told = r"^torch.jit.trace does not take narrowcast's (LayerNorm|BasicLinear),"
+        with nc.autocast(recipe=recipe), pytest.raises(NotImplementedError, match=told):
+            torch.jit.trace(what, x)
 
 
 # -- where parameters live ---------------------------------------------------------------------------------------------

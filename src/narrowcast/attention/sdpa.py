@@ -68,7 +68,7 @@ def attend(
     if scores.bias is not None:
         bias = scores.bias if mask is None else scores.bias.masked_fill(~mask, float("-inf"))
         mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    gqa = q.shape[1] != k.shape[1]
+    gqa = bool(q.shape[1] != k.shape[1])  # a tensor while torch.jit traces
     folds = gqa and not causal and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1)
     if folds:  # a decoding step: the queries of a group are rows, so that no key or value is repeated
         q, gqa = q.squeeze(2).unflatten(1, (k.shape[1], -1)), False

@@ -12,7 +12,7 @@ from .parameters import (
     quantize_parameter,
 )
 from .quantized_weight import quantize_weight, scatter_workspace
-from .recipe_owner import RecipeOwner
+from .recipe_owner import RecipeOwner, not_for_jit, refuse_script
 from .renewal import reduce_delayed_scaling, renew_delayed_scaling, renew_with
 from .set_recipe import get_recipes, set_recipe
 from .snapshot import Snapshot

@@ -15,6 +15,7 @@ from ..upstream.fsdp import placed_by_style
 from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
 from .parameters import casts, parameter_device, parameter_dtype, remedy
+from .recipe_owner import refuse_script
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,6 +60,7 @@ class NormParameters(nn.Module):
     _normalization: ClassVar[str]
     # the parameters are DTensors, used on a share of the rows
     _placed: bool = False
+    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

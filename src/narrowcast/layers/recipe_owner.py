@@ -15,6 +15,23 @@ from ..state import THREAD, autocast, checked_recipe, entered_in_backward
 from ..upstream.autograd import graph_task_id, is_in_backward
 
 
+def not_for_jit(how: str, layer: nn.Module) -> NotImplementedError:
+    """Return the error of a layer under ``torch.jit.script`` or ``torch.jit.trace``."""
+    return NotImplementedError(
+        f"torch.jit.{how} does not take narrowcast's {type(layer).__name__}, whose kernels it cannot write down; use "
+        "torch.compile or torch.export, or call narrowcast.revert(model) first"
+    )
+
+
+def refuse_script(layer: nn.Module) -> NoReturn:
+    """Refuse ``torch.jit.script``, which calls ``__prepare_scriptable__`` of each module of a model.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise not_for_jit("script", layer)
+
+
 class RecipeOwner(nn.Module):
     """Base of what runs under a recipe.
 
@@ -68,7 +85,7 @@ class RecipeOwner(nn.Module):
             return recipe
         state.reached = True
         if recipe is not None and torch.jit.is_tracing():
-            raise _not_for_jit("trace", self)
+            raise not_for_jit("trace", self)
         if graph_task_id() != -1:  # a recomputation
             return recipe if entered_in_backward() else self._recipe_of_forward()
         if recipe is not self._last_recipe:
@@ -90,13 +107,7 @@ class RecipeOwner(nn.Module):
             )
         return ran[0] if ran else self._last_recipe
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse ``torch.jit.script``, which asks each module of a model.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise _not_for_jit("script", self)
+    __prepare_scriptable__ = refuse_script
 
     def end_step(self) -> None:
         """Forget under which recipes the layer ran before an optimizer's step."""
@@ -108,13 +119,6 @@ class RecipeOwner(nn.Module):
         autocast.
         """
         return {**self.__dict__, "_last_recipe": self._recipe, "_ran_under": ([], [])}
-
-
-def _not_for_jit(how: str, layer: nn.Module) -> NotImplementedError:
-    return NotImplementedError(
-        f"torch.jit.{how} does not take narrowcast's {type(layer).__name__}, whose kernels it cannot write down; use "
-        "torch.compile or torch.export, or call narrowcast.revert(model) first"
-    )
 
 
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:

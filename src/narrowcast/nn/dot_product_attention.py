@@ -35,7 +35,7 @@ from ..attention import (
     standard_slopes,
 )
 from ..functional.collectives import group_name
-from ..layers import parameter_device
+from ..layers import parameter_device, refuse_script
 from ..layers.extra_state import EXTRA_STATE
 from ..layers.tensor_parallel import NO_GROUP, Split
 from ..state import checkpoint
@@ -74,6 +74,7 @@ class DotProductAttention(nn.Module):
         NotImplementedError: context parallelism with another exchange than "all_gather".
     """
 
+    __prepare_scriptable__ = refuse_script
     softmax_offset: Tensor | None
 
     def __init__(

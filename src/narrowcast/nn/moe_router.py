@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._checks import flags, in_range, is_one_of, not_among, positive
 from .._keywords import refuse_keywords
+from ..layers import refuse_script
 from ..layers.parameters import parameter_device, parameter_dtype
 from ..moe import (
     fused_compute_score_for_moe_aux_loss,
@@ -64,6 +65,7 @@ class MoERouter(nn.Module):
         ValueError: an option out of its range, or ``bias_update_rate`` with "softmax".
     """
 
+    __prepare_scriptable__ = refuse_script
     _watcher: Any = None
     """What asks for the health of a forward, as ``inspect.watch`` sets it."""
     _watched_health: Tensor

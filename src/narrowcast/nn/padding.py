@@ -15,6 +15,7 @@ from .._checks import positive, shown
 from .._keywords import refuse_keywords
 from ..formats import round_up
 from ..functional.grouped import pad_rows, unpad_rows
+from ..layers import refuse_script
 from ..state import THREAD, get_default_recipe
 
 
@@ -29,6 +30,8 @@ class _Padding(nn.Module):
     Raises:
         ValueError: a size that is not positive.
     """
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         positive(num_gemms=num_gemms, align_size=1 if align_size is None else align_size)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._checks import is_one_of, not_among
 from ..autograd import NormSettings, normalize
+from ..layers import refuse_script
 from .norm import LayerNorm, RMSNorm
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
@@ -23,6 +24,8 @@ class HeadL2Norm(nn.Module):
 
     is_l2_normalization = True
     """For ``isinstance(norm, ops.L2Normalization)``, which Transformer Engine's users ask."""
+
+    __prepare_scriptable__ = refuse_script
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -105,7 +105,9 @@ class FusibleOperation:
     @property
     def basic_ops(self) -> Sequence[BasicOperationLike]:
         """The basic operations it runs, in order."""
-        raise NotImplementedError(f"{type(self).__name__} must say which basic_ops it runs")
+        if self.is_fused_op:
+            raise NotImplementedError(f"{type(self).__name__} must say which basic_ops it runs")
+        return (self,)  # type: ignore[return-value]
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare before the first forward of a fuser; not called in compiled code."""

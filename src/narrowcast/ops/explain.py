@@ -116,8 +116,7 @@ def explain(fusers: Sequence[OperationFuser], recipe: Recipe | str | None) -> Ex
 
 
 def _chosen(direction: str, op: Any, where: tuple[int, ...], begin: int) -> ChosenOperation:
-    basic = op.basic_ops if op.is_fused_op else (op,)
-    names = tuple(type(one).__name__ for one in basic)
+    names = tuple(type(one).__name__ for one in op.basic_ops)
     return ChosenOperation(direction, type(op).__name__, tuple(begin + index for index in where), names)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._checks import flags, shown, tensor, typed
 from .._tracing import can_remember, in_eager, refuse_in_transform
 from ..autograd import DelayedScales
+from ..layers import not_for_jit
 from ..quantizers import Operand
 from ..recipe import Recipe
 from ..state import THREAD
@@ -119,6 +120,7 @@ class OperationFuser:
             ValueError: another number of extra inputs or of keyword dicts.
             TypeError: an input that is no tensor.
             RuntimeError: a fusion lost operations, or PyTorch computes a parameter of one from others.
+            NotImplementedError: inside ``torch.jit.trace``.
         """
         self._check_arguments(input_, extra_inputs, basic_op_kwargs)
         compiling = torch.compiler.is_compiling()
@@ -126,6 +128,8 @@ class OperationFuser:
             refuse_in_transform("a list of operations")
         if compiling:
             _make_features_static(input_)
+        elif torch.jit.is_tracing():
+            raise not_for_jit("trace", self.basic_ops[0])
         elif not self._ran and input_.device.type != "meta":
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()  # may make parameters
@@ -362,7 +366,7 @@ def inner_channel(ops: Sequence[Any]) -> str | None:
 
 def taken_apart(ops: Sequence[Any]) -> list[Any]:
     """Return the basic operations that these run."""
-    return [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
+    return [basic for op in ops for basic in op.basic_ops]
 
 
 def _name_of(function: Any) -> str:
