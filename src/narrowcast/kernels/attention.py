@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .codecs import EMULATE, round_to_dtype, to_float32
+from .codecs import EMULATE, operand, round_to_dtype
 from .launch import Launcher, check_device
 
 ROWS, KEYS = 64, 64
@@ -27,9 +27,7 @@ _COLUMNS: tl.constexpr = tl.constexpr(16)
 
 @triton.jit
 def _product(a, b):
-    if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        return tl.dot(to_float32(a), to_float32(b))
-    return tl.dot(a, b)
+    return tl.dot(operand(a), operand(b))
 
 
 @triton.jit

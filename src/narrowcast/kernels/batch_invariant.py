@@ -15,7 +15,7 @@ from torch import Tensor
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .activation import exp2
-from .codecs import EMULATE, at_least, product, round_to_dtype, to_float32
+from .codecs import at_least, operand, product, round_to_dtype
 from .grouped_gemm import tile_origin
 from .launch import Launcher, check_device
 from .reduction import fold_lanes
@@ -98,9 +98,8 @@ def _matmul_kernel(
                         there = step * TILE_K + inner < K
                         a = tl.load(left + left_offsets, mask=here[:, None] & there[None, :], other=0.0)
                         b = tl.load(right + right_offsets, mask=there[:, None], other=0.0)
-                    if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-                        a = to_float32(a)
-                        b = to_float32(b)
+                    a = operand(a)
+                    b = operand(b)
                     if SCALED == "blocks":
                         x = tl.load(left_scale + left_scale_offsets)[:, None]
                         y = tl.load(right_scale + right_scale_offsets)

@@ -50,6 +50,15 @@ def to_float32(x):
 
 
 @triton.jit
+def operand(x):
+    """Return an operand of ``tl.dot``: bf16 in fp32 in the interpreter, which multiplies it as if it were integers."""
+    if EMULATE:
+        return to_float32(x)
+    else:
+        return x
+
+
+@triton.jit
 def to_float32_for(x, USE: tl.constexpr):
     """Return ``to_float32`` of a bf16 tensor that is widened for other uses, too, each with a name of its own.
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .codecs import EMULATE, round_to_dtype, to_float32
+from .codecs import operand, round_to_dtype
 from .launch import (
     PLAIN,
     TENSOR,
@@ -83,9 +83,9 @@ def _decode_attention_kernel(
     row, i, j, n = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, VALUES), tl.arange(0, BLOCK)
     here = row < GROUP
     head = program * GROUP + row
-    q = tl.load(q_ptr + head[:, None] * D + i[None, :], mask=here[:, None] & (i < D)[None, :], other=0.0)
-    if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        q = to_float32(q)
+    q = operand(
+        tl.load(q_ptr + head[:, None] * D + i[None, :], mask=here[:, None] & (i < D)[None, :], other=0.0)
+    )
     k_at = k_ptr + batch.to(tl.int64) * k_batch + group * k_head + i[:, None]
     v_at = v_ptr + batch.to(tl.int64) * v_batch + group * v_head + j[None, :]
     unit = tl.cast(scale, tl.float32)  # a graph passes floats in fp64
@@ -99,10 +99,8 @@ def _decode_attention_kernel(
         if not EVEN:
             keys_there = keys_there & (i < D)[:, None]
             values_there = values_there & (j < V)[None, :]
-        k = tl.load(k_at + place[None, :].to(tl.int64) * k_row, mask=keys_there, other=0.0)
-        v = tl.load(v_at + place[:, None].to(tl.int64) * v_row, mask=values_there, other=0.0)
-        if EMULATE:
-            k, v = to_float32(k), to_float32(v)
+        k = operand(tl.load(k_at + place[None, :].to(tl.int64) * k_row, mask=keys_there, other=0.0))
+        v = operand(tl.load(v_at + place[:, None].to(tl.int64) * v_row, mask=values_there, other=0.0))
         score = tl.dot(q, k, input_precision="ieee") * unit
         score = tl.where(inside[None, :], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, axis=1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from .codecs import EMULATE, round_to_dtype, to_float32
+from .codecs import operand, round_to_dtype
 from .grouped_quantize import group_ends
 from .launch import Launcher, check_device
 
@@ -55,10 +55,7 @@ def _grouped_mm_contraction_kernel(
         place = token.to(tl.int64)[:, None]
         a = tl.load(left_ptr + place * M + row[None, :], mask=there & (row < M)[None, :], other=0.0)
         b = tl.load(right_ptr + place * N + column[None, :], mask=there & (column < N)[None, :], other=0.0)
-        if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-            a = to_float32(a)
-            b = to_float32(b)
-        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+        total = tl.dot(tl.trans(operand(a)), operand(b), total, input_precision=PRECISION)
     target = out_ptr + (group.to(tl.int64) * M + row)[:, None] * N + column[None, :]
     inside = (row < M)[:, None] & (column < N)[None, :]
     tl.store(target, round_to_dtype(total, OUT), mask=inside)
@@ -107,10 +104,7 @@ def _grouped_mm_rows_kernel(
         b = tl.load(
             right + inner[:, None].to(tl.int64) * right_inner, mask=there[:, None] & (column < N), other=0.0
         )
-        if EMULATE:
-            a = to_float32(a)
-            b = to_float32(b)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = tl.dot(operand(a), operand(b), total, input_precision=PRECISION)
     tl.store(out_ptr + row * N + column, round_to_dtype(total, OUT), mask=(row < end) & (column < N))
 
 

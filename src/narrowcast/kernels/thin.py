@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from ..upstream.cuda import current_stream
-from .codecs import EMULATE, round_to_dtype, to_float32
+from .codecs import operand, round_to_dtype, to_float32
 from .grouped_gemm import limits
 from .launch import DescribedLaunch, Launcher, NotCompiledError, check_device, for_hopper
 
@@ -31,14 +31,6 @@ MIN_RANK = 16
 LARGEST_RANK = 64
 """Bounds of the rank of thin matrices that these kernels multiply; the library multiplies others."""
 MOST_BASES = 4
-
-
-@triton.jit
-def _operand(x):
-    if EMULATE:  # the interpreter multiplies bf16 as if it were integers
-        return to_float32(x)
-    else:
-        return x
 
 
 @triton.jit
@@ -83,7 +75,7 @@ def _thin_add_kernel(
         mask=(column < N)[None, :] & (inner < rank)[:, None],
         other=0.0,
     )
-    total = tl.dot(_operand(left), _operand(right)) + base
+    total = tl.dot(operand(left), operand(right)) + base
     tl.store(out_ptr + place, round_to_dtype(total, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -121,7 +113,7 @@ def _thin_products_kernel(
             mask=(at < M)[:, None] & of_rank[None, :],
             other=0.0,
         )
-        lefts = lefts + (_operand(left),)
+        lefts = lefts + (operand(left),)
         sums = sums + (tl.zeros([TILE_M, RANK], tl.float32),)
     for step in range(0, length, TILE_N):
         column = begin + step + tl.arange(0, TILE_N)
@@ -130,7 +122,7 @@ def _thin_products_kernel(
             mask=(column < end)[:, None] & of_rank[None, :],
             other=0.0,
         )
-        right = _operand(right)
+        right = operand(right)
         total = tl.zeros([TILE_N, RANK], tl.float32)
         new = ()
         for part in tl.static_range(PARTS):
@@ -140,7 +132,7 @@ def _thin_products_kernel(
                 mask=(at < M)[:, None] & (column < end)[None, :],
                 other=0.0,
             )
-            wide = _operand(wide)
+            wide = operand(wide)
             new = new + (tl.dot(wide, right, sums[part]),)
             total = tl.dot(tl.trans(wide), lefts[part], total)
         sums = new
