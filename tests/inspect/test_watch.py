@@ -413,6 +413,22 @@ def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
         assert figure(records).get_suptitle().replace("\n", " ") == title
 
 
+def test_a_watched_model_that_turns_back_trains_and_converts_again() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
+    watch = nc.watch(nc.convert(model, QUANTIZED["current"]), every=1)
+    model(x).sum().backward()
+    assert len(watch.step()) == 6
+    nc.revert(model)(x).sum().backward()
+    with pytest.raises(RuntimeError, match="no watched layer is left: .*reverted"):
+        watch.step()
+    assert "0.weight" not in str(watch) and "not called" not in str(watch)
+    nc.convert(model, QUANTIZED["current"])(x).sum().backward()
+    assert len(watch.step()) == 6
+    nc.revert(model)
+    watch.close()
+    assert not list(model.buffers()) and all(type(one) is nn.Linear for one in model)
+
+
 def test_what_cannot_be_watched_is_said() -> None:
     with pytest.raises(ValueError, match="no layer of narrowcast"):
         nc.watch(nn.Linear(4, 4))
@@ -426,7 +442,14 @@ def test_what_cannot_be_watched_is_said() -> None:
         nc.watch(model)
     with pytest.raises(RuntimeError, match="no watched layer was seen"):
         watch.step()
+    with pytest.raises(TypeError, match="^writer is 'runs/', of type str; pass .*SummaryWriter"):
+        watch.to_tensorboard("runs/")
     watch.close()
+    with pytest.raises(
+        RuntimeError,
+        match="no watched layer is left: .*closed.*; call narrowcast.convert and narrowcast.watch",
+    ):
+        watch.step()
     nc.watch(model).close()
     operations = nc.ops.Sequential(nc.ops.GroupedLinear(2, 32, 32, device="cpu"))
     watch = nc.watch(nn.Sequential(operations, nc.Linear(32, 32, device="cpu")))

@@ -139,7 +139,7 @@ class _Hooks:
 
     def before(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Observe what the first GEMM reads."""
-        if not self.sampling:
+        if not self.sampling or not isinstance(layer, LinearLayer):  # revert has made it what it was
             return None
         x = inputs[0]
         seen, residual = x.detach(), named.get("residual")
@@ -153,7 +153,7 @@ class _Hooks:
 
     def after(self, layer: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         """Have the gradient of the output observed, which the last GEMMs' backward reads."""
-        if not self.sampling:
+        if not self.sampling or not isinstance(layer, LinearLayer):
             return None
         out = output[0] if isinstance(output, tuple) else output
         out = self.observe_gradient(layer, layer._stages[0], out, _splits(layer, inputs, named))
@@ -272,11 +272,17 @@ class Watch:
         """Count a step, and return its records if it was sampled. Call it once per step, after the optimizer or before.
 
         Raises:
-            RuntimeError: it was to be sampled, and no watched layer ran its hooks.
+            RuntimeError: it was to be sampled, and no watched layer ran its hooks, or none is left.
         """
         new: list[Record] = []
         if self._hooks.sampling:
-            rows = [row for name, layer in self._layers.items() for row in self._rows_of(name, layer)]
+            layers = {name: one for name, one in self._layers.items() if isinstance(one, LinearLayer)}
+            if not layers:
+                raise RuntimeError(
+                    "no watched layer is left: the watch was closed, or the model reverted; call narrowcast.convert "
+                    "and narrowcast.watch again"
+                )
+            rows = [row for name, layer in layers.items() for row in self._rows_of(name, layer)]
             device = rows[0][2].device
             table = torch.stack([row.to(device) for _, _, row in rows]).tolist()  # the host waits once
             new = [
@@ -360,7 +366,9 @@ class Watch:
             return "nothing was sampled yet"
         lines = aligned(rows, frozenset((0, 3, 4, 5, 6)))
         seen = {one.layer for one in self.records if not one.operand.endswith("weight")}  # read in any case
-        idle = [name for name, one in self._layers.items() if one.recipe is not None and name not in seen]
+        idle = [
+            name for name, one in self._layers.items() if name not in seen and getattr(one, "recipe", None)
+        ]
         if idle:
             lines.append(f"under a recipe, but not called in a sampled step: {some(idle)}")
         routers = [one for one in self.routers if one.step == self.records[-1].step]
@@ -378,7 +386,13 @@ class Watch:
 
         Args:
             writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
+        Raises:
+            TypeError: ``writer`` has none.
         """
+        if not hasattr(writer, "add_scalar"):
+            raise TypeError(
+                f"writer is {_checks.typed(writer)}; pass a torch.utils.tensorboard.SummaryWriter(log_dir)"
+            )
         for one in self.records:
             for statistic in ("amax", "underflow", "saturation", "sqnr"):
                 tag = f"quantization/{statistic}/{one.layer}.{one.operand}"
