@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_what_cannot_be_ranked_is_said() -> None:
         nc.bisect(model, x, loss=lambda y: y)
     with pytest.raises(TypeError, match="without a loss"):
         nc.bisect(model, x)
+    for value, told in ((2.5, "2.5, of type float"), (torch.ones(()), r"tensor\(1.\)")):
+        with pytest.raises(TypeError, match=f"^loss returned {told}.*; return a tensor with a gradient"):
+            nc.bisect(model, x, loss=lambda out, value=value: value)
+    with pytest.raises(TypeError, match="^loss does not take the model's result alone .*'target'"):
+        nc.bisect(model, x, loss=nn.MSELoss())
+    with pytest.raises(
+        TypeError, match="^the model, a Sequential, does not take the batch .* belong in loss="
+    ):
+        nc.bisect(model, (x, x), loss=nn.MSELoss())
+    with pytest.raises(TypeError, match="unsupported operand"):  # its own, not of its arguments
+        nc.bisect(model, x, loss=lambda out: out + "a")
+    with pytest.raises(ValueError, match="^the gradients in high precision have norm nan, "):
+        nc.bisect(model, x * math.nan, loss=loss)
     with pytest.raises(ValueError, match="all 0"):
         nc.bisect(model, x, loss=lambda out: (out * 0).sum())
     with nc.autocast(recipe=QUANTIZED["current"]), pytest.raises(RuntimeError, match="inside an autocast"):

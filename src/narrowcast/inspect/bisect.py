@@ -7,6 +7,8 @@ the gradients of the others.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +81,9 @@ def bisect(
         recipe: a recipe or its name, for every layer instead of its own.
         only: the layers to try, as in :func:`narrowcast.convert`; default all.
     Raises:
-        ValueError: no layer has a recipe, no parameter has a gradient, or a pattern has no match.
-        TypeError: the model returns no loss.
+        ValueError: no layer has a recipe, no parameter has a gradient, or a pattern has no match; the loss is not one
+            number, or the gradients in high precision are 0 or not finite.
+        TypeError: there is no loss, or the model does not take the batch.
         RuntimeError: it is called inside an autocast.
     """
     if THREAD.state.depth:
@@ -109,6 +112,11 @@ def bisect(
                 layer.fuse_wgrad_accumulation = layer.delay_wgrad_compute = False
         high, high_loss = _gradients(model, batch, loss, owners, {})
         norm = torch.stack([one.double().square().sum() for one in high]).sum().sqrt().item()
+        if not math.isfinite(norm):
+            raise ValueError(
+                f"the gradients in high precision have norm {norm}, so no error is relative to them; give a batch, a "
+                "loss and weights without NaN and infinities"
+            )
         if not norm:
             raise ValueError(
                 "the gradients in high precision are all 0; give a batch and a loss that reach the model"
@@ -142,11 +150,25 @@ def _gradients(
     devices = [parameter.device for parameter in parameters if parameter.is_cuda]
     with torch.random.fork_rng(devices=list(dict.fromkeys(devices))), torch.enable_grad():
         torch.manual_seed(0)
-        if isinstance(batch, Mapping):
-            out = model(**batch)
-        else:
-            out = model(*batch) if isinstance(batch, tuple) else model(batch)
-        value = getattr(out, "loss", None) if loss is None else loss(out)
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        inputs = () if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+        try:
+            out = model(*inputs, **named)
+        except TypeError:
+            kind = _checks.article(type(model).__name__)
+            how = "a tuple gives inputs by position, a mapping by name; targets belong in loss="
+            _check_takes(model, f"the model, {kind}, does not take the batch", how, *inputs, **named)
+            raise
+        try:
+            value = getattr(out, "loss", None) if loss is None else loss(out)
+        except TypeError:
+            _check_takes(loss, "loss does not take the model's result alone", "pass a function of it", out)
+            raise
+        if loss is not None and not (isinstance(value, Tensor) and value.requires_grad):
+            raise TypeError(
+                f"loss returned {_checks.typed(value)}; return a tensor with a gradient, such as "
+                "out.square().mean()"
+            )
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the model returned {_checks.a_kind(out)} without a loss; pass loss=, a function of it"
@@ -156,3 +178,19 @@ def _gradients(
         grads = torch.autograd.grad(value, parameters, allow_unused=True)
     used = [torch.zeros(1, dtype=torch.float32) if grad is None else grad for grad in grads]
     return [grad.to(parameters[0].device) for grad in used], value.item()
+
+
+def _check_takes(function: Any, what: str, remedy: str, *inputs: Any, **named: Any) -> None:
+    """Check whether a function or model can be called so.
+
+    Raises:
+        TypeError: it has more or fewer arguments, or others.
+    """
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # of C
+        return
+    try:
+        signature.bind(*inputs, **named)
+    except TypeError as error:
+        raise TypeError(f"{what} ({error}); {remedy}, such as lambda out: mse_loss(out, y)") from None
