@@ -202,6 +202,19 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
             lambda: nc.export(nn.Linear(2, 2), "folder"),
             "export lacks format; call export(model, path, format='compressed-tensors')",
         ),
+        (
+            lambda: nc.convert(nn.Linear(2, 2), "current", ["0"]),
+            "convert takes model, recipe by position, and ['0'] came as well; name it: only=, skip=, weights=, "
+            "norms=, routers=, heads=, small=, blocks=, dry_run=, policy=, rows=",
+        ),
+        (
+            lambda: nc.watch(nn.Linear(2, 2), 10),
+            "watch takes model by position, and 10 came as well; name it: every=, only=",
+        ),
+        (
+            lambda: nc.revert(nn.Linear(2, 2), 1),
+            "revert takes model by position, and 1 came as well; leave it out",
+        ),
         (lambda: nc.Linear(8), "Linear lacks out_features; call Linear(in_features, out_features)"),
         (
             lambda: nc.reduce_delayed_scaling(),
@@ -209,7 +222,7 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
         ),
     ],
 )
-def test_a_missing_argument_is_told_with_a_call(call: Any, told: str) -> None:
+def test_arguments_too_few_and_too_many_are_named(call: Any, told: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == told

@@ -1,4 +1,4 @@
-"""Wrong keywords of public functions and classes, whose message names the nearest one, and missing arguments.
+"""Wrong keywords of public functions and classes, whose message names the nearest one, and arguments too few or many.
 
 Python names the argument alone, before any line of the function runs. So :func:`check_public` puts a function that
 compares names in front of each public one, at the doors that users call; the package's own calls do not pass it.
@@ -69,6 +69,28 @@ def _check_given(
         raise TypeError(f"{name} lacks {', '.join(missing)}; call {name}({call})")
 
 
+def _refuse_more(name: str, function: Any, taken: tuple[str, ...], more: Any) -> None:
+    """Refuse an argument that came without a name after all that may.
+
+    Args:
+        taken: the names of those that may.
+
+    Raises:
+        TypeError: always; the message has the names that it may be meant for.
+    """
+    named = [
+        f"{one}=" for one in _accepted(function) if one not in (*taken, "self") and not one.startswith("_")
+    ]
+    names, before = _listed(named), ", ".join(taken) or "nothing"
+    remedy = f"name it: {names}" if named else "leave it out"
+    raise TypeError(f"{name} takes {before} by position, and {shown(more)} came as well; {remedy}")
+
+
+def _listed(names: list[str]) -> str:
+    text = ", ".join(names)
+    return text if len(text) <= _LISTED else text[:_LISTED].rpartition(",")[0] + ", ..."
+
+
 def _remedy(name: str, keyword: str, accepted: Collection[str]) -> str:
     for known in (keyword, f"{name}.{keyword}", f"{name}.{_SYNONYMS.get(keyword)}"):
         if known in _FOREIGN:
@@ -77,8 +99,7 @@ def _remedy(name: str, keyword: str, accepted: Collection[str]) -> str:
     near += difflib.get_close_matches(keyword, accepted, 1) or [one for one in accepted if keyword in one]
     if near:
         return f"did you mean {near[0]}=?"
-    names = ", ".join(one for one in accepted if not one.startswith("_"))
-    return f"it takes {names if len(names) <= _LISTED else names[:_LISTED].rpartition(',')[0] + ', ...'}"
+    return f"it takes {_listed([one for one in accepted if not one.startswith('_')])}"
 
 
 def refuse_keywords(module: Any, unknown: Collection[str]) -> None:
@@ -150,11 +171,18 @@ def _required(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
 
 
+def _taken(function: Any) -> tuple[str, ...] | None:
+    """Return the names that a function takes by position; None if it takes any number."""
+    code = inspect.unwrap(function).__code__
+    return None if code.co_flags & inspect.CO_VARARGS else code.co_varnames[: code.co_argcount]
+
+
 def _checked_function(name: str, function: Any) -> Any:
     accepted = _accepted(function)
     if not accepted:
         return function
-    required, named = _required(function)
+    (required, named), taken = _required(function), _taken(function)
+    most = sys.maxsize if taken is None else len(taken)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -163,6 +191,8 @@ def _checked_function(name: str, function: Any) -> Any:
                 check(name, accepted, kwargs)
         if named or len(args) < len(required):
             _check_given(name, required, named, len(args), kwargs)
+        if len(args) > most:
+            _refuse_more(name, function, taken or (), args[most])
         return function(*args, **kwargs)
 
     checked = _CHECKED.setdefault(
@@ -181,8 +211,9 @@ def _check_init(cls: type) -> None:
     accepted = _accepted(init)[1:]
     if not accepted or init in _CHECKED:
         return
-    required, named = _required(init)
-    required = required[1:]
+    (required, named), taken = _required(init), _taken(init)
+    required, taken = required[1:], taken and taken[1:]
+    most = sys.maxsize if taken is None else len(taken)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,6 +222,8 @@ def _check_init(cls: type) -> None:
                 check(type(self).__name__, accepted, kwargs)
         if named or len(args) < len(required):
             _check_given(type(self).__name__, required, named, len(args), kwargs)
+        if len(args) > most:
+            _refuse_more(type(self).__name__, init, taken or (), args[most])
         init(self, *args, **kwargs)
 
     _CHECKED[checked] = checked

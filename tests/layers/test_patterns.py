@@ -91,7 +91,7 @@ def test_names_may_come_from_a_generator() -> None:
 @pytest.mark.parametrize(
     "selector, raised",
     [
-        (lambda module, name: "head" in name, "not iterable|not a container"),
+        (lambda layer, key: "head" in key, "not iterable|not a container"),
         (lambda module: True, "positional argument"),
     ],
 )

@@ -67,8 +67,8 @@ def _check_order(selector: Callable[..., Any], argument: str) -> None:
         TypeError: they are.
     """
     try:
-        first, second = [*inspect.signature(selector).parameters, "", ""][:2]
-    except (TypeError, ValueError):  # of C
+        first, second = [*inspect.signature(selector).parameters][:2]
+    except (TypeError, ValueError):  # of C, or of one argument, which the call names
         return
     if first in ("m", "mod", "module") or second in ("fqn", "name"):
         raise TypeError(
