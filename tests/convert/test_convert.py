@@ -207,6 +207,17 @@ def test_functions_in_torchao_s_order_are_refused(function: Any, argument: str) 
     assert nc.get_recipes(model) == {}
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_what_torch_jit_compiled_stays_with_a_reason() -> None:
+    compiled = torch.jit.trace(nn.Linear(64, 64), torch.ones(2, 64))
+    with pytest.raises(ValueError, match="torch.jit compiled it; convert the model that it was made from"):
+        nc.convert(compiled, CURRENT)
+    without = nn.Linear(64, 64)
+    without.weight = None  # type: ignore[assignment]
+    model = nc.convert(nn.Sequential(compiled, without, nn.Linear(64, 64)), CURRENT)
+    assert list(nc.get_recipes(model)) == ["2"]
+
+
 @pytest.mark.parametrize("second", [MXFP8, nc.recipe.DelayedScaling()], ids=["mxfp8", "delayed"])
 def test_converting_again_changes_the_recipe_of_what_is_asked_for(second: Any) -> None:
     model = Model()

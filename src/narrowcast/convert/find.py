@@ -220,6 +220,9 @@ def _why_not_norm(module: Any, torchs: type[nn.Module]) -> str:
 
 def _look(name: str, module: nn.Module, parent: nn.Module | None, reader: str) -> Found | None:
     """Return a module with its weights; ``reader``: the class of a module that reads its weight itself, or ""."""
+    if isinstance(module, torch.jit.ScriptModule):
+        reason = "torch.jit compiled it; convert the model that it was made from"
+        return Found(name, module, _matrices(module, parent), None, reason)
     if isinstance(module, RecipeOwner):
         return Found(
             name,
@@ -230,6 +233,8 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None, reader: str) -
         )
     if isinstance(module, nn.Linear):
         reason, weight = _why_not_linear(module, reader), module.weight
+        if weight is None:
+            return None
         lazy = isinstance(weight, nn.parameter.UninitializedParameter)
         sizes = (0, 0) if lazy else (weight.shape[0], weight.shape[-1])
         weights = [Weight("weight", weight, 1, *sizes, 1.0)]
