@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from ranks import process_group_removed
 
 import narrowcast as nc
+from narrowcast.functional.collectives import checked_group
 
 DELAYED = nc.recipe.DelayedScaling()
 TAKERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -36,6 +39,7 @@ TAKERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "amax_reduction_group",
         lambda group: nc.autocast(recipe=DELAYED, amax_reduction_group=group),
     ),
+    "a reduction": ("group", lambda group: nc.reduce_delayed_scaling(nc.Linear(32, 32), group)),
 }
 
 
@@ -46,3 +50,15 @@ def test_a_name_of_no_group(taker: str) -> None:
         take("ranks")
     with pytest.raises(TypeError, match=f"^{label} is an int; pass a torch.distributed process group"):
         take(7)
+    with pytest.raises(
+        ValueError, match=f"^{label} is -100: .*new_group returned it, .* this rank is not in the"
+    ):
+        take(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_a_name_stands_for_its_group() -> None:
+    with process_group_removed():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        world = dist.group.WORLD
+        assert checked_group(world.group_name, "group") is checked_group(world, "group") is world
+        assert checked_group(None, "group") is None

@@ -19,6 +19,7 @@ from ..upstream.c10d import (
     all_reduce_op,
     all_to_all_op,
     default_group,
+    group_named,
     reduce_scatter_op,
     size_of_group_named,
     wait_op,
@@ -41,12 +42,12 @@ def group_name(process_group: Any, label: str = "process_group") -> str | None:
         label: the argument's name, for messages.
     Raises:
         TypeError: no process group.
-        ValueError: the name of none.
+        ValueError: the name of none, or a group without this rank.
         RuntimeError: it is not registered under a name.
     """
     # before torch 2.13 a trace cannot ask a group what it has
-    if process_group is not None and can_check():
-        check_group(process_group, label)
+    if can_check():
+        checked_group(process_group, label)
     if process_group is None or isinstance(process_group, str):
         return process_group
     name = process_group.group_name
@@ -57,24 +58,30 @@ def group_name(process_group: Any, label: str = "process_group") -> str | None:
     return name
 
 
-def check_group(process_group: Any, label: str) -> None:
-    """Check a process group or the name of one.
+def checked_group(process_group: Any, label: str) -> Any:
+    """Return a process group that was given by itself or by its name; None for the default group.
 
     Raises:
         TypeError, ValueError: as of :func:`group_name`.
     """
     if isinstance(process_group, str):
         try:
-            size_of_group_named(process_group)
+            return group_named(process_group)
         except (RuntimeError, ValueError, KeyError):
             raise ValueError(
                 f"{label} is {shown(process_group)}, which names no process group here; call "
                 "torch.distributed.init_process_group first and pass a group, or None"
             ) from None
-    elif not hasattr(process_group, "group_name"):
+    if dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"{label} is {shown(process_group)}: torch.distributed.new_group returned it, for this rank is not in the "
+            "group; make this call on the group's own ranks alone"
+        )
+    if process_group is not None and not hasattr(process_group, "group_name"):
         raise TypeError(
             f"{label} is {a_kind(process_group)}; pass a torch.distributed process group, or None"
         )
+    return process_group
 
 
 def group_size(group: Any) -> int:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _checks
 from .._tracing import refuse_in_graphs
-from ..functional.collectives import group_size
+from ..functional.collectives import checked_group, group_size
 from ..state import OWNERS, Agreement, reduce_amax, renew, warn_of_no_reduction
 from ..upstream.autograd import is_in_backward
 from ..upstream.fsdp import sharded_parameters
@@ -78,12 +78,12 @@ def reduce_delayed_scaling(model: nn.Module, group: Any = None) -> None:
     ``set_recipe(..., amax_group=group)`` and ``narrowcast.distributed.shard`` every step does this by itself.
 
     Args:
-        group: process group of the ranks with equal models; None is the default group.
+        group: process group of the ranks with equal models, or its name; None is the default group.
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError, ValueError: ``model`` is no module, or ``group`` no process group, or one without this rank.
         RuntimeError: the ranks' models have layers of different sizes; raised on all ranks.
     """
-    _reduce(model, layers_of(model), group)
+    _reduce(model, layers_of(model), checked_group(group, "group"))
 
 
 def layers_of(model: nn.Module) -> list[DelayedLayer]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .. import _checks
-from ..functional.collectives import check_group
+from ..functional.collectives import checked_group
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe
 from .patterns import matching_names
@@ -54,8 +54,7 @@ def set_recipe(
         RuntimeError: a policy without a GPU.
     """
     _checks.module("model", model)
-    if amax_group is not None:
-        check_group(amax_group, "amax_group")
+    amax_group = checked_group(amax_group, "amax_group")
     table = recipe_table(recipe, "set_recipe")
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
     if not owners:

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from .._checks import flags, shown, typed
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
-from ..functional.collectives import check_group
+from ..functional.collectives import checked_group
 from ..recipe import (
     ALIASES,
     NAMES,
@@ -204,7 +204,7 @@ class autocast:
             recipe = get_default_recipe()
         chosen = checked_recipe(recipe, "autocast", "enabled=False is high precision")
         if amax_reduction_group is not None and can_check():
-            check_group(amax_reduction_group, "amax_reduction_group")
+            checked_group(amax_reduction_group, "amax_reduction_group")
             if getattr(chosen, "reduce_amax", False):
                 _warn_of_group()
         self.enabled = enabled
