@@ -332,6 +332,9 @@ def test_first_microbatch_is_a_bool(value: Any, recipe: Any) -> None:
         splits = ([16, 16],) if isinstance(layer, nc.GroupedLinear) else ()
         with pytest.raises(TypeError, match="^is_first_microbatch is .*; use True or False"):
             layer(x, *splits, is_first_microbatch=value)
+        for flag in ("fp8_output", "fp8_grad") if isinstance(layer, (nc.Linear, nc.LayerNormLinear)) else ():
+            with pytest.raises(TypeError, match=f"^{flag} is .*; use True or False"):
+                layer(x, **{flag: x})
 
 
 def test_a_size_that_is_true_and_a_dtype_of_eight_bits() -> None:

@@ -165,10 +165,13 @@ class LayerNormLinear(NormLinearLayer):
             (*lead, out_features); with ``return_bias``, ``return_layernorm_output`` and ``return_input`` a tuple of
             output, bias, norm output (*lead, in_features) and input.
         Raises:
+            TypeError: ``fp8_output`` or ``fp8_grad`` is no bool.
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe.
         """
         if unknown:
             refuse_keywords(self, unknown)
+        if fp8_output is not False or fp8_grad is not False:
+            flags(fp8_output=fp8_output, fp8_grad=fp8_grad)
         weight, learned_bias = self._whole("weight"), self._whole("bias")
         given, inp = inp, checked_input(self, inp, "in_features", weight)
         passes = (

@@ -264,15 +264,17 @@ class Linear(LinearLayer, nn.Linear):
         Returns:
             (*lead, out_features); with ``return_bias`` a pair of output and bias.
         Raises:
-            TypeError: ``is_first_microbatch`` is no bool.
+            TypeError: ``is_first_microbatch``, ``fp8_output`` or ``fp8_grad`` is no bool.
             RuntimeError: ``fp8_output`` or ``fp8_grad`` without a recipe; in compiled code, a weight changed since
                 True.
         """
         if unknown:
             refuse_keywords(self, unknown)
+        plain = is_first_microbatch is None and fp8_output is False and fp8_grad is False
+        if not plain:
+            flags(is_first_microbatch=is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)
         if self._on_dtensors and hasattr(inp, "device_mesh"):
             return on_local(self, inp, is_first_microbatch, fp8_output, fp8_grad)
-        plain = is_first_microbatch is None and not (fp8_output or fp8_grad)
         if plain and not torch.compiler.is_compiling():
             out = self._as_torch(inp) if self._last_recipe is None else None
             if out is not None:
