@@ -8,11 +8,11 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..hardware import ERROR, find_gpu
+from ..hardware import RATIO_ERROR, find_gpu
 from .estimate import Estimate, gib
 from .layout import plan as search
 from .models import find_model
-from .show import remark, tables, title
+from .show import margin, remark, tables, terms, title
 
 
 def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
@@ -35,10 +35,14 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
     for table in tables(result):
         console.print()
         console.print(table)
+    console.print()
+    for term in terms(result):
+        console.print(term, highlight=False)
+    off = margin(gpus, experts=bool(find_model(model).experts))
+    above = ", which FP8 can exceed" if recipe != "bf16" else ""
     console.print(
-        f"\n{result.tokens_per_second:,.0f} tokens/s/GPU, MFU {result.mfu:.0%} of the bf16 peak, "
-        f"{gib(result.total_memory)} of {gib(find_gpu(gpu).memory)}. An estimate, "
-        f"{'a quarter or more' if find_model(model).experts else '5 to 15%'} too fast as a rule; {ERROR}.",
+        f"\n{result.tokens_per_second:,.0f} tokens/s/GPU, an estimate: {off}."
+        f"\nMFU {result.mfu:.0%} of the bf16 peak{above}; {gib(result.total_memory)} of {gib(find_gpu(gpu).memory)}.",
         highlight=False,
     )
     if recipe != "bf16":
@@ -55,4 +59,7 @@ def _beside_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: An
     except ValueError:
         return "In bf16 no layout fits these GPUs."
     times = result.tokens_per_second / plain.tokens_per_second
-    return f"bf16 on the same GPUs: {plain.tokens_per_second:,.0f} tokens/s/GPU, so this is {times:.2f} times as fast."
+    return (
+        f"bf16 on the same GPUs: {plain.tokens_per_second:,.0f} tokens/s/GPU, so this is {times:.2f} times as fast; "
+        f"{RATIO_ERROR}."
+    )

@@ -6,10 +6,19 @@ from collections.abc import Callable
 
 from rich.table import Table
 
-from ..hardware import HOST
+from narrowcast._checks import counted
+
+from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, HOST, MEASURED
 from .estimate import Estimate, gib
 
 GIGA = 1e9
+TERMS = {
+    "codes of shards": "FP8 copies that the backward gathers again",
+    "not at the same time": "gradients come as activations go, so the smaller of the two is subtracted",
+    "exposed": "communication that no computation hides",
+    "pipeline bubble": "a rank that waits for the others of its pipeline",
+}
+"""Parts of a plan whose names do not say what they are, by their beginnings."""
 
 
 def remark(gpus: int) -> str:
@@ -22,13 +31,26 @@ def remark(gpus: int) -> str:
     )
 
 
+def margin(gpus: int, *, experts: bool) -> str:
+    """Return how far such a plan's speed was off, or what to expect where none was measured."""
+    if experts:
+        return ERROR_EXPERTS
+    return ERROR if gpus <= MEASURED else ERROR_DENSE
+
+
+def terms(result: Estimate) -> list[str]:
+    """Return a line for each part of the tables that needs one."""
+    parts = [name for name, value in {**result.memory, **result.seconds}.items() if value]
+    return [f"{name}: {told}" for name, told in TERMS.items() if any(part.startswith(name) for part in parts)]
+
+
 def title(result: Estimate, gpu: str) -> str:
     """Return a one-line title of the plan."""
     layout = result.layout
     return (
         f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} "
         f"microbatch{'es' if layout.micro_batches > 1 else ''} of {layout.micro_batch} x {layout.length} tokens"
-        + (f", {layout.stages} stages a rank" if layout.pp > 1 else "")
+        + (f", {counted(layout.stages, 'pipeline stage')} per rank" if layout.pp > 1 else "")
         + (", FP8 gather" if layout.fp8_gather and layout.fsdp > 1 else "")
         + (", recomputing" if layout.recompute else "")
         + (", saved activations in FP8" if layout.saved_fp8 else "")

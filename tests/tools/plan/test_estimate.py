@@ -291,16 +291,57 @@ def test_one_gpu_receives_nothing(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["plan", "--gpus", "8"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = {}
+    for words in ("--gpus 2 --optimizer fused-int8", "--gpus 8", "--model 671b --gpus 512"):
+        assert cli.main(["plan", *words.split()]) == 0
+        told[words.split()[1]] = " ".join(capsys.readouterr().out.split())
     table = re.findall(
         r"^\| (.*?) \|.*\| ([+-]\d+)% \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE
     )
     errors = [abs(int(error)) for _, error in table]
     many = next(at for at, (name, _) in enumerate(table) if name.startswith("Llama"))
-    assert f"within {max(errors[:many])}% of steps measured" in told
-    assert f"within {max(errors[many:])}% of reports" in told and "docs/" not in told
-    assert "5 to 15% too fast as a rule" in told
+    experts = next(at for at, (name, _) in enumerate(table) if name.startswith("DeepSeek"))
+    assert (
+        f"estimate: plans of one and two GPUs were within {max(errors[:many])}% of measured steps."
+        in told["2"]
+    )
+    assert (
+        f"estimate: expect 5 to 15% less; plans for thousands of GPUs were within {max(errors[many:experts])}%"
+        in told["8"]
+    )
+    assert (
+        f"expect a quarter less, or lower; the plan of a report from 2,048 GPUs was {errors[experts]}% too fast"
+        in told["671b"]
+    )
+    assert all(text.count("an estimate") == 1 and "docs/" not in text for text in told.values())
+
+
+def test_the_command_says_how_far_off_its_ratio_to_bf16_was(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--gpus", "8"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    table = re.findall(
+        r"^\| (.*?) \| ([\d,]+) tokens/s \| ([\d,]+) tokens/s",
+        (ROOT / "docs" / "scaling.md").read_text(),
+        re.MULTILINE,
+    )
+    ratios, plain = [], 1.0
+    for name, *speeds in table:
+        measured, predicted = (float(speed.replace(",", "")) for speed in speeds)
+        if name.endswith("bf16"):
+            plain = predicted / measured
+        ratios.append(abs(predicted / measured / plain - 1))
+    assert len(ratios) == 7 and f"such ratios were within {100 * max(ratios):.0f}% of measured ones" in told
+
+
+def test_words_of_the_tables_are_explained_where_they_stand(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--model", "70b", "--gpus", "256"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "8 pipeline stages per rank" in told and "exposed: communication that no computation hides" in told
+    assert "pipeline bubble: a rank that waits" in told and "codes of shards" not in told
+    assert "of the bf16 peak, which FP8 can exceed;" in told
+    assert cli.main(["plan", "--gpus", "8", "--recipe", "bf16"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "FP8" not in told and "pipeline" not in told
 
 
 def test_the_command_says_what_bf16_does_on_the_same_gpus(capsys: pytest.CaptureFixture) -> None:
