@@ -10,6 +10,7 @@ Transformers and PEFT.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from harness import Row, parser, report
 from torch import Tensor
 
 import narrowcast as nc
-from narrowcast.convert.adapters import base_copy, merged_copy
+from narrowcast.convert.adapters import base_copy
 
 ROOT = Path(__file__).parents[1]
 BASES: dict[str, tuple[Any, Any]] = {
@@ -119,7 +120,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
             "loss": loss,
         }
         for scales in ("kept", "new"):
-            loss_merged, words_merged = evaluate(merged_copy(lora, scales), held_out)  # type: ignore[arg-type]
+            merged_model = nc.merge_adapters(copy.deepcopy(lora), scales)  # type: ignore[arg-type]
+            loss_merged, words_merged = evaluate(merged_model, held_out)
             same = (words_merged == words).float().mean().item()
             recovery = (loss_of_base - loss_merged) / (loss_of_base - loss)
             merged = {"scales": scales, "loss_merged": loss_merged, "recovery": recovery, "same_argmax": same}

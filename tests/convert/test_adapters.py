@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.convert import adapters
-from narrowcast.convert.adapters import base_copy, merged_copy
+from narrowcast.convert.adapters import base_copy
 from narrowcast.convert.requantize import requantized
 from narrowcast.convert.stored import FOUR_BITS
 from narrowcast.quantizers import buffers_of
@@ -208,10 +208,9 @@ def test_trained_against_its_merge_a_model_merges_to_the_same_bits(
                 > 0.9
             )
     trained, gradient = model(x), torch.autograd.grad(model(x).float().sum(), x)[0]
-    merged = merged_copy(model, scales)
+    merged = nc.merge_adapters(copy.deepcopy(model), scales)
     assert torch.equal(merged(x), trained) and not torch.equal(trained, beside)
     assert torch.equal(torch.autograd.grad(merged(x).float().sum(), x)[0], gradient)
-    assert all(type(layer) is Lora for layer in model.model)  # the copy took nothing from it
     base: Any = base_copy(model)
     assert base[0].weight is model.model[0].base_layer.weight
     nc.train_merged(model, enabled=False)
@@ -270,8 +269,10 @@ def test_an_exported_model_gives_the_logits_of_training(merge: Any, tmp_path: An
     trained = model(inputs(64))
     with pytest.raises(ValueError, match="has adapters of PEFT; say with merge="):
         nc.export(model, tmp_path / "out", format="mxfp4")
-    with pytest.raises(ValueError, match="'model.0' has adapters of PEFT, under whose names no server finds"):
+    with pytest.raises(ValueError, match="has adapters of PEFT; say with merge="):
         nc.serving.weights(model, "mxfp4")
+    with pytest.raises(ValueError, match="'0' has adapters of PEFT, under whose names no server finds"):
+        nc.serving.weights(model.model, "mxfp4")
     path = nc.export(model, tmp_path / "out", format="mxfp4", merge=merge).path
     served = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).to(DEVICE, torch.bfloat16)
     nc.load_quantized(served, path)
@@ -284,6 +285,46 @@ def test_an_exported_model_gives_the_logits_of_training(merge: Any, tmp_path: An
         assert torch.equal(served(inputs(64)), trained)
     with pytest.raises(TypeError, match="without adapters"):
         nc.export(served, tmp_path / "again", format="mxfp4", merge="new")
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
+@pytest.mark.parametrize("scales", ["kept", "new"])
+@pytest.mark.parametrize("weights", ["plain", "stored", "mxfp4"])
+def test_a_server_gets_merged_weights_and_the_model_stays(weights: Any, scales: Any, format: str) -> None:
+    model = adapted(QUANTIZED["current"], weights, 64, 96, 32)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = dict(nc.serving.weights(nc.merge_adapters(copy.deepcopy(model), scales), format))
+    served = dict(nc.serving.weights(model, format, merge=scales))
+    of_base = dict(nc.serving.weights(model, format, merge="beside"))
+    assert list(served) == list(expected) == list(of_base)
+    assert all(torch.equal(served[name], expected[name]) for name in expected)
+    assert not all(torch.equal(served[name], of_base[name]) for name in expected)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(type(layer) is Lora for layer in model.model)
+
+
+def test_each_weight_is_merged_when_a_server_asks_for_it(monkeypatch: Any) -> None:
+    model, merged = adapted(QUANTIZED["current"], "plain", 64, 96, 32), []
+    real = adapters._merged_weight
+    monkeypatch.setattr(adapters, "_merged_weight", lambda *given: merged.append(given) or real(*given))
+    pairs = nc.serving.weights(model, "bf16", merge="kept")
+    assert not merged
+    for name, _ in pairs:
+        assert len(merged) == 1 + int(name.split(".")[0]), name
+    with pytest.raises(ValueError, match="merge is True; use 'kept', 'new' or 'beside'"):
+        nc.serving.weights(model, "bf16", merge=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="without adapters"):
+        nc.serving.weights(nn.Linear(8, 8), "bf16", merge="kept")
+
+
+def test_weights_that_were_tied_are_served_with_the_adapter_of_each() -> None:
+    model = adapted(QUANTIZED["current"], "plain", 64, 64, 64)
+    first, second = model.model
+    second.base_layer.weight = first.base_layer.weight
+    expected = dict(nc.serving.weights(nc.merge_adapters(copy.deepcopy(model)), "bf16"))
+    served = dict(nc.serving.weights(model, "bf16", merge="kept"))
+    assert list(served) == list(expected) and not torch.equal(served["0.weight"], served["1.weight"])
+    assert all(torch.equal(served[name], expected[name]) for name in expected)
 
 
 def gradients(model: Any, x: Tensor, run: Any = None) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from ..upstream.modules import own_children, own_parameters
 from .requantize import requantized
 
 Scales = Literal["kept", "new"]
+_Records = dict[tuple[int, str], ParameterRecord]  # by the id of a layer and the name of its parameter
 
 
 def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
@@ -53,7 +54,7 @@ def merge_adapters(model: Any, scales: Scales = "kept") -> nn.Module:
 
     Nothing changes if it raises.
     """
-    _merge(model, scales, in_place=True)
+    _merge(model, scales)
     return model.unload()  # type: ignore[no-any-return]
 
 
@@ -185,11 +186,28 @@ def _fingerprint(weight: QuantizedTensor) -> list[int]:
     return sums
 
 
-def merged_copy(model: Any, scales: Scales) -> nn.Module:
-    """Return :func:`merge_adapters` of a model that stays as it is; all other tensors are shared."""
+def merged_later(model: Any, scales: Scales) -> tuple[nn.Module, dict[int, Callable[[], Any]]]:
+    """Return the base model of a PEFT model, which stays as it is, and how to make what the adapters are added to.
+
+    Returns:
+        The base model, whose tensors are the model's. By the ids of those parameters of it that differ in the merged
+        model, what makes this rank's part of the sum; all ranks that share a parameter call it.
+
+    Raises:
+        TypeError, ValueError: as for :func:`merge_adapters`.
+    """
     copied = _sharing_copy(model)
-    _merge(copied, scales, in_place=False)
-    return copied.unload()  # type: ignore[no-any-return]
+    layers, records = _layers_to_merge(copied, scales)
+    sums: dict[int, Callable[[], Any]] = {}
+    for _, layer in layers:
+        for attribute in ("weight", "bias"):
+            record = records.get((id(layer.base_layer), attribute))
+            if record is not None and (attribute == "weight" or _adds_to_bias(layer)):
+                # another object, for the sum is not tied to what the parameter is
+                own = nn.Parameter(record.parameter.detach(), requires_grad=False)
+                own_parameters(layer.base_layer)[attribute] = own
+                sums[id(own)] = functools.partial(_own_part, layer, attribute, records, scales)
+    return copied.unload(), sums
 
 
 def base_copy(model: Any) -> nn.Module:
@@ -272,20 +290,10 @@ def _active(layer: Any) -> list[str]:
 
 
 @torch.no_grad()
-def _merge(model: Any, scales: Scales, in_place: bool) -> None:
-    """Add the active adapters to the weights under them.
-
-    Args:
-        in_place: write this rank's part of a weight that ranks share; else put another weight in its place.
-    """
-    _check_scales(scales)
-    layers = list(_layers(model))
-    reshard(model)
-    records = {(id(one.layer), one.attribute): one for one in describe_parameters(model).values()}
-    if in_place:
-        _check_stays_sharded(model, [name for name, _ in layers])
-    for name, layer in layers:
-        _check_merges(name, layer, records[id(layer.base_layer), "weight"])
+def _merge(model: Any, scales: Scales) -> None:
+    """Add the active adapters to the weights under them, in place where ranks share one."""
+    layers, records = _layers_to_merge(model, scales)
+    _check_stays_sharded(model, [name for name, _ in layers])
     for _, layer in layers:
         with _whole(layer, records):
             sums = {"weight": _merged_weight(layer, scales), "bias": _merged_bias(layer)}
@@ -293,13 +301,36 @@ def _merge(model: Any, scales: Scales, in_place: bool) -> None:
             record = records.get((id(layer.base_layer), attribute))
             if value is None or record is None:
                 continue
-            own = value
             if record.spread_out:
-                own = record.held.detach() if in_place else value.new_empty(record.held.shape)
-                for part in record.parts:
-                    part.of(own).copy_(part.of_whole(value))
-            if not (in_place and record.spread_out):
-                setattr(layer.base_layer, attribute, nn.Parameter(record.spread(own), requires_grad=False))
+                _take_parts(record, value, record.held.detach())
+            else:
+                setattr(layer.base_layer, attribute, nn.Parameter(record.spread(value), requires_grad=False))
+
+
+def _layers_to_merge(model: Any, scales: Any) -> tuple[list[tuple[str, Any]], _Records]:
+    """Return the LoRA layers of a model with their names, and what its parameters are across ranks."""
+    _check_scales(scales)
+    layers = list(_layers(model))
+    reshard(model)
+    records = {(id(one.layer), one.attribute): one for one in describe_parameters(model).values()}
+    for name, layer in layers:
+        _check_merges(name, layer, records[id(layer.base_layer), "weight"])
+    return layers, records
+
+
+def _take_parts(record: ParameterRecord, whole: Tensor, own: Tensor) -> Tensor:
+    """Copy what this rank holds of a whole parameter into ``own``."""
+    for part in record.parts:
+        part.of(own).copy_(part.of_whole(whole))
+    return own
+
+
+@torch.no_grad()
+def _own_part(layer: Any, attribute: str, records: _Records, scales: Scales) -> Any:
+    with _whole(layer, records):
+        value: Any = _merged_weight(layer, scales) if attribute == "weight" else _merged_bias(layer)
+    record = records[id(layer.base_layer), attribute]
+    return _take_parts(record, value, value.new_empty(record.held.shape)) if record.spread_out else value
 
 
 def _check_stays_sharded(model: Any, layers: list[str]) -> None:
@@ -333,7 +364,7 @@ def _check_merges(name: str, layer: Any, record: ParameterRecord) -> None:
 
 
 @contextmanager
-def _whole(layer: Any, records: dict[tuple[int, str], ParameterRecord]) -> Iterator[None]:
+def _whole(layer: Any, records: _Records) -> Iterator[None]:
     """Let the parameters of a layer, which ranks share, be whole in a block; all ranks enter it."""
     swapped: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -370,18 +401,22 @@ def _merged_weight(layer: Any, scales: Scales) -> Any:
 
 
 def _check_bias(layer: Any) -> None:
-    for adapter in _active(layer):
-        if getattr(layer, "lora_bias", {}).get(adapter) and layer.base_layer.bias is None:
+    for adapter in _adds_to_bias(layer):
+        if layer.base_layer.bias is None:
             raise ValueError(f"the adapter {shown(adapter)} has a bias, and its layer has none to add it to")
+
+
+def _adds_to_bias(layer: Any) -> list[str]:
+    """Return the active adapters that have a bias of their own."""
+    return [adapter for adapter in _active(layer) if getattr(layer, "lora_bias", {}).get(adapter)]
 
 
 def _merged_bias(layer: Any) -> nn.Parameter | None:
     _check_bias(layer)
     bias = layer.base_layer.bias
-    for adapter in _active(layer):
-        if getattr(layer, "lora_bias", {}).get(adapter):
-            added = bias + layer.lora_B[adapter].bias * layer.scaling[adapter]
-            bias = nn.Parameter(added.to(bias.dtype), requires_grad=False)
+    for adapter in _adds_to_bias(layer):
+        added = bias + layer.lora_B[adapter].bias * layer.scaling[adapter]
+        bias = nn.Parameter(added.to(bias.dtype), requires_grad=False)
     return bias  # type: ignore[no-any-return]
 
 

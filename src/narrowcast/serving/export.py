@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import is_one_of, shown
-from ..convert.adapters import base_copy, has_adapters, merged_copy
+from .._checks import shown
 from ..distributed.together import Together
 from ..layers.described import describe_parameters
 from ..recipe import Recipe
@@ -32,7 +31,7 @@ from ..tensors import plain
 from .formats import compressed_tensors_config, fine_grained_config
 from .load import INDEX
 from .served import ExportedWeight, Served
-from .weights import checked, together_of
+from .weights import checked, together_of, without_adapters
 
 FILE_BYTES = 5 * 10**9
 """Bytes of the tensors in one file, which are all made before they are written."""
@@ -112,9 +111,11 @@ def export(
         if together.first and path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise FileExistsError(f"{path} exists and is not empty; give export a new folder")
         _safetensors()
-        base = _without_adapters(model, merge)
-        _check_finite(base)
-        served = checked(base, format, recipe, dtype, together)
+        base, sums = without_adapters(model, merge)
+        if merge == "beside":
+            _check_adapters_are_whole(model, base)
+        _check_finite(model)
+        served = checked(base, format, recipe, dtype, together, sums)
     with _folder_for(path, together) as folder:
         size = _write_tensors(folder, served, together)
         with together.step():
@@ -138,23 +139,11 @@ def _check_finite(model: nn.Module) -> None:
             )
 
 
-def _without_adapters(model: Any, merge: Any) -> Any:
-    """Return the model to write, which shares its tensors with ``model``.
-
-    Raises:
-        TypeError, ValueError: as for :func:`export`.
+def _check_adapters_are_whole(model: nn.Module, base: nn.Module) -> None:
     """
-    if not is_one_of(merge, (None, "kept", "new", "beside")):
-        raise ValueError(f"merge is {shown(merge)}; use 'kept', 'new' or 'beside'")
-    if merge is None:
-        if has_adapters(model):
-            raise ValueError(
-                "the model has adapters of PEFT; say with merge='kept', 'new' or 'beside' how to write them"
-            )
-        return model
-    if merge != "beside":
-        return merged_copy(model, merge)
-    base = base_copy(model)
+    Raises:
+        ValueError: each rank holds a part of an adapter, which PEFT would write.
+    """
     of_base = {id(parameter) for parameter in base.parameters()}
     for record in describe_parameters(model).values():
         if record.splits and id(record.parameter) not in of_base:
@@ -163,7 +152,6 @@ def _without_adapters(model: Any, merge: Any) -> Any:
                 "narrowcast.distributed.save_checkpoint, load in one process into a model that is not sharded, and "
                 "export that, or use merge='kept'"
             )
-    return base
 
 
 def _safetensors() -> Any:

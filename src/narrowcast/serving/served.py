@@ -8,9 +8,10 @@ them, weight by weight: at any time there are the tensors of one weight besides 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..distributed.together import ALONE, Together
 from ..formats import cdiv
 from ..functional.collectives import gather_rows, registered_name
 from ..layers import DelayedLayer, GroupedLinearLayer, LinearLayer, Stage
-from ..layers.described import describe_parameters
+from ..layers.described import ParameterRecord, describe_parameters
 from ..layers.extra_state import EXTRA_STATE
 from ..quantizers import Operand
 from ..recipe import Recipe, linear_plan, recipe_name
@@ -47,6 +48,18 @@ class ExportedWeight:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class _Sum(ParameterRecord):
+    """A parameter whose values are made each time that they are asked for."""
+
+    make: Callable[[], Any]
+
+    @property
+    def held(self) -> Any:
+        """What this rank stores."""
+        return self.make()
+
+
 class Served:
     """A model's served tensors; iterating makes them, in the order of the state dict.
 
@@ -56,6 +69,7 @@ class Served:
         recipe: instead of the recipes of layers that have one.
         dtype: of tensors in high precision; None leaves each in its own.
         together: the processes that end together if one cannot go on.
+        sums: by the id of a parameter, what makes the values that are served in place of its own.
 
     Attributes:
         weights: every GEMM weight of the model, with its format or the reason why it has none.
@@ -74,6 +88,7 @@ class Served:
         recipe: Recipe | None,
         dtype: torch.dtype | None,
         together: Together = ALONE,
+        sums: Mapping[int, Callable[[], Any]] = MappingProxyType({}),
     ) -> None:
         self.kind, self.format, self.recipe = CHECKPOINT_FORMATS[format], format, recipe
         self._together = together
@@ -87,6 +102,8 @@ class Served:
         self._parts: set[str] = set()  # other keys of the same weights
         self._dtypes = compute_dtypes(model)
         self._records = {id(one.parameter): one for one in describe_parameters(model, buffers=True).values()}
+        for key, make in sums.items():
+            self._records[key] = _Sum(**vars(self._records[key]), make=make)
         uses = uses_of_parameters(model)
         for found in gemm_modules(model):
             self._plan(found, uses)

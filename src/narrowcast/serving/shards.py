@@ -25,7 +25,7 @@ from ..layers.described import ParameterRecord, describe_parameters
 from ..layers.tensor_parallel import Split
 from ..quantizers import Operand, buffers_of
 from ..reference.layout import bytes_of_rows
-from ..tensors import grouped_storage_of
+from ..tensors import grouped_storage_of, local
 from ..upstream.c10d import group_named
 from .formats import Packed, WeightFormat, is_codes, scale_extent
 
@@ -115,7 +115,8 @@ def _held(record: ParameterRecord, dtypes: dict[int, torch.dtype]) -> Any:
     """Return codes, or values in the dtype that they are multiplied in."""
     if record.stored == "codes":
         return record.held.detach()
-    return record.values().to(dtypes.get(id(record.held), record.held.dtype))
+    values = record.values()
+    return values.to(dtypes.get(id(local(record.parameter)), values.dtype))
 
 
 def _over(record: ParameterRecord, apart: Split | None) -> Split | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import not_among, shown
-from ..convert.adapters import layer_with_adapters
+from .._checks import is_one_of, not_among, shown
+from ..convert.adapters import base_copy, has_adapters, layer_with_adapters, merged_later
 from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
 from ..state import checked_recipe
@@ -25,6 +27,7 @@ def weights(
     *,
     recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
+    merge: Literal["kept", "new", "beside"] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over a model's tensors in a served format, for a server's ``load_weights``.
 
@@ -44,15 +47,38 @@ def weights(
             "fp8-static" (delayed scaling, with the scales of inputs), or "bf16" (no quantization).
         recipe: a recipe or its name; overrides the recipes of layers that have one.
         dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
+        merge: of a PEFT model with LoRA adapters: "kept" or "new" yields the weights of the model that
+            :func:`narrowcast.merge_adapters` returns with these ``scales``, each merged when it is asked for; "beside"
+            those of the base, for an engine that loads ``peft.get_peft_model_state_dict(model)`` itself. The model
+            stays as it is.
 
     Returns:
         pairs of a name and a tensor on the model's device. It may share the model's memory: copy it, do not write.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, or ``merge`` is given for a model without adapters.
         ValueError: as for :func:`narrowcast.export`.
     """
-    return iter(checked(model, format, recipe, dtype))
+    _checks.module("model", model)
+    base, sums = without_adapters(model, merge)
+    return iter(checked(base, format, recipe, dtype, sums=sums))
+
+
+def without_adapters(model: Any, merge: Any) -> tuple[nn.Module, dict[int, Callable[[], Any]]]:
+    """Return the model to serve, which shares its tensors with ``model``, and its sums with adapters.
+
+    Raises:
+        TypeError, ValueError: as for :func:`narrowcast.export`.
+    """
+    if not is_one_of(merge, (None, "kept", "new", "beside")):
+        raise ValueError(f"merge is {shown(merge)}; use 'kept', 'new' or 'beside'")
+    if merge is None:
+        if has_adapters(model):
+            raise ValueError(
+                "the model has adapters of PEFT; say with merge='kept', 'new' or 'beside' how to serve them"
+            )
+        return model, {}
+    return (base_copy(model), {}) if merge == "beside" else merged_later(model, merge)
 
 
 def together_of(model: nn.Module) -> Together:
@@ -67,11 +93,13 @@ def checked(
     recipe: Recipe | str | None,
     dtype: torch.dtype | None,
     together: Together = ALONE,
+    sums: Mapping[int, Callable[[], Any]] = MappingProxyType({}),
 ) -> Served:
     """Return the served tensors of a model.
 
     Args:
         together: the processes that make them together, and end together if one cannot; else each ends alone.
+        sums: by the id of a parameter, what makes the values that are served in place of its own.
     Raises:
         TypeError, ValueError: as for :func:`weights`.
     """
@@ -80,8 +108,8 @@ def checked(
     adapted = layer_with_adapters(model)
     if adapted is not None:
         raise ValueError(
-            f"{shown(adapted)} has adapters of PEFT, under whose names no server finds its weight; call "
-            "narrowcast.merge_adapters(model) first, or write files with narrowcast.export(model, path, merge='kept')"
+            f"{shown(adapted)} has adapters of PEFT, under whose names no server finds its weight; pass "
+            "the PEFT model with merge='kept', or call narrowcast.merge_adapters(model) first"
         )
     local = next((name for name, module in model.named_modules() if vars(module).get("_local_experts")), None)
     if local is not None:
@@ -94,4 +122,4 @@ def checked(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {shown(name)} is on the meta device and has no values to export")
-    return Served(model, format, checked_recipe(recipe, "export"), dtype, together)
+    return Served(model, format, checked_recipe(recipe, "export"), dtype, together, sums)
