@@ -40,9 +40,9 @@ def compose(
     allowed = speed = ""
     if judged(rows):
         allowed = (
-            "A gap up to the allowed one counts as equal quality: 1% for FP8, 3% for 4 bits. This is twice what "
-            "[longer runs over several seeds](performance.md#does-the-loss-suffer) are allowed, since one short run "
-            "leaves more to chance. "
+            "By this project's rule, a gap up to the allowed one counts as equal: 1% for FP8, 3% for 4 bits. This is "
+            "twice what [longer runs over several seeds](performance.md#does-the-loss-suffer) are allowed, since one "
+            "short run leaves more to chance. "
         )
     if timed:
         total = format_duration(sum(row.seconds for row in rows))

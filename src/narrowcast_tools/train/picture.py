@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from narrowcast._checks import counted
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from ..colors import color_of
 from ..schemes import WIDTH, png, tell
@@ -16,6 +17,7 @@ from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 ALLOWED = "#2e9e5b"  # its tint stands on light pages and on dark ones
+TINT = 0.13
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 TERMS = "Held-out: not trained on. bf16: 16-bit training; recipes: fewer bits."
@@ -36,11 +38,11 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         unit: what a token is called.
     """
     last = 1.2 + 0.27 * len(rows)
-    drawn = Figure(figsize=(WIDTH, last + 4.8), dpi=250, layout="constrained")
-    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 3.2])
-    _draw_last_gaps(ends, rows, unit)
+    drawn = Figure(figsize=(WIDTH, last + 4.6), dpi=250, layout="constrained")
+    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 2.6])
+    _draw_last_gaps(ends, rows)
     _draw_gaps(curves, rows)
-    tell(drawn, finding(rows), f"{TERMS}\n{subtitle}")
+    tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", _keys(rows))
     return drawn
 
 
@@ -52,58 +54,98 @@ def finding(rows: Sequence[Row]) -> str:
     if not judged(rows):
         return "Losses beside bf16's, after too few steps to judge a recipe"
     if not above:
-        return "Every recipe's loss is within the allowed gap to bf16"
-    return f"Above the allowed gap to bf16: {', '.join(above)}"
+        return f"{'On average, every' if _several(rows) else 'Every'} recipe's loss counts as equal to bf16's"
+    return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 
-def _draw_last_gaps(axes: Axes, rows: Sequence[Row], unit: str) -> None:
-    """Draw a line of dots per recipe beside the gap that is allowed, and write gap and loss right of it."""
+def _several(rows: Sequence[Row]) -> bool:
+    return any(len(row.seeds) > 1 for row in rows)
+
+
+def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
+    """Return the gaps that count as equal, smallest first, and the recipes of each; none of runs too short to judge."""
+    allowed: dict[float, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row.tolerance_percent or 0.0):
+        if row.tolerance_percent is not None and judged(rows):
+            allowed.setdefault(row.tolerance_percent, []).append(row.title)
+    return allowed
+
+
+def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = next(row for row in rows if row.recipe == BASELINE)
-    (_, first), (last_step, last) = baseline.held_out[0], baseline.held_out[-1]
-    fell = f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}"
-    _style(axes, f"Gap after {last_step} steps, percent", "x")
-    shown = [end for row in rows for end in row.gaps[-1][1:]]
-    allowed = {row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)}
+    (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
+    told = [f"{TERMS} bf16's held-out loss"]
+    told.append(f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}")
+    told.append(f"nats per {unit}")
+    if len(baseline.seeds) > 1:
+        low, high = baseline.spread
+        told.append(
+            f"on average; its seeds end {high / baseline.held_out_loss - low / baseline.held_out_loss:.1%} apart"
+        )
+    return f"{' '.join(told)}."
+
+
+def _keys(rows: Sequence[Row]) -> list[Artist]:
+    """Return the legend: what a mark is, and whose rule the green ground is."""
+    keys: list[Artist] = []
+    if _several(rows):
+        mark = {"color": "0.45", "linewidth": 0}
+        keys.append(
+            Line2D(
+                [], [], marker="o", markersize=5, label="one seed, against bf16's run of that seed", **mark
+            )
+        )
+        mean = "mean of a recipe's seeds"
+        keys.append(Line2D([], [], marker="|", markersize=10, markeredgewidth=2.5, label=mean, **mark))
+    if allowed := _allowed(rows):
+        least, *wider = allowed
+        told = f"counts as equal, by this project's rule: {'mean ' * _several(rows)}gap up to\n{least:g}%"
+        told += "".join(f"; {', '.join(allowed[percent])}: {percent:g}%" for percent in wider)
+        inside = [
+            row.title for row in rows if row.within and row.gap_percent > (row.tolerance_percent or 0.0)
+        ]
+        told += f"\n{', '.join(inside)}: more, but no higher than bf16's highest seed" if inside else ""
+        keys.append(Patch(color=ALLOWED, alpha=2 * TINT, linewidth=0, label=told))
+    return keys
+
+
+def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw a line of dots per recipe on the gap that is allowed, and write a table right of it."""
+    baseline = next(row for row in rows if row.recipe == BASELINE)
+    several, allowed = _several(rows), _allowed(rows)
+    _style(axes, f"Gap to bf16 after {baseline.held_out[-1][0]} steps, percent", "x")
+    shown = [gap for row in rows for gap in row.seed_gaps]
     bound = 1.12 * (max(map(abs, (*shown, *allowed))) or 1.0)
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
-    same = len({tuple(row.seeds) for row in rows}) == 1  # else a loss is of other seeds than bf16's beside it
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
-        if judged(rows) and row.tolerance_percent is not None:
-            axes.barh(
-                place,
-                bound + row.tolerance_percent,
-                left=-bound,
-                height=1.0,
-                color=ALLOWED,
-                alpha=0.13,
-                linewidth=0,
-            )
-        if len(row.seeds) > 1:
-            axes.hlines(place, *row.gaps[-1][2:], color=color, linewidth=4, alpha=0.5)
-        axes.plot(row.gap_percent, place, "o", color=color, markersize=6)
+        if allowed and row.tolerance_percent is not None:
+            wide = bound + row.tolerance_percent
+            axes.barh(place, wide, left=-bound, height=1.0, color=ALLOWED, alpha=TINT, linewidth=0)
+        dot = {
+            "color": color,
+            "markersize": 5 if several else 6,
+            "alpha": 0.6 if several else 1,
+            "markeredgewidth": 0,
+        }
+        axes.plot(row.seed_gaps, [place] * len(row.seed_gaps), "o", **dot)
+        if several and row is not baseline:
+            axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
-        _beside(axes, place, gap, f"{row.held_out_loss:.3f}" if same else "", color="0.15")
-    _beside(axes, -0.9, "gap", "loss" if same else "", color="0.35")
-    several = any(len(row.seeds) > 1 for row in rows)
-    axes.set_yticks(
-        range(len(rows)),
-        [f"{row.title}, {counted(len(row.seeds), 'seed')}" if several else row.title for row in rows],
-        size=9,
-    )
+        seeds = f"{len(row.seed_gaps)}" + (
+            f" of {len(baseline.seeds)}" if row.seeds != baseline.seeds else ""
+        )
+        _beside(axes, place, gap, seeds if several else f"{row.held_out_loss:.3f}", color="0.15")
+    _beside(axes, -0.9, "mean" if several else "gap", "seeds" if several else "loss", color="0.35")
+    axes.set_yticks(range(len(rows)), [row.title for row in rows], size=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-bound, bound)
-    told = [f"right of 0: worse than bf16, whose held-out loss\n{fell} nats per {unit}"]
-    if allowed:
-        least, most = min(allowed), max(allowed)
-        wide = ", ".join(row.title for row in rows if row.tolerance_percent == most) if most > least else ""
-        told.append(f"green: counts as equal, up to {least:g}%" + (f" ({wide}: {most:g}%)" if wide else ""))
+    told = "right of 0: worse than bf16"
     if several:
-        told.append("dot: mean of the seeds, each against bf16's of the same seed")
-        told.append("line: lowest to highest; of bf16: its seeds around their mean")
+        told += f"; single seeds reach {max(shown):+.1f}%"
     elif len(rows) > 1:
-        told.append("one seed cannot rank recipes")
-    axes.set_xlabel("\n".join(told), size=9)
+        told += "; one seed cannot rank recipes"
+    axes.set_xlabel(told, size=9)
 
 
 def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
@@ -119,39 +161,28 @@ def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
-    baseline = next(row for row in rows if row.tolerance_percent is None)
-    several = len(baseline.seeds) > 1
-    _style(axes, "Gap over the steps, percent; above 0 is worse")
+    baseline = next(row for row in rows if row.recipe == BASELINE)
+    _style(axes, f"{'Mean gap' if _several(rows) else 'Gap'} over the steps, percent; above 0 is worse")
     axes.set_xlabel("optimizer step", size=9)
     last_step = baseline.held_out[-1][0]
-    tolerances = sorted({row.tolerance_percent for row in rows if row.tolerance_percent and judged(rows)})
-    # The second half of each curve and bf16's band at the last step are inside.
-    shown = [gap[1] for row in rows for gap in row.gaps[len(row.gaps) // 2 :]] + list(baseline.gaps[-1][2:])
-    if tolerances and max(map(abs, shown)) < tolerances[0]:  # a small gap shall look small
-        shown += [-tolerances[0], tolerances[0]]
+    allowed = list(_allowed(rows))
+    # The last three quarters of each curve are inside.
+    shown = [percent for row in rows for _, percent in row.gaps[len(row.gaps) // 4 :]]
+    if allowed and max(map(abs, shown)) < allowed[0]:  # a small gap shall look small
+        shown += [-allowed[0], allowed[0]]
     low, high = min(0.0, *shown), max(0.0, *shown)
     room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
     low, high = low - room, high + room
-    for percent, dashes in zip(tolerances, ("--", ":")):
-        if percent < high:
-            held = [row.title for row in rows if row.tolerance_percent == percent]
-            told = f"{f'{held[0]}: ' if len(held) == 1 else ''}up to {percent:g}% counts as equal"
-            axes.hlines(percent, 0, last_step, color="0.45", linewidth=1, linestyle=dashes, label=told)
+    for percent in allowed:  # what every recipe is allowed is darker
+        axes.axhspan(low, percent, color=ALLOWED, alpha=TINT, linewidth=0)
     axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
     ends = []
     for row, dashes in zip(rows, _dashes(rows)):
-        steps, percents, lowest, highest = zip(*row.gaps)
-        color = color_of(row.recipe)
-        if row is baseline:
-            if several:
-                widest = max(map(abs, (*lowest, *highest)))
-                label = "bf16's seeds around their mean" + (f", to {widest:.1f}%" if widest > high else "")
-                axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0, label=label)
-            continue
-        axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
-        ends.append((percents[-1], row))
-    if axes.get_legend_handles_labels()[0]:  # below the curves, which it would cover
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(-0.05, -0.17), fontsize=9)
+        if row is not baseline:
+            steps, percents = zip(*row.gaps)
+            color = color_of(row.recipe)
+            axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
+            ends.append((percents[-1], row))
     axes.set_ylim(low, high)
     axes.set_xlim(0, last_step)
     axes.locator_params(axis="x", nbins=5)

@@ -33,7 +33,8 @@ class Row:
         seeds: of the runs.
         spread: lowest and highest last held-out loss.
         losses: per step of `held_out` lowest and highest.
-        gaps: per step the gap in percent, its lowest and its highest. Of the baseline: its seeds around their mean.
+        gaps: pairs of step and gap in percent.
+        seed_gaps: the last gap of each seed that the baseline has, too, in percent; of all seeds if it has none.
         in_baseline: whether the loss is none that lies above all of the baseline's; False if that is one run.
     """
 
@@ -48,7 +49,8 @@ class Row:
     seeds: list[int]
     spread: tuple[float, float]
     losses: list[tuple[float, float]]
-    gaps: list[tuple[int, float, float, float]]
+    gaps: list[tuple[int, float]]
+    seed_gaps: list[float]
     in_baseline: bool
 
     @property
@@ -89,12 +91,12 @@ def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
     curves = [dict(run.history.held_out) for run in runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     at = {step: [curve[step] for curve in curves] for step in steps}
-    gaps = _gaps(runs, baseline)
+    gaps = [(step, percents) for step in steps if (percents := _gaps(runs, baseline, step))]
     return Row(
         recipe=first.recipe,
         title=choice.title + (f" ({first.variant})" if first.variant else ""),
         held_out_loss=fmean(ends),
-        gap_percent=0.0 if runs is baseline else gaps[-1][1],
+        gap_percent=fmean(gaps[-1][1]),
         tolerance_percent=None if runs is baseline else tolerance,
         tokens_per_second=fmean(run.pace.tokens_per_second for run in runs),
         seconds=fmean(run.seconds for run in runs),
@@ -102,28 +104,22 @@ def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
         seeds=[run.seed for run in runs],
         spread=(min(ends), max(ends)),
         losses=[(min(losses), max(losses)) for losses in at.values()],
-        gaps=gaps,
+        gaps=[(step, fmean(percents)) for step, percents in gaps],
+        seed_gaps=gaps[-1][1],
         in_baseline=len(baseline) > 1 and fmean(ends) <= max(run.held_out_loss for run in baseline),
     )
 
 
-def _gaps(runs: list[RunResult], baseline: list[RunResult]) -> list[tuple[int, float, float, float]]:
-    """Return per step the mean, lowest and highest gap in percent."""
+def _gaps(runs: list[RunResult], baseline: list[RunResult], step: int) -> list[float]:
+    """Return the gap in percent of each seed that the baseline has, too; of all seeds to its mean if it has none."""
+    curves = {run.seed: dict(run.history.held_out) for run in runs}
     theirs = {run.seed: dict(run.history.held_out) for run in baseline}
-    shared = [run for run in runs if run.seed in theirs]
-    paired = bool(shared) and runs is not baseline
-    gaps = []
-    for step in dict(baseline[0].history.held_out):
-        mean = fmean(curve[step] for curve in theirs.values() if step in curve)
-        percents = [
-            100
-            * (dict(run.history.held_out)[step] / (theirs[run.seed].get(step, mean) if paired else mean) - 1)
-            for run in (shared if paired else runs)
-            if step in dict(run.history.held_out)
-        ]
-        if percents:
-            gaps.append((step, fmean(percents), min(percents), max(percents)))
-    return gaps
+    plain = {seed: curve[step] for seed, curve in theirs.items() if step in curve}
+    if not plain:
+        return []
+    if not curves.keys() & theirs.keys():
+        plain = dict.fromkeys(curves, fmean(plain.values()))
+    return [100 * (curve[step] / plain[seed] - 1) for seed, curve in curves.items() if seed in plain]
 
 
 def rows_to_json(rows: Sequence[Row]) -> list[dict]:
