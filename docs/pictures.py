@@ -31,6 +31,7 @@ from narrowcast_tools.train.report import compare
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
+    "It has the same kernels in every step; why it takes longer under a recipe is not explained.\n"
     "narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts: "
     "{device}, torch {torch}, narrowcast {narrowcast}, {date}"
 )

@@ -205,7 +205,7 @@ def test_the_picture_has_a_panel_for_what_another_optimizer_and_head_change() ->
         "Other changes: head in bf16 → current",
     ]
     title = drawn.legends[0].get_title().get_text().replace("\n", " ")
-    assert title == "128-block: 7.0 ms a step instead of bf16's 9.0; GEMMs save most"
+    assert title == "128-block with FP8 head: 7.0 ms a step instead of bf16's 9.0; GEMMs save most"
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == [
         "bf16: 9.0 ms; 9.0 ms without head and loss",
         "128-block: 7.0 ms; 7.0 ms without head and loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import textwrap
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -29,14 +30,17 @@ COLUMNS = (
 )
 
 
-MEANT = {
-    "GEMM, fprop": "GEMM, fprop:\noutputs",
-    "GEMM, dgrad": "GEMM, dgrad:\ninput gradients",
-    "GEMM, wgrad": "GEMM, wgrad:\nweight gradients",
+DRAWN = {
+    "GEMM, fprop": "GEMMs:\nmatrix products",
+    "GEMM, dgrad": "GEMMs:\nmatrix products",
+    "GEMM, wgrad": "GEMMs:\nmatrix products",
     "casts": "casts: quantizing",
-    "gaps": "gaps: GPU idle",
+    "norms": "norms, activations",
+    "activations": "norms, activations",
+    "other": "other, GPU idle",
+    "gaps": "other, GPU idle",
 }
-"""What a picture calls groups whose name is a term."""
+"""The bar that a picture has for a group, if it is not one of its own."""
 
 
 def share_of_floor(row: Row) -> float | None:
@@ -95,7 +99,8 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
         accounts: bf16's first.
         caption: command and machine.
     """
-    groups = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
+    found = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
+    groups = list(dict.fromkeys(DRAWN.get(name, name) for name in found))
     changed: dict[str, str] = {}
     for choice in accounts[-1].contender.split(", ")[1:]:
         if choice.startswith("head in "):
@@ -104,7 +109,7 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
             changed["optimizer"] = f"PyTorch's AdamW → {choice}"
     panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
     panels = [names for names in panels if names]
-    rows = 0.16 * len(groups) * (len(accounts) + 1)
+    rows = 0.14 * len(groups) * (len(accounts) + 1)
     figure = Figure(figsize=(WIDTH, 2.6 + 0.4 * len(panels) + rows), dpi=165, layout="constrained")
     shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
     drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
@@ -117,8 +122,8 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
     drawn[-1].set_xlabel("milliseconds of the step; shorter is better", size=9)
     keys = [Patch(color=_color(one), label=_total(one, changed)) for one in accounts]
     foot = (
-        "A GEMM multiplies matrices, under a recipe in FP8. FP8's scales: delayed from earlier steps, current of "
-        "the tensor itself, 128-block per block of 128."
+        "Under a recipe the GEMMs are in FP8, with scales from earlier steps (delayed), of the tensor itself "
+        "(current), or of blocks of 128 values. Attention is in bf16 everywhere."
     )
     tell(figure, _finding(accounts), f"{foot}\n{caption}", keys)
     return figure
@@ -127,23 +132,17 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
 def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> None:
     height = 0.8 / len(accounts)
     for index, one in enumerate(accounts):
-        times = {row.group: row.ms for row in one.rows}
+        times: dict[str, float] = defaultdict(float)
+        for row in one.rows:
+            times[DRAWN.get(row.group, row.group)] += row.ms
+        fused = times["casts: quantizing"] and all(row.group != "activations" for row in one.rows)
         places = [place + (index - (len(accounts) - 1) / 2) * height for place in range(len(groups))]
-        lengths = [times.get(name, 0.0) for name in groups]
+        lengths = [times[name] for name in groups]
         axes.barh(places, lengths, 0.9 * height, color=_color(one), label=one.contender)
         for name, place, length in zip(groups, places, lengths):
-            axes.text(
-                length,
-                place,
-                f" {length:.1f}"
-                if length
-                else " fused into the casts"
-                if name == "activations" and times.get("casts")
-                else " 0",
-                va="center",
-                size=8.5,
-            )
-    axes.set_yticks(range(len(groups)), [MEANT.get(name, name) for name in groups], size=9)
+            told = ", activations are in the casts" if fused and name == DRAWN["activations"] else ""
+            axes.text(length, place, f" {length:.1f}{told}" if length else " 0", va="center", size=8.5)
+    axes.set_yticks(range(len(groups)), groups, size=9)
     axes.tick_params(axis="x", labelbottom=True, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.08, y=0.01)
@@ -161,8 +160,17 @@ def _finding(accounts: Sequence[Account]) -> str:
         saved[row.group.startswith("GEMM")] += row.ms - times.get(row.group, 0.0)
     most = "GEMMs" if saved[True] > saved[False] else "other kernels"
     name, plain = (_named(one.contender.partition(",")[0]) for one in (fastest, first))
+    others = [
+        f"{_bits(choice.removeprefix('head in '))} head" if choice.startswith("head in ") else choice
+        for choice in fastest.contender.split(", ")[1:]
+    ]
+    beside = f" with {' and '.join(others)}" if others else ""
     told = f"{fastest.step_ms:.1f} ms a step instead of {plain}'s {first.step_ms:.1f}; {most} save most"
-    return f"{name[0].upper()}{name[1:]}: {told}"
+    return f"{name[0].upper()}{name[1:]}{beside}: {told}"
+
+
+def _bits(recipe: str) -> str:
+    return recipe.upper() if recipe in ("mxfp8", "nvfp4") else "FP8"
 
 
 def _color(one: Account) -> str:
@@ -179,4 +187,4 @@ def _total(one: Account, changed: Collection[str]) -> str:
     """Return a contender's name and step, and what the step takes without groups that another choice changes."""
     name, rest = one.contender.partition(",")[0], sum(row.ms for row in one.rows if row.group not in changed)
     told = f"{_named(name)}: {one.step_ms:.1f} ms"
-    return f"{told}; {rest:.1f} ms without {' and '.join(changed)}" if changed else told
+    return f"{told}; {rest:.1f} ms without {', '.join(changed)}" if changed else told
