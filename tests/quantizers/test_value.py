@@ -388,6 +388,8 @@ REPLACEMENTS: list[tuple[nc.Quantizer, dict[str, Any], type[Exception], str]] = 
     (VARIANTS["mxfp8"], {"dtype": nc.DType.kByte}, ValueError, "kByte.*; use"),
     (VARIANTS["mxfp6"], {"dtype": E4M3}, ValueError, "use DType.kFloat6E2M3 or"),
     (VARIANTS["mxfp4"], {"dtype": E4M3}, ValueError, "use DType.kFloat4E2M1"),
+    (VARIANTS["mxfp8"], {"dtype": torch.int8}, ValueError, "is torch.int8; use DType.kFloat8E4M3 or"),
+    (VARIANTS["mxfp8"], {"dtype": torch.uint8}, ValueError, "is DType.kByte; use DType.kFloat8E4M3 or"),
     (VARIANTS["block"], {"block_scaling_dim": 3}, ValueError, "block_scaling_dim is 3"),
     (VARIANTS["current"], {"dtype": "e4m3"}, ValueError, "e4m3"),
     (VARIANTS["current"], {"amax_epsilon": "small"}, TypeError, "amax_epsilon is 'small'; use .* float"),

@@ -64,7 +64,10 @@ def parameter_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None)
     for label, given in (("params_dtype", params_dtype), ("dtype", dtype)):
         known = isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize > 1
         if given is not None and not known:
-            raise TypeError(f"{label} is {shown(given)}; use torch.bfloat16, torch.float16 or torch.float32")
+            raise TypeError(
+                f"{label} is {shown(given)}; use torch.bfloat16, torch.float16 or torch.float32, or "
+                "torch.float64, which no recipe quantizes"
+            )
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype is {params_dtype} and dtype is {dtype}; give one of them")
     return params_dtype or dtype or torch.get_default_dtype()
