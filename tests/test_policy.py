@@ -69,6 +69,16 @@ def test_the_receipt_tells_the_choice(measured: list[Any]) -> None:
     assert type(plain[0]) is nn.Linear
 
 
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_measured(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NARROWCAST_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OSError, match="cannot be kept in .*file/policy'.*; set NARROWCAST_CACHE to a folder"):
+        nc.convert(nn.Sequential(nn.Linear(64, 64)), "current", policy="auto", rows=8)
+    assert not measured
+
+
 def test_without_a_policy_nothing_is_measured(measured: list[Any]) -> None:
     nc.set_recipe(model(), RECIPE)
     assert not measured

@@ -576,12 +576,20 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
         (Float8BlockScaling, {f"fp8_gemm_{gemm}": FAST}, f"fp8_gemm_{gemm}.*use MMParams")
         for gemm in ("fprop", "dgrad", "wgrad")
     ],
-    (NVFP4BlockScaling, {"nvfp4_4over6": "weight"}, "nvfp4_4over6 is 'weight'; use 'none', 'weights'"),
-    (NVFP4BlockScaling, {"nvfp4_4over6_e4m3_use_256": "yes"}, "nvfp4_4over6_e4m3_use_256 is 'yes'"),
+    (
+        NVFP4BlockScaling,
+        {"nvfp4_4over6": "weight"},
+        "nvfp4_4over6 is 'weight'; use 'none', 'weights'.* NARROWCAST_NVFP4_4OVER6$",
+    ),
+    (
+        NVFP4BlockScaling,
+        {"nvfp4_4over6_e4m3_use_256": "yes"},
+        "_use_256 is 'yes'; .* NARROWCAST_NVFP4_4OVER6_E4M3_USE_256$",
+    ),
     (
         NVFP4BlockScaling,
         {"nvfp4_4over6_err_mode": "RMS"},
-        "nvfp4_4over6_err_mode is 'RMS'; use 'MAE' or 'MSE'",
+        "nvfp4_4over6_err_mode is 'RMS'; use 'MAE' or 'MSE', also in NARROWCAST_NVFP4_4OVER6_ERR_MODE$",
     ),
     (NVFP4BlockScaling, {"nvfp4_4over6": "all"}, "nvfp4_4over6='all'.*disable_rht=True"),
     (NVFP4BlockScaling, {"nvfp4_4over6": "activations"}, "nvfp4_4over6='activations'.*disable_rht=True"),

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ._checks import shown
 from ._environment import read_text
 from .layers import renew_delayed_scaling, set_recipe
 from .layers.policies import POLICIES, Shapes
@@ -83,9 +84,15 @@ def _timed(
     key = json.dumps([rows, out_features, in_features, str(dtype), name, replayed])
     known = _read(file)
     if key not in known:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"the timings of policies cannot be kept in {shown(str(file.parent))} ({error.strerror}); set "
+                "NARROWCAST_CACHE to a folder that is writable"
+            ) from error
         measured = measure(rows, out_features, in_features, dtype, recipe, replayed)
         known = {**_read(file), key: list(measured)}
-        file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part")
         part.write_text(json.dumps(known, indent=1))
         part.replace(file)

@@ -49,7 +49,25 @@ FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"attn_mask_type": "padding"}, ValueError, "attention_mask is None"),
     ({}, {"attn_mask_type": "padding", "attention_mask": MASK.int()}, TypeError, "torch.bool"),
     ({}, {"attn_mask_type": "padding", "attention_mask": MASK[:1]}, ValueError, "expected"),
-    ({}, {"attn_mask_type": "arbitrary", "attention_mask": MASK[0]}, ValueError, "arbitrary"),
+    (
+        {},
+        {"attn_mask_type": "padding", "attention_mask": [MASK]},
+        TypeError,
+        "attention_mask is .* give a tensor",
+    ),
+    (
+        {},
+        {"attn_mask_type": "arbitrary", "attention_mask": MASK[0]},
+        ValueError,
+        r"'arbitrary' has shape \(1, 1, 4\); use one tensor .* of shape \(2, 2, 4, 4\), dims may be 1",
+    ),
+    (
+        {},
+        {"attn_mask_type": "arbitrary", "attention_mask": MASK[..., :3]},
+        ValueError,
+        r"has shape \(2, 1, 1, 3\)",
+    ),
+    ({}, {"attn_mask_type": "arbitrary", "attention_mask": (MASK, MASK)}, ValueError, "is a tuple of 2"),
     ({}, {"core_attention_bias_type": "post_scale_bias"}, ValueError, "not given"),
     ({}, {"core_attention_bias": torch.zeros(1, 2, 4, 4)}, ValueError, "given"),
     ({}, {"core_attention_bias_type": "rel"}, ValueError, "rel"),
@@ -139,7 +157,9 @@ def test_no_backend_left(monkeypatch: pytest.MonkeyPatch) -> None:
         module(ROWS, ROWS, ROWS)
     monkeypatch.setenv("NARROWCAST_FLASH_ATTN", "0")
     module = nc.DotProductAttention(2, 8, qkv_format="bshd")
-    with pytest.raises(ValueError, match="no kernel of PyTorch's is left"):
+    with pytest.raises(
+        ValueError, match="no kernel of PyTorch's is left.*; set NARROWCAST_UNFUSED_ATTN=1 and make the"
+    ):
         module(ROWS, ROWS, ROWS)
     monkeypatch.delenv("NARROWCAST_UNFUSED_ATTN")
     plain = nc.DotProductAttention(2, 8, qkv_format="bshd")

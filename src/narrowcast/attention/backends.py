@@ -260,4 +260,5 @@ def choose_backend(facts: Facts, switches: Switches) -> str:
                 _LOG.info("attention by %s%s (%s)", " ".join((name, *kernels)), why, facts)
             return name
         refused.append(f"{name}: {'; '.join(reasons)}")
-    raise ValueError(f"no attention backend is left for this call ({'. '.join(refused)})")
+    remedy = "" if switches.unfused else "; set NARROWCAST_UNFUSED_ATTN=1 and make the module again"
+    raise ValueError(f"no attention backend is left for this call ({'. '.join(refused)}){remedy}")

@@ -158,11 +158,13 @@ class NVFP4BlockScaling(Recipe):
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if not is_one_of(getattr(self, name), ("none", "weights", "activations", "all")):
                 raise ValueError(
-                    f"{name} is {shown(getattr(self, name))}; use 'none', 'weights', 'activations' or 'all'"
+                    f"{name} is {shown(getattr(self, name))}; use 'none', 'weights', 'activations' or 'all', "
+                    f"also in NARROWCAST_{name.upper()}"
                 )
         if not is_one_of(self.nvfp4_4over6_err_mode, ("MAE", "MSE")):
             raise ValueError(
-                f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; use 'MAE' or 'MSE'"
+                f"nvfp4_4over6_err_mode is {shown(self.nvfp4_4over6_err_mode)}; use 'MAE' or 'MSE', also in "
+                "NARROWCAST_NVFP4_4OVER6_ERR_MODE"
             )
 
     def _check_together(self) -> None:
