@@ -366,6 +366,11 @@ def test_wrong_sizes_are_told(options: dict[str, Any], match: str) -> None:
         nc.InferenceParams(**{"max_batch_size": 2, "max_sequence_length": 8, "device": DEVICE, **options})
 
 
+def test_a_dtype_by_name_is_told() -> None:
+    with pytest.raises(TypeError, match="dtype is 'bf16'; use torch.bfloat16"):
+        nc.InferenceParams(2, 8, dtype="bf16", device=DEVICE)  # type: ignore[arg-type]
+
+
 def test_wrong_steps_are_told() -> None:
     params = nc.InferenceParams(2, 8, 2, 8, torch.float32, device=DEVICE)
     with pytest.raises(RuntimeError, match="full: 3 sequences of at most max_batch_size=2"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import is_one_of, not_among, shape_of, shown
+from .._checks import is_one_of, not_among, shape_of, shown, tensor
 from .._tracing import warn
 from .formats import sequence_length
 from .masks import MaskRule
@@ -147,16 +147,21 @@ def masks_of(
         return (None, None), None
     given = mask if isinstance(mask, tuple) else (mask,)
     for part in given:
+        tensor("attention_mask", part)
         if part.dtype != torch.bool:
             raise TypeError(f"attention_mask is {part.dtype}; it must be torch.bool, True where masked out")
     lengths = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
+    batch = _batch(q, qkv_format)
     if rule.arbitrary:
-        if len(given) != 1 or given[0].dim() != 4:
+        wanted, shape = (batch, q.shape[-2], *lengths), given[0].shape
+        fits = len(shape) == 4 and all(size in (1, whole) for size, whole in zip(shape, wanted))
+        if len(given) != 1 or not fits:
+            what = f"has shape {shape_of(given[0])}" if len(given) == 1 else f"is a tuple of {len(given)}"
             raise ValueError(
-                "attention_mask of attn_mask_type='arbitrary' is one tensor (b, h, s_q, s_kv), dims may be 1"
+                f"attention_mask of attn_mask_type='arbitrary' {what}; use one tensor (batch, heads, queries, keys) of "
+                f"shape {tuple(map(int, wanted))}, dims may be 1"
             )
         return (None, None), given[0]
-    batch = _batch(q, qkv_format)
     both = given * 2 if len(given) == 1 else given
     for part, length in zip(both, lengths):
         if part.shape != (batch, 1, 1, length):

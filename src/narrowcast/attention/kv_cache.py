@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._checks import flags, positive, shape_of, shown
 from .._device import checked_device, default_device
+from ..layers.parameters import parameter_dtype
 from ..upstream.compiler import keep_address
 from .formats import checked_format
 
@@ -209,6 +210,7 @@ class InferenceParams:
         custom_cache_manager: a :class:`KVCacheManager` that stores the tokens.
         device: device of the cache; default: the accelerator, or the CPU without one.
     Raises:
+        TypeError: ``dtype`` is no floating-point dtype of 16 bits or more.
         ValueError: a size is not positive, ``is_paged`` lacks ``page_size``, "thd" lacks ``max_ctx_len``, or the format
             is unknown.
     """
@@ -238,6 +240,7 @@ class InferenceParams:
         needed = {"max_batch_size", "max_sequence_length"}
         positive(**{label: size for label, size in given.items() if size is not None or label in needed})
         flags(is_paged=is_paged)
+        parameter_dtype(None, dtype)
         if custom_cache_manager is not None and not isinstance(custom_cache_manager, KVCacheManager):
             raise TypeError(
                 f"custom_cache_manager is {shown(custom_cache_manager)}; use a KVCacheManager or None"
