@@ -918,6 +918,8 @@ def test_a_weight_that_its_adapter_reads_is_gathered_in_high_precision(reads: An
 
 
 def test_what_cannot_be(one: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
     fused = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"], fuse_wgrad_accumulation=True)
     with pytest.raises(ValueError, match="Linear has fuse_wgrad_accumulation=True"):
         shard(fused, one)
@@ -932,6 +934,13 @@ def test_what_cannot_be(one: Any) -> None:
         shard(layer, one, blocks=layer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mesh is 'cpu'; pass a DeviceMesh"):
         shard(layer, "cpu")
+    unnamed = init_device_mesh("cpu", (1, 1))
+    with pytest.raises(
+        ValueError, match=r"mesh has 2 dims without names; .*mesh_dim_names=\('replicate', 'shard'\)"
+    ):
+        shard(layer, unnamed)
+    with pytest.raises(TypeError, match="shard takes no 'reshard'; did you mean reshard_after_forward="):
+        shard(layer, one, reshard=True)
     with pytest.raises(TypeError, match=r"mp_policy is torch.bfloat16; pass a .*MixedPrecisionPolicy"):
         shard(layer, one, mp_policy=torch.bfloat16)
     with nc.quantized_model_init(recipe=QUANTIZED["current"]):
@@ -942,6 +951,9 @@ def test_what_cannot_be(one: Any) -> None:
         shard(layer, one, recipe=8)  # type: ignore[arg-type]
     model = torch.nn.Sequential(layer)
     shard(model, one, blocks=model)
+    for given in (model, torch.nn.Sequential(layer)):
+        with pytest.raises(RuntimeError, match="an FSDP[A-Za-z]* is sharded already; call shard once"):
+            shard(given, one, blocks=[layer])
     with pytest.raises(RuntimeError, match="call the model that narrowcast"):
         layer(torch.ones(16, 32))
     other = nc.Linear(32, 32, device="cpu", recipe=QUANTIZED["current"])

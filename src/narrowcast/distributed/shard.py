@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _checks
+from .. import _checks, _keywords
 from .._checks import a_kind, shown
 from .._device import HIGH_PRECISION
 from .._tracing import can_check
@@ -90,16 +91,26 @@ def shard(
         ``model``; ``narrowcast.receipt(model).sharding`` lists how each parameter is gathered.
     Raises:
         ValueError: a layer has ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``, whose gradients bypass FSDP2's
-            reduction, ``reshard_after_forward`` is a number of ranks, or a block is not part of the model.
-        TypeError: an argument is not a recipe, mesh, policy or list of blocks.
+            reduction, ``reshard_after_forward`` is a number of ranks, a block is not part of the model, or the dims of
+            a mesh have no names.
+        TypeError: an argument is not a recipe, mesh, policy or list of blocks, or an option is unknown.
         RuntimeError: the rows of a weight stored quantized are not equal shards of whole blocks, a block's compiled
-            call would trace FSDP2's hooks, or there is neither a mesh nor a process group.
+            call would trace FSDP2's hooks, model or block is sharded already, or there is neither a mesh nor a
+            process group.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     _checks.module("model", model)
     recipe, blocks = checked_recipe(recipe, "shard"), _checked_blocks(model, blocks)
+    named = inspect.unwrap(shard).__kwdefaults__
+    _keywords.check("shard", (*named, *inspect.signature(fully_shard).parameters), options)
+    sharded = next((one for one in (*blocks, model) if isinstance(one, FSDPModule)), None)
+    if sharded is not None:
+        raise RuntimeError(
+            f"{a_kind(sharded)} is sharded already; call shard once, on a model that fully_shard has not sharded, and "
+            "name modules that are gathered separately in blocks="
+        )
     _check_compiled([*blocks, model])
     check_gradients_are_reduced(model, "FSDP2")
     _check_options(mesh, quantized_gather, options)
@@ -174,6 +185,10 @@ def _check_options(mesh: Any, quantized_gather: bool, options: dict[str, Any]) -
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is {shown(mesh)}; pass a DeviceMesh, as init_device_mesh makes it, or None for all ranks"
+        )
+    if mesh is not None and mesh.ndim > 1 and not mesh.mesh_dim_names:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dims without names; make it with mesh_dim_names=('replicate', 'shard')"
         )
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy is {shown(policy)}; pass a torch.distributed.fsdp.MixedPrecisionPolicy")
