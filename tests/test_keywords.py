@@ -18,7 +18,7 @@ ANY = {
     "expert_parallel": "MoEDispatch checks them",
     "make_graphed_callables": "checks its old names, too; the test below",
     "recipe_from_name": "the recipe's class checks them",
-    "shard": "fully_shard checks them",
+    "shard": "those of fully_shard are checked in the call",
     "ColwiseParallel": "the constructor is PyTorch's",
     "RowwiseParallel": "the constructor is PyTorch's",
     "SequenceParallel": "the constructor is PyTorch's",
@@ -133,6 +133,10 @@ def test_convert_names_the_keyword(wrong: str, remedy: str) -> None:
             "autocast takes no 'dtype'; that is torch.autocast, ",
         ),
         (lambda: nc.autocast(qqq=1), r"it takes enabled, calibrating, recipe, amax_reduction_group$"),
+        (
+            lambda: nc.optimizers.FusedAdam([nn.Parameter(torch.ones(2))], fused=True),
+            "are always fused; leave it out$",
+        ),
         (
             lambda: nc.set_recipe(nn.Linear(2, 2), "block", only="0"),
             r'name the layers in a table .*"mxfp8"}$',

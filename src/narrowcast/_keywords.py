@@ -26,6 +26,8 @@ _FOREIGN = {
     "autocast.device_type": "that is torch.autocast, another context; write autocast(recipe='current')",
     "set_recipe.only": 'name the layers in a table of recipes, as in {"layers.*.mlp": "mxfp8"}',
     "set_recipe.skip": 'name the layers in a table of recipes, as in {"": "mxfp8", "lm_head": None}',
+    "fused": "narrowcast's optimizers are always fused; leave it out",
+    "foreach": "narrowcast's optimizers are always fused; leave it out",
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
 }
 """Keywords of other packages, or of other functions, and what to do about them."""

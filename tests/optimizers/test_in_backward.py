@@ -151,6 +151,10 @@ def test_what_is_not_possible_raises() -> None:
         step_in_backward(model, model.blocks)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parts"):
         step_in_backward(optimizer, model.parameters())  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="^parts has a Linear with no parameter of the optimizer; pass blocks"
+    ):
+        step_in_backward(optimizer, [nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="LBFGS calls the model several times"):
         step_in_backward(torch.optim.LBFGS(model.parameters()), model.blocks)
     coded = FusedAdam(model.parameters(), weight_codes=model)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import module, typed
+from .._checks import a_kind, module, typed
 from ..functional.collectives import group_size
 from ..layers.parameters import accumulates_elsewhere
 from ..upstream.fsdp import is_distributed
@@ -103,7 +103,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
     Raises:
         TypeError: no optimizer, or a part that is no module.
         ValueError: the optimizer is LBFGS, reads ``decoupled_grad``, or has ``weight_codes``; or layers add gradients
-            to ``main_grad`` (``fuse_wgrad_accumulation``), which such a step does not read.
+            to ``main_grad`` (``fuse_wgrad_accumulation``), which such a step does not read; or the optimizer has no
+            parameter of a part.
         NotImplementedError: parameters sharded by FSDP2, or several processes, whose gradients are summed later.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -128,8 +129,14 @@ def step_in_backward(optimizer: torch.optim.Optimizer, parts: Iterable[nn.Module
             "step_in_backward does not wait for gradients of several processes; step after the backward"
         )
     found: list[list[Tensor]] = []
+    stepped = {*left}
     for part in parts:
         module("parts", part)
+        trained = [p for p in part.parameters() if p.requires_grad]
+        if trained and stepped.isdisjoint(trained):
+            raise ValueError(
+                f"parts has {a_kind(part)} with no parameter of the optimizer; pass blocks of the model that it steps"
+            )
         own: list[Tensor] = [p for p in part.parameters() if p in left]
         left.difference_update(own)
         found.append(own)
