@@ -45,7 +45,7 @@ def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: 
         ValueError: none of the ``allowed`` ones.
     """
     element = TORCH_DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else to_dtype_enum(dtype)
-    if element not in allowed:
+    if element is None or element not in allowed:
         choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
         raise ValueError(f"{argument} is {shown(dtype if element is None else element)}; use {choices}")
     return element
