@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from rich.table import Table
 
-from narrowcast._checks import counted
-
 from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, HOST, MEASURED
 from .estimate import Estimate, gib
 
@@ -50,7 +48,11 @@ def title(result: Estimate, gpu: str) -> str:
     return (
         f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} "
         f"microbatch{'es' if layout.micro_batches > 1 else ''} of {layout.micro_batch} x {layout.length} tokens"
-        + (f", {counted(layout.stages, 'pipeline stage')} per rank" if layout.pp > 1 else "")
+        + (
+            f", {layout.stages} pipeline stage{'s' if layout.stages > 1 else ''} per rank"
+            if layout.pp > 1
+            else ""
+        )
         + (", FP8 gather" if layout.fp8_gather and layout.fsdp > 1 else "")
         + (", recomputing" if layout.recompute else "")
         + (", saved activations in FP8" if layout.saved_fp8 else "")
