@@ -72,13 +72,30 @@ def fails_on_one_line(capsys: pytest.CaptureFixture, root: Path, words: list[str
     return lines[0]
 
 
+def test_a_terminal_breaks_a_long_error_between_words(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "--recipe", "fp8"]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 60 and " ".join(lines) == line
+
+
 def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(text_file, "--recipe", "current", "--out", "run") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("current: held-out loss ")
-    first, second, follow_up = printed.out.splitlines()
+    first, second, third, follow_up = printed.out.splitlines()
     assert follow_up.startswith("next: ") and follow_up.endswith(" generate run --prompt 'Once upon '")
-    assert first.endswith(" nats per byte after 4 steps; run in run") and " parameters, " in second
+    assert (
+        first.endswith(" nats per byte after 4 steps")
+        and " parameters, " in second
+        and third == "  run in run"
+    )
     assert max(map(len, [first, second])) <= 80 and "warmup" not in printed.err
     assert "step 4/4" in printed.err
     result = json.loads(Path("run/result.json").read_text())
@@ -114,7 +131,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--steps", "2.5"], ["--steps is '2.5'; use a whole number"]),
         (["--steps=abc"], ["--steps is 'abc'; use a whole number"]),
         (["--speed", "9"], ["--speed", "--help"]),
-        (["--resume"], ["no checkpoint to resume in", "checkpoints", "--out"]),
+        (["--resume"], ["narrowcast: run does not exist; give the folder of a run"]),
         (["--out", "text.txt"], ["text.txt", "--out"]),
         (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
         (["--preset", "7b"], ["'7b'; the nearest: '8b'; use one of tiny, 125m, 1b, 8b-slice"]),
@@ -193,7 +210,7 @@ def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.Capt
     assert (
         train(text_file, *words, "--keep-bf16", "blocks.0.feed_forward", "--recipe-table", "table.json") == 0
     )
-    assert "MFU unknown" in capsys.readouterr().out
+    assert "MFU" not in capsys.readouterr().out
     result = json.loads(Path("run/result.json").read_text())
     settings = result["settings"]
     assert (settings["lr"], settings["steps"], settings["dim"]) == (6e-4, 4, 32)
@@ -207,12 +224,14 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
     runs = {"bf16-0", "bf16-1", "current-0", "current-1"}
     assert train(text_file, *words) == 0
-    printed = capsys.readouterr().out
+    told = capsys.readouterr()
+    printed, err = told.out, " ".join(told.err.split())
+    assert "in 4 runs: bf16, current, 2 seeds each" in err and "bf16, seed 0     step 0/4" in told.err
     *written, follow_up = printed.splitlines()[-3:]
     assert written == ["picture: c/loss.png", "numbers: c/summary.csv, c/losses.csv"]
     losses = {run: json.loads(Path(f"c/{run}/result.json").read_text())["held_out_loss"] for run in runs}
     assert follow_up.endswith(f" generate c/{min(losses, key=losses.__getitem__)} --prompt 'Once upon '")
-    assert "FP8 current" in printed and "mean of up to 2 seeds" in printed
+    assert "FP8 current" in printed and ", mean of 2 seeds, lowest to highest" in printed
     assert "4 steps are too few to judge a recipe by its gap; take 240 or more." in printed
     files = {"loss.png", "losses.csv", "summary.csv", "results.json"}
     assert {path.name for path in Path("c").iterdir()} == runs | files
@@ -714,7 +733,27 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["train", "--optimizer", "sgd"], 2, "--optimizer is 'sgd'; use one of adamw, "),
         (["train", "--device", "gpu"], 2, "--device is 'gpu'; for a GPU use 'cuda'; use one of auto, cpu"),
         (["train", "--parallel", "ddp"], 2, "--parallel is 'ddp'; use one of fsdp, tp, fsdp+tp"),
-        (["train", "--heads", "3"], 2, "--dim is 256; it must be a multiple of 6"),
+        (
+            ["train", "--heads", "3"],
+            2,
+            "--heads is 3; with the preset's --dim 256 and --kv-heads 2 use 2, 4, 8, 16, 32, 64, 128\n",
+        ),
+        (
+            ["train", "--heads", "3", "--kv-heads", "1"],
+            2,
+            "--heads is 3; with the preset's --dim 256 use 1, 2, 4",
+        ),
+        (["train", "--kv-heads", "3"], 2, "--kv-heads is 3; with the preset's --heads 4 use 1, 2, 4\n"),
+        (
+            ["train", "--dim", "36"],
+            2,
+            "--dim is 36; it must be a multiple of 8 (twice --heads 4, rotary pairs)",
+        ),
+        (
+            ["train", "--resume", "--out", "nope"],
+            2,
+            "narrowcast: nope does not exist; give the folder of a run",
+        ),
         (["train", "--seeds", "0"], 2, "--seeds is 0, the runs to compare per recipe"),
         (["train", "--data", "absent.txt"], 2, "--data is absent.txt, where no file or folder is"),
         (["demo", "--steps", "0"], 2, "--steps is 0; it must be at least 1"),

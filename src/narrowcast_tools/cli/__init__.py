@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from itertools import product, starmap
@@ -185,7 +187,12 @@ def _install(package: str) -> str:
 def _fail(message: str, code: int) -> int:
     rank = _rank()
     program = f"narrowcast, rank {rank}" if rank and rank != "0" else "narrowcast"
-    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    line = f"{program}: {' '.join(message.split())}"
+    if sys.stderr.isatty():
+        line = textwrap.fill(
+            line, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
+        )
+    print(line, file=sys.stderr)
     return code
 
 

@@ -23,7 +23,7 @@ TABLE = (
 
 def presets() -> None:
     """Run `narrowcast presets`."""
-    table = Table(title="presets: what --preset sets, and options override", title_justify="left")
+    table = Table(title="what each --preset sets; an option overrides its number", title_justify="left")
     names, *rows = TABLE
     for name in names:
         table.add_column(name, justify="right" if name else "left")

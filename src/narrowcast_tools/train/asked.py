@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..words import AUTO
-from .config import RANDOM, TrainConfig, override
+from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
-from .folder import finished_runs, require_checkpoints
+from .folder import finished_runs, require_checkpoints, require_folder
 from .names import MODES, device_word, one_of, recipe_name, recipe_names
 from .presets import DEMO, QUICK, find_preset, with_steps
 
 MOST_SEEDS = 1000
+MOST_TOKENS, MOST_SAMPLES = 100_000, 1000  # to generate: their keys and values stay in memory
 CONFIG = "config.json"
 
 
@@ -52,6 +53,8 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
         raise SettingsError(
             f"--seeds is {seeds}, the runs to compare per recipe; it must be at least 1 and at most {MOST_SEEDS}"
         )
+    if given["resume"] and given["out"] is not None:
+        require_folder(given["out"])
     start, recipes = find_preset(given["preset"]), recipe_names(given["recipe"])
     device_word(given["device"])
     if given["parallel"] is not None:
@@ -67,12 +70,36 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
         raise SettingsError("--by-block says how to compile, and --compile is not given; add --compile")
     shape = start.model
     if given["init"] == RANDOM:
+        _require_heads(shape, given)
         shape = override(shape, **taken(given, shape))
     else:
         config_text(Path(given["init"]))
     first = "bf16" if recipes == [AUTO] else recipes[0]
     later = {"recipe": first, "recipe_table": None, "device": None, "model": shape}
     return override(start, **{**taken(given, start), **later}), recipes
+
+
+def _require_heads(shape: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Check the heads that are given for a preset's width, which is not to blame.
+
+    Raises:
+        SettingsError: they do not fit; the message lists those that do.
+    """
+    heads, width, keys = given["heads"], given["dim"] or shape.dim, given["kv_heads"]
+    if heads is not None and given["dim"] is None:
+        fitting = [
+            n for n in range(1, width // 2 + 1) if not width % (2 * n) and (keys or not n % shape.kv_heads)
+        ]
+        what = f"with the preset's --dim {width}{'' if keys else f' and --kv-heads {shape.kv_heads}'}"
+        _require_among("--heads", heads, fitting, what)
+    elif keys is not None and heads is None:
+        fitting = [n for n in range(1, shape.heads + 1) if not shape.heads % n]
+        _require_among("--kv-heads", keys, fitting, f"with the preset's --heads {shape.heads}")
+
+
+def _require_among(option: str, value: int, fitting: list[int], what: str) -> None:
+    if value > 0 and value not in fitting:
+        raise SettingsError(f"{option} is {value}; {what} use {', '.join(map(str, fitting))}")
 
 
 def demo_settings(given: Mapping[str, Any]) -> TrainConfig:
@@ -99,9 +126,9 @@ def generate_settings(given: Mapping[str, Any]) -> tuple[Choice, str | None]:
     device_word(given["device"])
     recipe = None if given["recipe"] is None else recipe_name(given["recipe"])
     choice = Choice(given["temperature"], given["top_k"])
-    for name in ("tokens", "samples"):
-        if given[name] < 1:
-            raise SettingsError(f"--{name} is {given[name]}; it must be at least 1")
+    for name, most in (("tokens", MOST_TOKENS), ("samples", MOST_SAMPLES)):
+        if not 1 <= given[name] <= most:
+            raise SettingsError(f"--{name} is {given[name]:,}; it must be at least 1 and at most {most:,}")
     override(TrainConfig(), seed=given["seed"])
     if not given["prompt"]:
         raise SettingsError("--prompt is empty; give it some text to continue")

@@ -37,8 +37,8 @@ class Board(Progress):
         self._shown.begin(title, done=done, total=total, further=further)
         self._writer = self._make(str(self._folder), purge_step=done + 1 if done else None)
 
-    def step(self, done: int, loss: float, pace: Pace) -> None:
-        self._shown.step(done, loss, pace)
+    def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
+        self._shown.step(done, loss, pace, evaluates=evaluates)
         config = self._config
         values = {
             "loss/train": loss,

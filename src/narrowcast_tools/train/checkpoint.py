@@ -57,6 +57,17 @@ class DamagedCheckpoint(Exception):
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
 
 
+class NoCheckpoint(SettingsError):
+    """A run has no checkpoint that can be read. ``passed_over``: a line for each that is damaged."""
+
+    def __init__(self, folder: Path, passed_over: list[str]) -> None:
+        self.passed_over = "; ".join(passed_over)
+        super().__init__(
+            f"no checkpoint to resume in {folder} ({self.passed_over or 'there is none'}); check --out, or start a new "
+            "run without --resume"
+        )
+
+
 def save(folder: Path, *, step: int, meta: dict, tensors: TensorFiles) -> Path:
     """Save a checkpoint and keep `KEPT` of its run, itself and those before it.
 
@@ -106,7 +117,7 @@ def load_newest(
         the checkpoint, and one line for each newer checkpoint that was passed over because it is damaged.
 
     Raises:
-        SettingsError: there is none, or all are damaged.
+        NoCheckpoint: there is none, or all are damaged.
     """
     passed_over: list[str] = []
     for path in steps_in(folder):
@@ -116,10 +127,7 @@ def load_newest(
             return found, passed_over
         except DamagedCheckpoint as error:
             passed_over.append(f"passed over {path}: {error}")
-    reason = "; ".join(passed_over) or "there is none"
-    raise SettingsError(
-        f"no checkpoint to resume in {folder} ({reason}); check --out, or start a new run without --resume"
-    )
+    raise NoCheckpoint(folder, passed_over)
 
 
 def load(path: Path) -> Checkpoint:

@@ -1,5 +1,6 @@
 """The work of `train`, `compare`, `generate`, `demo` and `presets`; `cli.commands` has their options."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,9 @@ from .recipes import read_recipe_table
 from .report import Row, remarks, terminal_table
 from .session import describe_runs, run_in, series
 from .tokens import TOKENIZER, load_tokens
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""What a terminal would obey, and what it shows instead: a model of bytes may write any character."""
 
 
 def train(
@@ -114,8 +118,9 @@ def _train_one(
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
-            f"{counted(result.steps, 'step')}; run in {folder}\n"
+            f"{counted(result.steps, 'step')}\n"
             f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)}\n"
+            f"  run in {folder}\n"
             f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"
         )
 
@@ -169,7 +174,7 @@ def generate(
     if answer.remark:
         progress.note(answer.remark)
     for text in answer.texts(choice, seed=seed, compile=compile, graphs=graphs):
-        typer.echo(text, nl=False)
+        typer.echo(text.translate(CONTROLS) if sys.stdout.isatty() else text, nl=False)
     typer.echo()
     progress.note(answer.pace)
     typer.echo("next: --samples 4 continues in four ways; --recipe bf16 computes in another recipe", err=True)

@@ -110,7 +110,7 @@ def _details(findings: list[Finding]) -> Iterator[tuple[str, str]]:
         counts = f"{run['passed']} passed, {run['failed']} failed, {run['not run']} not run"
         yield "GPU tests", f"{sm(capability)}, {run['gpu']}, PyTorch {run['torch']}, {run['date']}: {counts}"
     compiled = ", ".join(sm(capability) for capability in GPUS if gpu_standing(capability) == ONLY_COMPILED)
-    yield "never run on", f"{compiled} (every kernel compiles for them)"
+    yield "not run on", f"{compiled} (every kernel compiles for them)"
 
 
 def examine() -> Iterator[Finding]:

@@ -33,8 +33,7 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
         SettingsError: there is none, or a folder does not exist.
     """
     for folder in folders:
-        if not folder.exists():
-            raise SettingsError(_absent(folder))
+        require_folder(folder)
     found = sorted({path for folder in folders for path in folder.rglob(RESULT)})
     if not found:
         names = ", ".join(map(str, folders))
@@ -51,6 +50,16 @@ def runs_below(folder: Path) -> str:
     return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
 
 
+def require_folder(path: Path) -> None:
+    """Check that the folder of a run is there.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    if not path.exists():
+        raise SettingsError(_absent(path))
+
+
 def require_checkpoints(path: Path) -> None:
     """Check that a folder is one of a run or of a checkpoint; whether that can be read is seen later.
 
@@ -61,15 +70,15 @@ def require_checkpoints(path: Path) -> None:
         raise SettingsError(without_checkpoint(path))
 
 
-def without_checkpoint(path: Path) -> str:
-    """Return why a folder has nothing to load, and what to give instead."""
+def without_checkpoint(path: Path, why: str = "") -> str:
+    """Return why a folder has nothing to load, and what to give instead. ``why``: what its checkpoints have."""
     if not path.exists():
         return _absent(path)
     if several := runs_below(path):
         return f"{path} {several}"
     if (path / COMPARED).exists():
         return f"{path} holds a comparison and no checkpoint; give the folder of a run of narrowcast train"
-    return f"{path} holds no checkpoint that can be read; give the folder of a run"
+    return f"{path} holds no checkpoint that can be read{why}; give the folder of a run"
 
 
 def _absent(path: Path) -> str:

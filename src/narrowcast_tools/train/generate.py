@@ -73,8 +73,9 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     else:
         try:
             found, run = checkpoint.load_newest(path / CHECKPOINTS)[0], path
-        except SettingsError as error:
-            raise SettingsError(without_checkpoint(path)) from error
+        except checkpoint.NoCheckpoint as error:
+            why = f" ({error.passed_over})" if error.passed_over else ""
+            raise SettingsError(without_checkpoint(path, why)) from error
     settings = found.meta["settings"]
     model_settings = {
         field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings
@@ -172,7 +173,9 @@ class Answer:
     def remark(self) -> str:
         """A line for people where more positions are needed than the model has seen."""
         positions, seen = len(self._start) + self._count, self._trained.config.seq_len
-        told = f"{positions} positions, and the model was trained on {seen}: it has not seen the later ones"
+        told = (
+            f"{positions:,} positions, and the model was trained on {seen:,}: it has not seen the later ones"
+        )
         return told if positions > seen else ""
 
     def texts(self, choice: Choice, *, seed: int, compile: bool, graphs: bool) -> Iterator[str]:

@@ -121,7 +121,7 @@ class Run:
                 fetched = self._fetch_losses()
                 watch.stop(fetched * config.tokens_per_step)
                 pace = measure(config, watch.tokens_per_second, self.ranks.count)
-                self.progress.step(done, self.history.train[-1], pace)
+                self.progress.step(done, self.history.train[-1], pace, evaluates=evaluates)
             if evaluates:
                 self._evaluate(done)
             if saves:

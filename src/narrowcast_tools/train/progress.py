@@ -14,6 +14,8 @@ from .pace import Pace, format_pace
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 NARROWEST_BAR = 8  # cells
 ROOM = "00:00"  # of a time
+SPEED = len("123,456 tok/s")
+HELD_OUT = len("held-out 5.545")
 TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
 
@@ -23,8 +25,8 @@ class Progress:
     def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         """The run begins, or goes on, at ``done`` of ``total`` steps; runs after it have ``further`` steps."""
 
-    def step(self, done: int, loss: float, pace: Pace) -> None:
-        """A step is done."""
+    def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
+        """A step is done. ``evaluates``: the held-out text is tried next."""
 
     def evaluated(self, done: int, loss: float) -> None:
         """The held-out text was tried."""
@@ -59,7 +61,7 @@ class Bar(Progress):
         fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0), "further": further}
         self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
-    def step(self, done: int, loss: float, pace: Pace) -> None:
+    def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
         self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", pace=pace)
 
     def evaluated(self, done: int, loss: float) -> None:
@@ -89,7 +91,7 @@ class _Figures(ProgressColumn):
             f"{task.description:<8} {'':{NARROWEST_BAR}} {task.total:.0f}/{task.total:.0f}  left {'':{left}}"
             f"{f', all runs {ROOM}' if task.fields['further'] else ''}"
         )
-        pace = _short_pace(task.fields["pace"])
+        pace = format_pace(task.fields["pace"])
         while pace and len(f"{others}{losses}  {pace}") > self._console.width:
             pace = pace.rpartition("  ")[0]
         return Text(f"{losses}  {pace}".rstrip())
@@ -108,10 +110,6 @@ class _AllRuns(ProgressColumn):
         return Text(f"all runs {format_duration(left)}")
 
 
-def _short_pace(pace: Pace) -> str:
-    return format_pace(pace).replace("MFU unknown  ", "")  # a line of progress is short
-
-
 class Lines(Progress):
     """One line per evaluation, and one whenever `QUIET_SECONDS` passed without."""
 
@@ -123,29 +121,27 @@ class Lines(Progress):
         self._timed: tuple[int, float] | None = None  # the first step, and when it was done
         self._last_line = 0.0
         self._loss = "-"
-        self._held_out = ""
-        self._speed = ""
+        self._pace = Pace(0.0)
 
     def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         self._title, self._total, self._further = title, total, further
-        self._loss, self._held_out, self._speed, self._timed = "-", "", "", None
+        self._loss, self._pace, self._timed = "-", Pace(0.0), None
         self._last_line = time.monotonic()
 
-    def step(self, done: int, loss: float, pace: Pace) -> None:
-        self._loss, self._speed, now = f"{loss:.3f}", _short_pace(pace), time.monotonic()
+    def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
+        self._loss, self._pace, now = f"{loss:.3f}", pace, time.monotonic()
         self._timed = self._timed or (done, now)
-        if now - self._last_line >= QUIET_SECONDS and done < self._total:  # the last step is evaluated next
-            self._line(done)
+        if now - self._last_line >= QUIET_SECONDS and not evaluates:  # the evaluation has a line of its own
+            self._line(done, "")
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._held_out = f"  held-out {loss:.3f}"
-        self._line(done)
-        self._held_out += f" at step {done}"
+        self._line(done, f"held-out {loss:.3f}")
 
     def note(self, text: str) -> None:
         _note(self._console, text)
 
-    def _line(self, done: int) -> None:
+    def _line(self, done: int, held_out: str) -> None:
+        """Print figures in columns, with as much of the speed as the console has room for."""
         self._last_line = time.monotonic()
         left = ""
         first, at = self._timed or (done, 0.0)
@@ -153,13 +149,17 @@ class Lines(Progress):
             per_step, steps = (self._last_line - at) / (done - first), self._total - done
             left = f"  left {format_duration(per_step * steps)}"
             if self._further:
-                left += f", all runs {format_duration(per_step * (steps + self._further))}"
-        speed = f"  {self._speed}" if self._speed else ""
-        text = f"{self._title:<8} step {done}/{self._total}"
-        for figure in f"loss {self._loss}{self._held_out}{speed}{left}".split("  "):
-            whole = len(text.rpartition("\n")[2]) + len(figure) + 2 <= self._console.width
-            text += f"  {figure}" if whole else f"\n{'':<9}{figure}"
-        self._print(text)
+                left += f", all {format_duration(per_step * (steps + self._further))}"
+        begin = f"{self._title:<8}  step {done:>{len(str(self._total))}}/{self._total}"
+        begin += f"  loss {self._loss:<5}  {held_out:<{HELD_OUT}}"
+        room = (
+            self._console.width - len(begin) - len(f"  left {ROOM}{f', all {ROOM}' if self._further else ''}")
+        )
+        pace = format_pace(self._pace)
+        pace = f"  {pace:>{len(pace) + max(0, SPEED - pace.find('  '))}}" if pace else ""
+        while len(pace) > room:
+            pace = pace.rpartition("  ")[0].rstrip()
+        self._print(f"{begin}{pace}{left}".rstrip())
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

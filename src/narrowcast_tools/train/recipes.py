@@ -55,6 +55,10 @@ CHOICES: dict[str, RecipeChoice] = {
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
 HEAD = "head"  # the model's name of its output layer
+LAYERS = (
+    "the layers are blocks.N.attention.qkv, blocks.N.attention.proj, blocks.N.feed_forward.gate_up, "
+    "blocks.N.feed_forward.down and head, where N counts from 0 and * is any"
+)
 
 
 def build_recipe(
@@ -174,6 +178,11 @@ def set_recipes(
             else "--recipe-table"
         )
         message = str(error).removeprefix("recipe: ")  # the argument of set_recipe
+        pattern, unknown, hint = message.partition(" matches no low-precision layer of this ")
+        if unknown:
+            hint = hint.partition("; ")[2]
+            hint = LAYERS if hint.startswith("it has") else f"{hint}; {LAYERS}"
+            message = f"{pattern} matches no layer; {hint}"
         raise SettingsError(f"{option}: {message}") from error
 
 

@@ -183,9 +183,10 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
 
 def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = True) -> Table:
     """Return the rows as a table for rich; a loss is per `unit`, and `timed` as `columns` takes it."""
-    seeds = max(len(row.seeds) for row in rows)
+    counts = {len(row.seeds) for row in rows}
+    many = f"{'' if len(counts) == 1 else 'up to '}{max(counts)} seeds"
     title = f"held-out loss in nats per {unit}" + (
-        f", mean of up to {seeds} seeds, lowest to highest" if seeds > 1 else ""
+        f", mean of {many}, lowest to highest" if max(counts) > 1 else ""
     )
     table = Table(title=title, title_justify="left")
     texts = {**columns(rows, timed=timed), "recipe": [_both_names(row) for row in rows]}
@@ -199,10 +200,9 @@ def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = Tru
 
 
 def _both_names(row: Row) -> str:
-    """Return the title, with the word of `--recipe` if it is another."""
+    """Return the title, with the word of `--recipe` behind it unless both are the same."""
     title = CHOICES[row.recipe].title
-    same = title.lower().split()[-1] == row.recipe
-    return row.title if same else row.title.replace(title, f"{title} ({row.recipe})", 1)
+    return row.title if title == row.recipe else row.title.replace(title, f"{title} ({row.recipe})", 1)
 
 
 def markdown_table(rows: Sequence[Row], *, timed: bool = True) -> str:

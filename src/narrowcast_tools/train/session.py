@@ -35,10 +35,11 @@ def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], s
     """Return in one line what the runs of a command train."""
     model, runs = config.model, len(recipes) * seeds
     table = " and --recipe-table" if config.recipe_table else ""
+    each = f", {seeds} seeds each" if seeds > 1 else ""
     return (
         f"trains {counted(model.layers, 'block')} of width {model.dim} ({parameters_of(model):,} parameters), "
         f"{counted(config.steps, 'step')} of {counted(config.tokens_per_step, corpus.unit)} of {corpus.source}, "
-        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}"
+        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}{each}"
     )
 
 
@@ -138,6 +139,8 @@ def series(
     """
     remarks = True  # the runs share the text: its remarks are noted once
     several = len({config.seed for config in configs}) > 1
+    titles = [f"{config.recipe}, seed {config.seed}" if several else "" for config in configs]
+    widest = max(map(len, titles))
     for index, config in enumerate(configs):
         own = folder / f"{config.recipe}-{config.seed}"
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
@@ -149,7 +152,7 @@ def series(
         # Each run compiles again, as it would alone: earlier graphs would count towards the compiler's limit.
         torch.compiler.reset()
         gc.collect()  # free the previous model before creating the next
-        title = f"{config.recipe}, seed {config.seed}" if several else ""
+        title = f"{titles[index]:<{widest}}"  # the figures of all runs stand below each other
         later = configs[index + 1 :]
         # A CPU emulates formats several times slower than bf16: its run does not say how long theirs take.
         told = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,11 +118,28 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
     assert capsys.readouterr().out.count("3 bottles") == 2
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_control_characters_and_obeys_none(
+    terminal: bool, trained_run: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of bytes may write what clears a screen or renames a window."""
+    text = "a\x07\r\tb\n\x9b\x7f\N{GREEK SMALL LETTER ALPHA}"
+    monkeypatch.setattr(Answer, "texts", lambda *_, **__: iter([text]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert main(["generate", str(trained_run), "--device", "cpu"]) == 0
+    shown = "a\\x07\\x0d\tb\n\\x9b\\x7f\N{GREEK SMALL LETTER ALPHA}"
+    assert capsys.readouterr().out == (shown if terminal else text) + "\n"
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (["absent"], ["absent does not exist; give the folder of a run"]),
         (["run", "--tokens", "0"], ["--tokens is 0"]),
+        (
+            ["run", "--tokens", "1000000"],
+            ["--tokens is 1,000,000; it must be at least 1 and at most 100,000"],
+        ),
         (["run", "--samples", "-1"], ["--samples is -1"]),
         (["run", "--temperature", "-1"], ["--temperature is -1"]),
         (["run", "--temperature", "nan"], ["--temperature is nan"]),
@@ -154,7 +172,10 @@ def test_a_checkpoint_by_its_folder_and_a_damaged_one(trained_run: Path) -> None
     with pytest.raises(SettingsError, match=r"step-00000010 cannot be read: .*give another checkpoint"):
         load_trained(earlier, device="cpu")
     shutil.rmtree(trained_run / "checkpoints" / "step-00000020")
-    with pytest.raises(SettingsError, match=r"holds no checkpoint that can be read"):
+    told = (
+        r"holds no checkpoint that can be read \(passed over .*step-00000010: model.safetensors has 0 bytes"
+    )
+    with pytest.raises(SettingsError, match=told):
         load_trained(trained_run, device="cpu")
 
 

@@ -84,10 +84,11 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     lines.evaluated(20, 2.25)
     lines.step(21, 2.5, Pace(100.0))
     now = console.file.getvalue()
-    assert "step 20/40  loss 2.500  held-out 2.250  100 tok/s" in now
+    assert "step 20/40  loss 2.500  held-out 2.250      100 tok/s" in now
     lines.step(22, 2.5, Pace(100.0))
     lines.step(23, 2.5, Pace(100.0))
-    assert "  loss 2.500  held-out 2.250 at step 20  100 tok/s" in console.file.getvalue().splitlines()[-1]
+    last = console.file.getvalue().splitlines()[-1]
+    assert "step 23/40  loss 2.500                      100 tok/s" in last, "a held-out loss where it is new"
 
 
 def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,28 +103,51 @@ def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytes
         lines.step(done, 2.5, Pace(0.0))
     first, second, third = console.file.getvalue().splitlines()
     assert "left" not in first + second
-    assert third.endswith("step 3/10  loss 2.500  left 1:10, all runs 4:30")
+    assert third.endswith("step  3/10  loss 2.500                  left 1:10, all 4:30")
 
 
-def test_a_long_line_goes_on_below_and_the_last_step_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=80)
     lines = Lines(console)
-    lines.begin("mxfp8", done=0, total=4, further=20)
-    for done in range(1, 5):
+    lines.begin("delayed, seed 0", done=0, total=240, further=20)
+    lines.evaluated(0, 5.545)
+    for done in range(8, 12):
         now[0] += 11.0
-        lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30))
-        if done in (2, 4):
+        lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30), evaluates=done == 10)
+        if done == 10:
             lines.evaluated(done, 3.055)
-    told = console.file.getvalue().splitlines()
-    assert max(map(len, told)) <= 80
-    assert told[-4:] == [
-        "mxfp8    step 3/4  loss 2.500  held-out 3.055 at step 2  34,558 tok/s  MFU 41.4%",
-        "         3.0 GiB  left 0:11, all runs 3:51",
-        "mxfp8    step 4/4  loss 2.500  held-out 3.055  34,558 tok/s  MFU 41.4%  3.0 GiB",
-        "         left 0:00, all runs 3:40",
+    assert console.file.getvalue().splitlines() == [
+        "delayed, seed 0  step   0/240  loss -      held-out 5.545",
+        "delayed, seed 0  step   8/240  loss 2.500",
+        "delayed, seed 0  step   9/240  loss 2.500",
+        "delayed, seed 0  step  10/240  loss 2.500  held-out 3.055  left 42:10, all 45:50",
+        "delayed, seed 0  step  11/240  loss 2.500                  left 41:59, all 45:39",
     ]
+
+
+def test_a_line_has_as_much_of_the_speed_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for width, told in (
+        (80, "  34,558 tok/s"),
+        (90, "  34,558 tok/s  MFU 41.4%"),
+        (100, "  34,558 tok/s  MFU 41.4%  3.0 GiB"),
+    ):
+        console = Console(file=io.StringIO(), width=width)
+        lines = Lines(console)
+        lines.begin("bf16", done=0, total=300)
+        for done in (1, 2, 3):
+            now[0] += 2.0
+            lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30), evaluates=done == 3)
+        lines.evaluated(3, 3.055)
+        assert (
+            console.file.getvalue()
+            == f"bf16      step   3/300  loss 2.500  held-out 3.055 {told}  left 9:54\n"
+        )
 
 
 def test_the_bar_has_the_time_of_all_runs() -> None:
@@ -139,5 +163,5 @@ def test_the_bar_has_the_time_of_all_runs() -> None:
 
 def test_formats() -> None:
     assert format_pace(Pace(0.0)) == ""
-    assert format_pace(Pace(12345.6, None, 2**29)) == "12,346 tok/s  MFU unknown  0.5 GiB"
+    assert format_pace(Pace(12345.6, None, 2**29)) == "12,346 tok/s  0.5 GiB"
     assert [format_duration(s) for s in (0.4, 59.9, 60, 3725)] == ["0:00", "0:59", "1:00", "62:05"]
