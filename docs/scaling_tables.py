@@ -21,6 +21,8 @@ from narrowcast_tools.schemes import WIDTH, svg, tell, write
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scaling.md"
 GIB = 2**30
+COUNTS = (64, 256, 1024, 4096)
+"""GPUs of the table and the picture; the table also has 8, which do not hold the picture's model."""
 COLORS = {
     "GEMMs": "#0072B2",
     "attention": "#56B4E9",
@@ -123,7 +125,7 @@ def planned() -> tuple[str, str]:
     parts = ["| model | GPUs | recipe | microbatches | GiB | activations | GB received | GEMMs | waiting |"]
     parts.append("| --- | ---: | --- | ---: " + "| ---: " * 5 + "|")
     for model in MODELS:
-        for gpus in (8, 64, 256, 1024, 4096):
+        for gpus in (8, *COUNTS):
             for recipe in ("bf16", "block"):
                 name = f"| {model} | {gpus} | {'128-block' if recipe == 'block' else recipe}"
                 try:
@@ -160,12 +162,11 @@ def page() -> str:
 def draw() -> None:
     """What one million tokens of the 70B model cost, by part, over the number of GPUs."""
     figure = Figure(figsize=(WIDTH, 7.6), layout="constrained")
-    counts = (16, 64, 256, 1024, 4096)
     panels = dict(zip(("bf16", "block"), figure.subplots(2, 1, sharey=True)))
     steps: dict[str, list[float]] = {}
     for recipe, axes in panels.items():
-        bottom = [0.0] * len(counts)
-        results = [plan("70b", gpus, recipe, batch_size=BATCH // 8192) for gpus in counts]
+        bottom = [0.0] * len(COUNTS)
+        results = [plan("70b", gpus, recipe, batch_size=BATCH // 8192) for gpus in COUNTS]
         steps[recipe] = [result.step for result in results]
         for part, color in COLORS.items():
             heights = []
@@ -174,12 +175,12 @@ def draw() -> None:
                 shares = {"communication": ("exposed", "slowed")}.get(part, (part,))
                 seconds = sum(t for name, t in result.seconds.items() if name.startswith(shares))
                 heights.append(seconds * per_million)
-            axes.bar(range(len(counts)), heights, bottom=bottom, color=color, label=part, width=0.8)
+            axes.bar(range(len(COUNTS)), heights, bottom=bottom, color=color, label=part, width=0.8)
             bottom = [low + height for low, height in zip(bottom, heights)]
         for place, (result, top) in enumerate(zip(results, bottom)):
-            axes.text(place, top + 14, f"{result.mfu:.0%}", ha="center", size=9.5, weight="bold")
+            axes.text(place, top + 14, f"MFU {result.mfu:.0%}", ha="center", size=9.5, weight="bold")
         layouts = [f"{one.layout.gpus}\nTP {one.layout.tp}, PP {one.layout.pp}" for one in results]
-        axes.set_xticks(range(len(counts)), layouts, size=9)
+        axes.set_xticks(range(len(COUNTS)), layouts, size=9)
         told = {"bf16": "bf16", "block": "FP8: a scale per block of 128, weights gathered in FP8"}[recipe]
         axes.set_title(told, loc="left", size=10)
         axes.tick_params(axis="y", labelsize=9)
@@ -191,11 +192,11 @@ def draw() -> None:
     keys = [Patch(color=color, label=told.get(part, part)) for part, color in COLORS.items()]
     saved = [1 - block / plain for plain, block in zip(steps["bf16"], steps["block"])]
     finding = (
-        f"Estimate: FP8 saves {100 * min(saved):.0f} to {max(saved):.0%} of a 70B model's GPU time on {counts[0]} to "
-        f"{counts[-1]} H200s"
+        f"Estimate: FP8 saves {100 * min(saved):.0f} to {max(saved):.0%} of a 70B model's GPU time on {COUNTS[0]} to "
+        f"{COUNTS[-1]} H200s"
     )
     foot = (
-        "Above a bar: MFU, model FLOPs utilization: the share of the GPUs' bf16 peak that the model's arithmetic "
+        "MFU, model FLOPs utilization: the share of the GPUs' bf16 peak that the model's arithmetic "
         "uses. TP 2: tensor parallelism, two GPUs share each layer. PP 8: pipeline parallelism, eight groups of "
         "GPUs with a part of the layers each. 16 Mi tokens a step.\n"
         f"Not measured: `narrowcast plan` of {nc.__version__} computed it. Expect a dense plan, as this one, "
