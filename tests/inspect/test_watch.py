@@ -411,6 +411,16 @@ def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
         ([*good, noisy], "Layer b, input: much quantization error from step 10"),
     ):
         assert figure(records).get_suptitle().replace("\n", " ") == title
+    drawn = figure([*good, lost])
+    panels, told = (
+        drawn.axes[3:6],
+        "one number: the title's share is on the scale, and a panel without one is no blank",
+    )
+    assert panels[0].images[0].norm.vmax == 1.0, told
+    assert [text.get_text() for axes in panels for text in axes.texts] == [
+        "Underflow: values that were not 0 and become 0",
+        "all 0%",
+    ], told
 
 
 def test_a_watched_model_that_turns_back_trains_and_converts_again() -> None:

@@ -19,24 +19,35 @@ if TYPE_CHECKING:
 
 _KINDS = ("input", "weight", "grad_output")
 _MOST_LOST, _LEAST_SQNR = 0.1, 8.0
-# title, unit, value of a record, color map, limits. What stands out should be looked at: too little SQNR, and too
-# much, since one value that dwarfs the rest has nearly all of the signal.
-_STATISTICS: tuple[tuple[str, str, Any, str, tuple[float, float]], ...] = (
+# What stands out should be looked at: too little SQNR, and too much, since one value that dwarfs the rest has nearly
+# all of the signal. What is usual, from NVFP4's 16 dB to E4M3's 31, is nearly white.
+_SIGNAL = {
+    8: "#b35806",
+    12: "#f1a340",
+    16: "#f7efe4",
+    33: "#f2f0f7",
+    36: "#cbc9e2",
+    40: "#756bb1",
+    44: "#3f007d",
+}
+# title, whether it is a share, value of a record, ticks, words below the scale
+_STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]], ...] = (
     (
-        "SQNR: signal over quantization error.\nOrange: much error. Dark violet: one value dwarfs the others.",
-        "SQNR, dB; both ends are bad",
+        "SQNR: signal over quantization error, dB",
+        False,
         lambda one: one.sqnr,
-        "PuOr",
-        (_LEAST_SQNR, 44.0),
+        (8, 16, 24, 32, 40),
+        ("much error", "usual", "one value dwarfs the rest"),
     ),
     (
-        "Underflow: values that were not 0 become 0.\nRed: many do.",
-        "share of values; more is worse",
+        "Underflow: values that were not 0 and become 0",
+        True,
         lambda one: one.underflow,
-        "Reds",
-        (0.0, _MOST_LOST),
+        (0.0, 0.01, 0.1, 0.25, 0.5, 1.0),
+        ("none", "", "all"),
     ),
 )
+_SEEN = 0.01  # a panel without a larger share looks empty, and says so
 
 
 def draw(records: Sequence[Record], path: str | Path) -> None:
@@ -47,6 +58,7 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
 
 def figure(records: Sequence[Record]) -> Figure:
     """Return the picture as matplotlib's figure."""
+    from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
@@ -54,31 +66,56 @@ def figure(records: Sequence[Record]) -> Figure:
     height = 2.4 + 0.42 * max(len(names), 4)
     drawn = Figure(figsize=(4.9, height), layout="constrained")
     drawn.suptitle(textwrap.fill(_finding(records), 46), x=0, ha="left", weight="bold", size=12)
+    low, high = min(_SIGNAL), max(_SIGNAL)
+    signal = [((decibels - low) / (high - low), color) for decibels, color in _SIGNAL.items()]
+    # the root lets a hundredth be seen beside all
+    scales = (
+        (LinearSegmentedColormap.from_list("signal", signal), Normalize(low, high)),
+        ("Reds", PowerNorm(0.5, 0.0, 1.0)),
+    )
     missing = False
     panels = drawn.subplots(len(_STATISTICS), len(_KINDS), sharex=True, sharey=True, squeeze=False)
-    for row, (title, unit, value, colors, limits) in zip(panels, _STATISTICS):
+    for row, (title, share, value, ticks, words), (colors, norm) in zip(panels, _STATISTICS, scales):
         for axes, kind in zip(row, _KINDS):
             table = [[math.nan] * len(steps) for _ in names]
             for one in records:
                 if one.operand.endswith(kind):
                     table[names.index((one.layer, _stage(one)))][steps.index(one.step)] = value(one)
-            missing = missing or any(math.isnan(value) for line in table for value in line)
-            axes.imshow(table, aspect="auto", cmap=colors, vmin=limits[0], vmax=limits[1])
+            found = [value for line in table for value in line if not math.isnan(value)]
+            missing = missing or len(found) < len(names) * len(steps)
+            axes.imshow(table, aspect="auto", cmap=colors, norm=norm)
             axes.set_facecolor("0.8")
-            axes.set_title(f"\n\n\n{kind}", fontsize=9, loc="left")
+            axes.set_title(f"\n{kind}" if axes is not row[0] else f"\n\n{kind}", fontsize=9, loc="left")
+            if share and found and max(found) < _SEEN:
+                told = f"below {_SEEN:.0%}" if max(found) else "all 0%"
+                where = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 9,
+                    "color": "#7f1d1d",
+                }  # on light in dark pages, too
+                axes.text(0.5, 0.5, told, transform=axes.transAxes, **where)
             axes.set_yticks(
                 range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=9
             )
             shown = range(0, len(steps), max(1, len(steps) // 3))
             axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=9)
             axes.tick_params(axis="x", labelbottom=True)
-        above = {"xytext": (0, 22), "textcoords": "offset points", "fontsize": 9}
+        above = {"xytext": (0, 22), "textcoords": "offset points", "fontsize": 10}
         row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row
         row[1].set_xlabel("step", fontsize=9)
-        extend = "both" if limits[0] else "max"
-        bar = drawn.colorbar(row[0].images[0], ax=list(row), extend=extend, aspect=30)
-        bar.set_label(unit, fontsize=9)
+        bar = drawn.colorbar(
+            row[0].images[0],
+            ax=list(row),
+            location="bottom",
+            extend="neither" if share else "both",
+            aspect=40,
+        )
+        bar.set_ticks(list(ticks), labels=[f"{tick:.0%}" if share else f"{tick}" for tick in ticks])
         bar.ax.tick_params(labelsize=9)
+        for place, align, text in zip((0.0, 0.46, 1.0), ("left", "center", "right"), words):
+            below = {"xytext": (0, -24), "textcoords": "offset points", "fontsize": 9, "ha": align}
+            bar.ax.annotate(text, (place, 0), xycoords="axes fraction", **below)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # hundreds of parts otherwise
     gaps = "; gray: no record" if missing else ""
