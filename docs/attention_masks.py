@@ -19,19 +19,22 @@ CELL, LEFT, APART, NAMES = (
     240,
     36,
 )  # of a panel: its squares, its left edge, its width, its lines of text
-TITLE = "A mask decides which keys each query sees"
+TITLE = (
+    "causal counts from the first query and key,",
+    "a window of no_mask counts from the last",
+)
 KEY = (
     "Row: a query. Column: a key. Filled: the query sees the key; empty: it does not.",
     "White dot: the query's own key, from which the mask counts.",
 )
-HEAD = 76
+HEAD = 96
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
-    ("causal", {}, "its own key and those before it"),
-    ("causal_bottom_right", {}, "the same, aligned at the last key"),
-    ("no_mask", {"window_size": (2, 1)}, "2 keys back, 1 ahead"),
+    ("causal", {}, "keys up to its own, from the first"),
+    ("causal_bottom_right", {}, "keys up to its own, from the last"),
+    ("no_mask", {"window_size": (2, 1)}, "2 back, 1 ahead, from the last key"),
     ("padding", {}, "4 of 6 queries, 6 of 8 keys are real"),
-    ("padding_causal_bottom_right", {}, "both, aligned at the last real key"),
+    ("padding_causal_bottom_right", {}, "both, from the last real key"),
     ("thd, padding_causal", {"attn_mask_type": "padding_causal"}, "packed sequences of 3, 2, 1 tokens"),
 )
 
@@ -60,9 +63,10 @@ def seen(title: str, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 def draw() -> str:
     """The picture for light pages: one square per pair, a row per query, a column per key."""
-    parts = [f'<text x="10" y="24" font-size="16" font-weight="700">{TITLE}</text>']
+    bold = 'font-size="16" font-weight="700"'
+    parts = [f'<text x="10" y="{24 + 20 * line}" {bold}>{text}</text>' for line, text in enumerate(TITLE)]
     for line, key in enumerate(KEY):
-        parts.append(f'<text x="10" y="{44 + 16 * line}" font-size="11">{key}</text>')
+        parts.append(f'<text x="10" y="{64 + 16 * line}" font-size="11">{key}</text>')
     rows = LENGTHS[0] * CELL + NAMES + 34
     for index, (title, options, told) in enumerate(PANELS):
         left, top = LEFT + index % 2 * APART, HEAD + NAMES + index // 2 * rows
