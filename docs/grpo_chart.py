@@ -31,7 +31,7 @@ RUNS = {
     "bf16, batch-invariant": (None, "batch-invariant", 1),
     "FP8 128-block, batch-invariant, two processes": (BLOCK, "batch-invariant", 2),
 }
-FLOOR = 1e-9  # where a KL of exactly 0 is drawn
+ZERO, LEAST = 2e-10, 5e-10  # where a KL of exactly 0 is drawn, and where the log scale begins
 
 
 def measure(steps: int) -> None:
@@ -70,18 +70,20 @@ def draw() -> None:
         middle, largest = median(found), max(found)
         color = color_of(name)
         axes.plot(
-            [max(kl, FLOOR) for kl in found], [place] * len(found), "o", ms=7, mew=0, color=color, alpha=0.5
+            [kl or ZERO for kl in found], [place] * len(found), "o", ms=7, mew=0, color=color, alpha=0.5
         )
-        axes.plot(max(middle, FLOOR), place, "|", ms=16, mew=2.5, color="0.12")
+        axes.plot(middle or ZERO, place, "|", ms=16, mew=2.5, color="0.12")
         told = f"median {middle:.1e}, largest {largest:.1e}" if largest else f"0 in all {len(found)} steps"
         for text, size, weight, above in ((name, 9.5, "bold", 23), (told, 9, "normal", 12)):
             offset = {"xytext": (4, above), "textcoords": "offset points", "size": size, "weight": weight}
             axes.annotate(text, (0, place), xycoords=axes.get_yaxis_transform(), **offset)
-    axes.set(xscale="log", xlim=(FLOOR / 2, 1e-4), ylim=(len(RUNS) - 0.6, -0.85), yticks=[])
-    ticks = [FLOOR, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4]
-    axes.set_xticks(ticks, ["0", *(f"1e-{power}" for power in range(8, 3, -1))], size=9)
+    axes.axvspan(ZERO / 3, LEAST, color="0.5", alpha=0.18, linewidth=0)
+    axes.set(xscale="log", xlim=(ZERO / 3, 1e-4), ylim=(len(RUNS) - 0.6, -0.85), yticks=[])
+    powers = range(9, 3, -1)
+    ticks = [ZERO, *(10.0**-power for power in powers)]
+    axes.set_xticks(ticks, ["exactly\n0", *(f"1e-{power}" for power in powers)], size=9)
     axes.minorticks_off()
-    axes.set_xlabel("KL, log scale; left is better", size=9)
+    axes.set_xlabel("KL, log scale right of the gray strip; left is better", size=9)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
