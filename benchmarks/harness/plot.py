@@ -50,7 +50,7 @@ FORMATS = {
     "nvfp4 RHT": "NVFP4, Hadamard transform",
     "nvfp4 RHT + SR": "the same, stochastic rounding",
 }
-EXPLAINED = {"unfused": "narrowcast, unfused"}
+EXPLAINED = {"unfused": "narrowcast, two kernels (unfused)"}
 THICK, THIN, APART = 0.8, 0.62, 0.45
 
 Row = dict[str, str]
@@ -123,8 +123,7 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         f"Medians; the 20th and the 80th percentile are at most {apart:.1%} apart. Tensor: {size}, {where['name']}. "
         "Codes are written along rows and along columns. MXFP8 has a scale per 32 values, NVFP4 one per 16. "
         "Least time: a copy moves the kernel's bytes in it. "
-        + ("Unfused: the same result from two kernels." if "unfused" in peers else "")
-        + f"\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
+        f"\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"narrowcast {where['narrowcast']}{day(where['commit'])}"
     )
     tell(figure, f"{title}: {_finding(kernels, peers[1:])}", foot, _legend(peers))
@@ -137,8 +136,15 @@ def _finding(kernels: dict[str, dict[str, dict[str, Row]]], peers: Sequence[str]
     times = [[float(of[peer]["us_p50"]) for peer in ("", *peers) if peer in of] for of in cases]
     equal = sum(0.98 * ours <= min(others) < 1.02 * ours for ours, *others in times)
     won = sum(1.02 * ours <= min(others) for ours, *others in times)
-    than = f"faster than {peers[0]}" if len(peers) == 1 else "the fastest"
-    return f"{than} in {won} of {len(cases)} cases" + (f", equal in {equal}" if equal else "")
+    slower, alone = len(cases) - won - equal, sum(map(len, kernels.values())) - len(cases)
+    one = "two kernels (unfused)" if peers[:1] == ["unfused"] else "".join(peers[:1])
+    than = f"faster than {one}" if len(peers) == 1 else "the fastest"
+    rest = {"equal in {}": equal, "slower in {}": slower, "no peer in {}": alone}
+    told = [
+        f"{than} in {won} of {len(cases) + alone} cases",
+        *(name.format(n) for name, n in rest.items() if n),
+    ]
+    return ", ".join(told)
 
 
 def _height(of_format: dict[str, Row]) -> float:
