@@ -163,6 +163,8 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
     assert [one.name for one in receipt.gemms] == ["0", "1.fc1_weight", "1.fc2_weight"]
     assert [one.covered for one in receipt.gemms] == [False, True, True]
     assert nc.get_recipes(model) == {"0": None, "1": CURRENT}
+    text = str(receipt)
+    assert text.count("set_recipe gives it a recipe") == 1 and text.count(type(CURRENT).__name__) == 2
 
 
 def test_json_and_text_tell_the_same() -> None:

@@ -148,9 +148,11 @@ def _wrapped_name(name: str, width: int) -> list[str]:
 
 
 def _recipe_or_reason(one: GemmRecord) -> str:
-    if one.decision != "converted":
-        return one.reason
     recipe = one.recipe
+    if one.decision == "kept" or not recipe:
+        return one.reason
+    if one.decision == "narrowcast":  # the reason says how it gets one
+        return recipe
     if one.stored:
         recipe += f", stored as {one.stored_as}" if one.stored_as else ", stored"
     return "; ".join(filter(None, (recipe, one.reason)))
