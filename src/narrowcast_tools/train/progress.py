@@ -14,7 +14,8 @@ from .pace import Pace, format_pace
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 NARROWEST_BAR = 8  # cells
 ROOM = "00:00"  # of a time
-SPEED = len("123,456 tok/s")
+TITLE = len("delayed")
+SPEED = len("34,558 tok/s")
 HELD_OUT = len("held-out 5.545")
 TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
@@ -150,7 +151,7 @@ class Lines(Progress):
             left = f"  left {format_duration(per_step * steps)}"
             if self._further:
                 left += f", all {format_duration(per_step * (steps + self._further))}"
-        begin = f"{self._title:<8}  step {done:>{len(str(self._total))}}/{self._total}"
+        begin = f"{self._title:<{TITLE}}  step {done:>{len(str(self._total))}}/{self._total}"
         begin += f"  loss {self._loss:<5}  {held_out:<{HELD_OUT}}"
         room = (
             self._console.width - len(begin) - len(f"  left {ROOM}{f', all {ROOM}' if self._further else ''}")

@@ -84,11 +84,11 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     lines.evaluated(20, 2.25)
     lines.step(21, 2.5, Pace(100.0))
     now = console.file.getvalue()
-    assert "step 20/40  loss 2.500  held-out 2.250      100 tok/s" in now
+    assert "step 20/40  loss 2.500  held-out 2.250     100 tok/s" in now
     lines.step(22, 2.5, Pace(100.0))
     lines.step(23, 2.5, Pace(100.0))
     last = console.file.getvalue().splitlines()[-1]
-    assert "step 23/40  loss 2.500                      100 tok/s" in last, "a held-out loss where it is new"
+    assert "step 23/40  loss 2.500                     100 tok/s" in last, "a held-out loss where it is new"
 
 
 def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,7 @@ def test_a_line_has_as_much_of_the_speed_as_fits(monkeypatch: pytest.MonkeyPatch
             lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30), evaluates=done == 3)
         lines.evaluated(3, 3.055)
         assert (
-            console.file.getvalue()
-            == f"bf16      step   3/300  loss 2.500  held-out 3.055 {told}  left 9:54\n"
+            console.file.getvalue() == f"bf16     step   3/300  loss 2.500  held-out 3.055{told}  left 9:54\n"
         )
 
 
