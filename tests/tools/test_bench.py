@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,10 @@ def test_an_interrupted_run_names_the_files_that_it_wrote(
     assert cli.main(["bench", "--device", "cpu", "--only", "Linear", "--out", "o"]) == 0
     printed = capsys.readouterr().out
     assert "bench tiny: " in printed.splitlines()[0] and "measurements, at most 300 s each" in printed
+    assert "; likely some minutes in all" in printed.splitlines()[0]
+    assert re.search(
+        r"^\[1/\d+, \d+ s, \d+ s left\] Linear 32x64->64, bf16, compiled: 2.000 ms$", printed, re.MULTILINE
+    )
     assert "interrupted" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
     assert [path.name for path in Path("o").iterdir()] == ["bench.csv"]
 

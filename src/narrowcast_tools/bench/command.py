@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def bench(
                     baseline = result.ms if contender.name == "bf16" else baseline
                     share = None if baseline is None or result.ms is None else result.ms / baseline
                     results.append(result._replace(share=share))
-                    done = f"{len(results)}/{len(chosen) * len(running)}, {time.monotonic() - start:.0f} s"
+                    done = _so_far(results, known, len(chosen) * len(running), time.monotonic() - start)
                     console.print(
                         f"[{done}] {', '.join(named)}: {_told(result)}", highlight=False, markup=False
                     )
@@ -94,6 +95,13 @@ def bench(
     return 0
 
 
+def _so_far(results: list[Result], known: Collection[object], total: int, seconds: float) -> str:
+    """Return how much is done, and how long the rest takes if it takes as long as what was measured."""
+    measured = sum((one.work, one.contender, one.mode) not in known for one in results)
+    left = f", {seconds / measured * (total - len(results)):.0f} s left" if measured else ""
+    return f"{len(results)}/{total}, {seconds:.0f} s{left}"
+
+
 def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
     """Return how much there is to do, before it begins."""
     limit = f", at most {seconds} s each" if seconds else ""
@@ -101,7 +109,7 @@ def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
     if device == "cuda":
         return f"{told}, with compilation"
     if suite == "tiny":
-        return f"{told}; a CPU spends most of that on compilation"
+        return f"{told}; likely some minutes in all, most of them for compilation"
     return f"{told}; a CPU emulates these sizes in minutes each: use bench tiny, or choose with --only"
 
 

@@ -215,7 +215,7 @@ EXAMPLES = {
     ),
     "demo": ("narrowcast demo --quick", "narrowcast demo --data text.txt --steps 100 --out runs/mine"),
     "bench": (
-        "narrowcast bench tiny --device cpu   # a check of the program in a minute",
+        "narrowcast bench tiny --device cpu   # a check of the program, some minutes",
         "narrowcast bench models --only small --recipe current --out bench",
         "narrowcast bench account --model small   # where the time of a step goes",
     ),
