@@ -28,7 +28,7 @@ given = $(foreach name,TORCH VENV,$(if $(filter command,$(origin $(name))),$(nam
 repeat = $(strip make demo $(given) DEMO_ARGS=)
 demo: export NARROWCAST_DEMO = $(repeat)
 demo: $(installed)-train
-	$(bin)/narrowcast demo $(DEMO_ARGS)
+	@$(bin)/narrowcast demo $(DEMO_ARGS)
 
 # The environment of the tests alone.
 install: $(installed)-test
@@ -102,4 +102,4 @@ plots: $(installed)-train
 	$(bin)/python docs/pictures.py
 
 $(installed)-%: pyproject.toml requirements.txt src/narrowcast/_version.py .ci/venv
-	.ci/venv $(VENV) $*
+	@.ci/venv $(VENV) $*
