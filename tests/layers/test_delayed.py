@@ -553,6 +553,77 @@ def test_scales_are_loaded_under_a_longer_history(length: int) -> None:
     assert again.amax_history.shape == (length, 4)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "way, length",
+    [
+        ("set_recipe", 1),
+        ("after_another", 1),
+        ("autocast", 1),
+        ("evaluation", 1),
+        ("load_state_dict", 2),  # a single row is empty between steps, and does not tell
+    ],
+)
+def test_scales_of_another_format_are_not_used(way: str, length: int, compiled: bool) -> None:
+    """Scales of gradients map E5M2's maximum, 128 times that of E4M3; the tensor's own amax gives one that fits."""
+    hybrid = DelayedScaling(amax_history_len=length)
+    other = DelayedScaling(amax_history_len=length, fp8_format=nc.recipe.Format.E4M3)
+    torch.manual_seed(0)
+    layer, x = nc.Linear(64, 64, bias=False, device="cpu", recipe=hybrid), torch.randn(32, 64)
+
+    def step(context: Any) -> float:
+        layer.zero_grad()
+        run = torch.compile(layer, backend="aot_eager") if compiled else layer
+        with context:
+            y = run(x)
+        y.square().mean().backward()
+        weight = layer.weight.detach().requires_grad_()
+        nn.functional.linear(x, weight).square().mean().backward()
+        assert layer.weight.grad is not None and weight.grad is not None
+        return float((layer.weight.grad - weight.grad).norm() / weight.grad.norm())
+
+    def error(context: Any = contextlib.nullcontext()) -> float:  # noqa: B008
+        found = step(context)
+        nc.renew_delayed_scaling(layer)
+        return found
+
+    assert max(error() for _ in range(2)) < 0.1
+    if way == "load_state_dict":
+        saved = layer.state_dict()
+        layer = nc.Linear(64, 64, bias=False, device="cpu", recipe=other)
+        layer.load_state_dict(saved)
+    elif way == "evaluation":
+        before = layer.scale.clone()
+        layer.eval()
+        assert step(nc.autocast(recipe=other)) < 0.1
+        assert torch.equal(layer.scale, before)
+        return
+    elif way == "autocast":
+        for recipe in (other, hybrid, other):
+            assert error(nc.autocast(recipe=recipe)) < 0.1
+        return
+    elif way == "after_another":
+        nc.set_recipe(layer, Float8CurrentScaling())
+    nc.set_recipe(layer, other)
+    assert max(error() for _ in range(2)) < 0.1
+    assert layer.scale[2] > 0
+
+
+def test_a_format_that_changes_between_forward_and_backward() -> None:
+    """The backward reads the scales of its forward."""
+    layers = [nc.Linear(32, 32, bias=False, device="cpu", recipe=RECIPE) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for changed, layer in enumerate(layers):
+        layer(batch(1)).square().sum().backward()
+        nc.renew_delayed_scaling(layer)
+        y = layer(batch(2))
+        if changed:
+            nc.set_recipe(layer, DelayedScaling(amax_history_len=3, fp8_format=nc.recipe.Format.E4M3))
+        y.square().sum().backward()
+    assert layers[0].weight.grad is not None and layers[1].weight.grad is not None
+    assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
+
+
 def test_an_amax_that_overflowed_is_loaded() -> None:
     model = built()
     model(torch.randn(16, 32)).sum().backward()

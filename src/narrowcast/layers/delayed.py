@@ -21,7 +21,7 @@ import torch
 
 from .._tracing import traced_local, while_tracing
 from ..autograd import DelayedScales
-from ..recipe import DelayedScaling, LinearPlan, Recipe, linear_plan
+from ..recipe import DelayedScaling, Format, LinearPlan, Recipe, linear_plan
 from ..state import OWNERS, DelayedSlots, asks_callables, warn_of_no_renewal
 from ..upstream.autograd import at_end_of_backward, graph_task_id, is_in_backward
 from ..upstream.fsdp import is_managed
@@ -48,6 +48,7 @@ class DelayedLayer(RecipeOwner):
     """An optimizer writes the quantized weights of this layer; see ``layers/written_weights.py``."""
     _stage_names: dict[str, str]
     _delayed: dict[str, DelayedScaling | None]  # what renews a stage
+    _formats: dict[str, Format]  # for which a stage's scales were made, as far as that is known
     _groups: int = 1  # slots of each tensor type
     part_of_experts: tuple[int, int] = (0, 1)  # its number, and how many parts ranks hold
     _module_type: str = "linear"  # in quantizer roles
@@ -62,7 +63,7 @@ class DelayedLayer(RecipeOwner):
         Args:
             stage_names: prefix of the buffers -> name in quantizer roles, of each stage.
         """
-        self._stage_names, self._delayed = stage_names, {}
+        self._stage_names, self._delayed, self._formats = stage_names, {}, {}
         OWNERS.add(self)
         for name in self._state_names():
             self.register_buffer(name, None)
@@ -105,6 +106,14 @@ class DelayedLayer(RecipeOwner):
             kept = min(length, history.shape[0])
             fitted[:kept] = history[:kept]
             setattr(self, names[1], fitted)
+        scale, known = getattr(self, names[0]), self._formats.get(prefix)
+        if known not in (None, delayed.fp8_format):  # in a new tensor: a backward may still read the old one
+            setattr(self, names[0], torch.zeros_like(scale))
+        elif known is None and history is not None and not asks_callables(delayed):
+            # checkpoints do not tell it: scales that put the newest tensor far out of range are of another
+            most = delayed.fp8_format.max_bwd * 2.0 ** (1 - delayed.margin)
+            setattr(self, names[0], torch.where(scale * history[-1] > most, 0.0, scale))
+        self._formats[prefix] = delayed.fp8_format
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
         """Call :meth:`_keep_state` for all stages of a forward, and return whether that is traced."""
@@ -194,6 +203,8 @@ class DelayedLayer(RecipeOwner):
             if plan.delayed is not None:
                 scale, amax = f"{prefix}scale", f"{prefix}amax"
                 own.scale = getattr(self, scale) if buffers is None else buffers[scale]
+                if self._formats[prefix] is not plan.delayed.fp8_format:  # in evaluation or recomputation
+                    own.scale = torch.zeros_like(own.scale)  # type: ignore[arg-type]
                 if collects:
                     own.amax = getattr(self, amax) if buffers is None else buffers[amax]
         return scales
@@ -223,17 +234,9 @@ class DelayedLayer(RecipeOwner):
         keep_values(self, before)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         names, state_dict = self._state_names(), dict(state_dict)
+        _, _, missing_keys, _, error_msgs = args
         extra = take_extra_state(state_dict, prefix)
         join_directions(state_dict, prefix, self._stage_names, self._groups)
         saved = [name for name in names if prefix + name in state_dict]
@@ -244,9 +247,8 @@ class DelayedLayer(RecipeOwner):
         for stage in self._stage_names:
             error_msgs += self._adopt(state_names(stage), state_dict, prefix)
         known = [name for name in names if own_buffers(self)[name] is not None]
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._formats = {} if saved else self._formats
         for stage, rule in self._delayed.items():
             if rule is not None:  # a history in this recipe's length
                 self._fit_buffers(stage, rule)
@@ -266,10 +268,9 @@ class DelayedLayer(RecipeOwner):
         """
         width = 4 * self._groups
         saved = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
-        if saved and len(saved) < len(keys):
-            return [
-                f"{prefix}: the checkpoint has {sorted(saved)} and lacks {sorted(set(keys) - set(saved))}"
-            ]
+        lacks = sorted(set(keys) - set(saved))
+        if saved and lacks:
+            return [f"{prefix}: the checkpoint has {sorted(saved)} and lacks {lacks}"]
         for key, tensor in saved.items():
             wanted = (max(tensor.numel() // width, 1), width) if "history" in key else (width,)
             if tensor.shape != wanted:
