@@ -177,3 +177,6 @@ def test_wrong_inputs_are_refused_before_the_first_tensor() -> None:
         nc.serving.weights(stack(32, 32), "gguf")
     with pytest.raises(TypeError, match="model is"):
         nc.serving.weights(lambda x: x, "bf16")  # type: ignore[arg-type]
+    for dtype in (torch.float8_e4m3fn, torch.float64, "bf16"):
+        with pytest.raises(ValueError, match="^dtype is .*; leave it out, or use torch.bfloat16"):
+            nc.serving.weights(stack(32, 32), "bf16", dtype=dtype)  # type: ignore[arg-type]

@@ -98,8 +98,8 @@ def export(
     Raises:
         TypeError: ``merge`` is given for a model without adapters.
         ValueError: the format is unknown, cannot hold a recipe's weights, nothing can be quantized, or parameters are
-            on the meta device or hold NaN or infinity; ``merge`` is unknown, missing for a model with adapters, or
-            "beside" where ranks share adapters.
+            on the meta device or hold NaN or infinity; ``dtype`` is not of high precision; ``merge`` is unknown,
+            missing for a model with adapters, or "beside" where ranks share adapters.
         FileExistsError: ``path`` has files.
         ModuleNotFoundError: safetensors is not installed.
         RuntimeError: another rank raised one of these.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .._checks import is_one_of, not_among, shown
+from .._device import HIGH_PRECISION
 from ..convert.adapters import base_copy, has_adapters, layer_with_adapters, merged_later
 from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
@@ -119,6 +120,10 @@ def checked(
         )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
         raise ValueError(f"format is {not_among(format, CHECKPOINT_FORMATS)}")
+    if dtype is not None and not is_one_of(dtype, HIGH_PRECISION):
+        raise ValueError(
+            f"dtype is {shown(dtype)}; leave it out, or use torch.bfloat16, torch.float16 or torch.float32"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {shown(name)} is on the meta device and has no values to export")
