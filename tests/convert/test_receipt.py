@@ -14,6 +14,7 @@ import pytest
 import torch
 from recipes import QUANTIZED
 from torch import nn
+from torch.nn.utils import prune
 
 import narrowcast as nc
 
@@ -153,6 +154,34 @@ def test_coverage_is_asserted_and_what_is_missing_named() -> None:
     for least in (90, -0.1):
         with pytest.raises(ValueError, match=f"least is {least!r}; use a share from 0 to 1, such as .9"):
             receipt.assert_coverage(least)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    ],
+    ids=["weight_norm", "spectral_norm", "old weight_norm", "old spectral_norm", "pruned"],
+)
+def test_a_layer_whose_weight_is_computed_is_listed_once(compute: Any, tmp_path: Path) -> None:
+    model = nc.convert(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), CURRENT)
+    compute(model[0])
+    receipt, reason = nc.receipt(model), "its weight is computed by a parametrization"
+    found = [(one.name, one.shape, one.recipe, one.reason, one.flops_share) for one in receipt.gemms]
+    assert found == [
+        ("0", (128, 64), "Float8CurrentScaling", reason, 0.5),
+        ("1", (64, 128), "Float8CurrentScaling", "", 0.5),
+    ]
+    with receipt.recording():
+        model(torch.randn(32, 64))
+    assert receipt.flops_covered == 1.0 and len(receipt.ran().gemms) == 2
+    written = nc.export(model, tmp_path / "out", format="compressed-tensors")
+    assert [(one.name, one.reason) for one in written.weights] == [("0.weight", reason), ("1.weight", "")]
 
 
 def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:

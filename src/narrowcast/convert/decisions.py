@@ -66,7 +66,8 @@ def decision_so_far(found: Found) -> Decision:
     module = found.module
     if is_converted(module):
         stored = stored_as(module)
-        return Decision(found, "converted", module.__dict__[_REASON], module.recipe, stored)  # type: ignore[arg-type]
+        reason = module.__dict__[_REASON] or found.note
+        return Decision(found, "converted", reason, module.recipe, stored)  # type: ignore[arg-type]
     if isinstance(module, RecipeOwner):
         return Decision(found, "narrowcast", found.reason, module.recipe)
     reason = module.__dict__.get(_REASON) or found.reason

@@ -37,6 +37,7 @@ _HEADS = ("lm_head", "output", "head")
 # what sizes are padded to. A model that is this small throughout has no side that is thin beside the other.
 _THIN, _THIN_BESIDE = 32, 4
 
+COMPUTED = "its weight is computed by a parametrization"
 _FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
 
 
@@ -224,13 +225,10 @@ def _look(name: str, module: nn.Module, parent: nn.Module | None, reader: str) -
         reason = "torch.jit compiled it; convert the model that it was made from"
         return Found(name, module, _matrices(module, parent), None, reason)
     if isinstance(module, RecipeOwner):
-        return Found(
-            name,
-            module,
-            _weights_of_layer(module, parent),
-            None,
-            "a layer of narrowcast already; set_recipe gives it a recipe",
-        )
+        weights, own = _weights_of_layer(module, parent), own_parameters(module)
+        ours = "a layer of narrowcast already; set_recipe gives it a recipe"
+        note = "" if all(weight.name in own for weight in weights) else COMPUTED
+        return Found(name, module, weights, None, ours, note)
     if isinstance(module, nn.Linear):
         reason, weight = _why_not_linear(module, reader), module.weight
         if weight is None:
@@ -299,7 +297,7 @@ def _transposed(weight: Weight) -> Weight:
 def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
     """Return the module's own parameters that may be matrices: (..., N, K), of a convolution (N, rest)."""
     weights = []
-    for name, parameter in module.named_parameters(recurse=False):
+    for name, parameter in _parameters_read(module).items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             weights.append(Weight(name, parameter, 1, 0, 0, 1.0))
         elif parameter.dim() >= 2 and parameter.is_floating_point() and not name.endswith("bias"):
@@ -311,6 +309,24 @@ def _matrices(module: nn.Module, parent: nn.Module | None) -> list[Weight]:
                 Weight(name, parameter, groups, rows, columns, _met_by_a_token(module, parent, groups))
             )
     return weights
+
+
+def _parameters_read(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters by the names that the forward reads; of a computed one, the largest that it is computed of."""
+    read = dict(module.named_parameters(recurse=False))
+    if nn.utils.parametrize.is_parametrized(module):
+        for name, parts in module.parametrizations.items():  # type: ignore[operator, union-attr]
+            originals = list(parts.parameters(recurse=False))
+            if originals:
+                read[name] = max(originals, key=torch.numel)
+    for name in [*read]:
+        computed, _, kind = name.rpartition("_")
+        # an attribute that torch.nn.utils.weight_norm, spectral_norm or prune computes
+        if kind in ("g", "v", "orig") and isinstance(vars(module).get(computed), Tensor):
+            parameter = read.pop(name)
+            if kind != "g":
+                read[computed] = parameter
+    return read
 
 
 def _met_by_a_token(module: nn.Module, parent: nn.Module | None, groups: int) -> float:

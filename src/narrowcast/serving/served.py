@@ -330,6 +330,8 @@ def _why_not(found: Found, stage: Stage | None, kind: CheckpointFormat, uses: Co
         return "the format has no quantized weights"
     if not isinstance(layer, LinearLayer) or layer.recipe is None or stage is None:
         return "its layer has no recipe"
+    if found.note:
+        return found.note
     if isinstance(layer, Conv1DLayer):
         return f"{type(layer).__name__} has a transposed weight"
     return "it is tied" if any(uses[id(part)] > 1 for part in layer._parts_of(stage.weight)) else ""
