@@ -85,6 +85,47 @@ def test_a_forward_names_the_nearest_keyword(cls: type[nn.Module]) -> None:
             module(**given, **{wrong: None})
 
 
+class Called(nn.Module):
+    """Calls its layers by the names that torch.nn gives their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.layer_norm, self.rms_norm = (
+            nn.Linear(64, 64),
+            nn.LayerNorm(64),
+            nn.RMSNorm(64, 1e-5),
+        )
+
+    def forward(self, x: torch.Tensor, named: bool = True) -> torch.Tensor:
+        if named:
+            return self.rms_norm(x=self.layer_norm(input=self.linear(input=x)))
+        return self.rms_norm(inp=self.layer_norm(inp=self.linear(inp=x)))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_converted_layer_takes_its_input_by_its_name_in_torch(compiled: bool) -> None:
+    Called()(torch.ones(32, 64))
+    model, x = nc.convert(Called(), "current", norms=True), torch.randn(32, 64)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    assert torch.equal(run(x), model(x, named=False))
+
+
+def test_an_input_has_one_name() -> None:
+    x = torch.ones(4, 64)
+    for layer in nc.convert(Called(), "current", norms=True).children():
+        with pytest.raises(TypeError, match=r"forward got inp and input, one input; give one of them"):
+            layer(x, input=x)
+        with pytest.raises(TypeError, match="forward takes no 'inputs'; did you mean"):
+            layer(inputs=x)
+        with pytest.raises(TypeError, match="input is None, of type NoneType; give a tensor"):
+            layer()
+
+
+def test_splits_that_are_missing_are_told() -> None:
+    with pytest.raises(TypeError, match="m_splits is None; give the rows of each group as a list of ints"):
+        nc.GroupedLinear(2, 64, 64, device="cpu")(torch.ones(4, 64))
+
+
 def test_a_forward_that_is_overridden_names_what_ours_takes() -> None:
     class Own(nc.Linear):
         def forward(self, x: torch.Tensor) -> Any:

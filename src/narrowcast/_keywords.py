@@ -33,6 +33,8 @@ _FOREIGN = {
 """Keywords of other packages, or of other functions, and what to do about them."""
 _EXAMPLES = {"recipe": "'current'", "format": "'compressed-tensors'"}
 """Values of arguments for a message; of others it has the name."""
+_INPUTS = ("input", "x")
+"""Names of an input in torch.nn: of ``nn.Linear`` and ``nn.LayerNorm``, and of ``nn.RMSNorm``."""
 _SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
 
 
@@ -113,6 +115,23 @@ def refuse_keywords(module: Any, unknown: Collection[str]) -> None:
     ours = (base for base in type(module).__mro__ if base.__module__.partition(".")[0] == _PACKAGE)
     forward = next(vars(base)["forward"] for base in ours if "forward" in vars(base))
     check(f"{type(module).__name__}.forward", _accepted(forward)[1:], unknown)
+
+
+def given_input(module: Any, inp: Any, unknown: dict[str, Any]) -> Any:
+    """Return the input of a module by its name in torch.nn, among keywords that its ``forward`` does not know.
+
+    Raises:
+        TypeError: there are other keywords, or the input has two names.
+    """
+    others = [name for name in unknown if name not in _INPUTS]
+    if others:
+        refuse_keywords(module, others)
+    names = [*(["inp"] if inp is not None else []), *unknown]
+    if len(names) > 1:
+        raise TypeError(
+            f"{type(module).__name__}.forward got {' and '.join(names)}, one input; give one of them"
+        )
+    return unknown[names[0]]
 
 
 def check_public(package: ModuleType) -> None:

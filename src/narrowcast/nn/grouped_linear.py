@@ -138,7 +138,7 @@ class GroupedLinear(GroupedLinearLayer):
     def forward(
         self,
         inp: Tensor,
-        m_splits: Sequence[int] | Tensor,
+        m_splits: Sequence[int] | Tensor = None,  # type: ignore[assignment]
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import flags, positive, text
 from .._determinism import DETERMINISM
-from .._keywords import refuse_keywords
+from .._keywords import given_input
 from .._tracing import in_eager
 from ..autograd import AdaptedLinearFunction, LinearFunction, quantize_input_gradient, quantize_output
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
@@ -247,7 +247,7 @@ class Linear(LinearLayer, nn.Linear):
 
     def forward(
         self,
-        inp: Tensor,
+        inp: Tensor = None,  # type: ignore[assignment]
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
@@ -256,7 +256,8 @@ class Linear(LinearLayer, nn.Linear):
         """Apply the layer.
 
         Args:
-            inp: (*lead, in_features), plain or quantized; a quantized input is multiplied directly.
+            inp: (*lead, in_features), plain or quantized; a quantized input is multiplied directly. The name
+                ``input``, as in torch.nn, is known, too.
             is_first_microbatch: None quantizes the weight on every call; True quantizes it and keeps the result; False
                 uses the kept one. If the weight has changed, eager code quantizes it again, compiled code raises.
             fp8_output: return a quantized tensor, in the recipe's format for outputs.
@@ -269,7 +270,7 @@ class Linear(LinearLayer, nn.Linear):
                 True.
         """
         if unknown:
-            refuse_keywords(self, unknown)
+            inp = given_input(self, inp, unknown)
         plain = is_first_microbatch is None and fp8_output is False and fp8_grad is False
         if not plain:
             flags(is_first_microbatch=is_first_microbatch, fp8_output=fp8_output, fp8_grad=fp8_grad)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import tensor
-from .._keywords import refuse_keywords
+from .._keywords import given_input
 from ..autograd import normalize
 from ..layers.norm import NormParameters
 from ..layers.parameters import casts
@@ -16,14 +16,14 @@ from ..layers.tensor_parallel import local_part
 
 
 class _Norm(NormParameters):
-    def forward(self, inp: Tensor, **unknown: NoReturn) -> Tensor:
-        """Normalize ``inp`` (*lead, K) over its last dim.
+    def forward(self, inp: Tensor = None, **unknown: NoReturn) -> Tensor:  # type: ignore[assignment]
+        """Normalize ``inp`` (*lead, K), or ``input`` as in torch.nn, over its last dim.
 
         Returns:
             the same shape, in the dtype of ``inp``, under torch.autocast in that of the autocast.
         """
         if unknown:
-            refuse_keywords(self, unknown)
+            inp = given_input(self, inp, unknown)
         if self._placed and hasattr(inp, "device_mesh"):  # under PyTorch's own style
             return self._on_local(inp)
         tensor("input", inp)
