@@ -76,6 +76,12 @@ FORWARD: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"cu_seqlens_q": CU}, ValueError, "come together"),
     ({}, {"cu_seqlens_q": CU[:2], "cu_seqlens_kv": CU[:2]}, ValueError, r"batch \+ 1 = 3"),
     ({}, {"cu_seqlens_q": CU.long(), "cu_seqlens_kv": CU}, TypeError, "int32"),
+    (
+        {},
+        {"cu_seqlens_q": CU * 3, "cu_seqlens_kv": CU},
+        ValueError,
+        "cu_seqlens_q is .* longer than the 4 tokens",
+    ),
     ({}, {"inference_params": object()}, ValueError, "attn_mask_type is .* with inference_params"),
     ({}, {"fp8_output": True}, NotImplementedError, "fp8_output"),
     ({}, {"bf16_backward": True}, NotImplementedError, "bf16_backward"),
@@ -89,6 +95,9 @@ THD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask_type": "causal"}, ValueError, "takes padding types"),
     ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, ValueError, "needs cu_seqlens_q"),
     ({"pad_between_seqs": True}, ValueError, "cu_seqlens_q_padded"),
+    ({"cu_seqlens_q": CU.flip(0)}, ValueError, r"^cu_seqlens_q is \[4, 2, 0\]; .* never decrease"),
+    ({"cu_seqlens_kv": CU - 1}, ValueError, "cu_seqlens_kv is .* begin at 0"),
+    ({"cu_seqlens_kv": CU * 5}, ValueError, r"cu_seqlens_kv is .* and ends beyond the 4 tokens"),
     (
         {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": ROWS},
         ValueError,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import is_one_of, not_among, shape_of, shown, tensor
-from .._tracing import warn
+from .._tracing import host_reads, warn
 from .formats import sequence_length
 from .masks import MaskRule
 
@@ -62,6 +63,7 @@ def separate(
 
 def _check_lengths(
     q: Tensor,
+    k: Tensor,
     qkv_format: str,
     rule: MaskRule,
     cu_seqlens: tuple[Tensor | None, Tensor | None],
@@ -90,10 +92,25 @@ def _check_lengths(
             raise ValueError(
                 f"{name} has {cu.shape[0]} entries, expected batch + 1 = {_batch(q, qkv_format) + 1}"
             )
+        if host_reads(cu):
+            _check_sums(name, cu.tolist(), k if "_kv" in name else q, qkv_format)
     if (cu_seqlens[0] is None) != (cu_seqlens[1] is None) or (padded[0] is None) != (padded[1] is None):
         raise ValueError("cu_seqlens_q and cu_seqlens_kv come together, and so do cu_seqlens_*_padded")
     if thd and pad_between_seqs and padded[0] is None:
         raise ValueError("pad_between_seqs=True needs cu_seqlens_q_padded and cu_seqlens_kv_padded")
+
+
+def _check_sums(name: str, sums: list[int], x: Tensor, qkv_format: str) -> None:
+    """Check sums of lengths that the host has; a GPU is not waited for."""
+    lengths = [end - begin for begin, end in itertools.pairwise(sums)]
+    if sums[0] < 0 or min(lengths) < 0:
+        raise ValueError(f"{name} is {shown(sums)}; sums of lengths begin at 0 and never decrease")
+    tokens = sequence_length(x, qkv_format)
+    if (sums[-1] if qkv_format == "thd" else max(lengths)) > tokens:
+        what = "ends beyond" if qkv_format == "thd" else "has a sequence longer than"
+        raise ValueError(
+            f"{name} is {shown(sums)} and {what} the {tokens} tokens of the input; give its own lengths"
+        )
 
 
 def padding_read(
@@ -131,7 +148,7 @@ def masks_of(
         ValueError: lengths or masks that the mask's type or the format does not take, or that are missing.
         TypeError: their dtypes.
     """
-    _check_lengths(q, qkv_format, rule, cu_seqlens, padded, pad_between_seqs)
+    _check_lengths(q, k, qkv_format, rule, cu_seqlens, padded, pad_between_seqs)
     if mask is None:
         if rule.arbitrary or (rule.padding and cu_seqlens[0] is None):
             raise ValueError(
