@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -640,6 +641,20 @@ def test_without_bias_correction() -> None:
 def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FusedAdam(parameters(torch.float32, "cpu"), **options)
+
+
+def test_stochastic_rounding_without_bf16_parameters_is_told_once() -> None:
+    params = parameters(torch.float32, "cpu")
+    optimizer = FusedAdam(params, stochastic_rounding=True)
+    give_gradients(params, 0)
+    with pytest.warns(UserWarning, match="rounds bf16 parameters, and these are torch.float32: leave it out"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        mixed = [*params, *parameters(torch.bfloat16, "cpu")]
+        give_gradients(mixed, 0)
+        FusedAdam(mixed, stochastic_rounding=True).step()
 
 
 def test_bad_parameters_and_gradients() -> None:

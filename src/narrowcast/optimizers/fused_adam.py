@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from .._checks import a_kind, flags, is_one_of, module, not_among
 from .._device import HIGH_PRECISION
-from .._tracing import refuse_in_graphs
+from .._tracing import refuse_in_graphs, warn
 from ..functional import adam_, adam_quantize_
 from ..layers import WeightCodes, WrittenWeight
 from ..reference import log_codes
@@ -293,6 +293,8 @@ class FusedAdam(torch.optim.Optimizer):
                 return loss
             found_inf = None
         codes = self._codes_of_step()
+        if self.stochastic_rounding and not self.state:
+            self._expect_halves()
         for group in self.param_groups:
             pairs = [(p, grad) for p, grad in self._gradients(group) if grad is not None]
             counts = self._advance(group, [p for p, _ in pairs], found_inf)
@@ -305,6 +307,15 @@ class FusedAdam(torch.optim.Optimizer):
             weight.quantize()
             weight.note()
         return loss
+
+    def _expect_halves(self) -> None:
+        dtypes = {p.dtype for p in self._parameters()}
+        if torch.bfloat16 not in dtypes:
+            names = ", ".join(sorted(map(str, dtypes)))
+            warn(
+                f"stochastic_rounding=True rounds bf16 parameters, and these are {names}: leave it out, or give bf16 "
+                "ones, as model.bfloat16() makes"
+            )
 
     def _codes_of_step(self) -> dict[Tensor, WrittenWeight]:
         """Return the weights whose codes are to be written, by their parameters; none of them without codes."""
