@@ -109,7 +109,7 @@ def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
     if device == "cuda":
         return f"{told}, with compilation"
     if suite == "tiny":
-        return f"{told}; likely some minutes in all, most of them for compilation"
+        return f"{told}; likely about 10 s each, most of that for compilation"
     return f"{told}; a CPU emulates these sizes in minutes each: use bench tiny, or choose with --only"
 
 
