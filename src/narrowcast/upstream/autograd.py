@@ -22,7 +22,7 @@ graph_task_id: Callable[[], int] = private(
     follows=_GRAPH_TASKS,
     without="a recomputation is not told from a forward; use a tested release",
 )
-"""The number of the backward that runs in this thread; -1 outside any. Dynamo traces it as a constant."""
+"""The number of the backward that runs in this thread; -1 outside any. Dynamo cannot trace it."""
 
 _engine: Any = private(
     "torch.autograd.variable.Variable._execution_engine",
