@@ -96,7 +96,7 @@ SECTIONS = (
             "delayed, quantized gather, FusedAdam": "delayed, FusedAdam",
             "current, quantized gather, FusedAdam": "current, FusedAdam",
         },
-        {"commit": "b9b6b84"},
+        {"commit": "58c05c37"},
         "ms",
         "peak GiB",
     ),
@@ -177,7 +177,7 @@ SECTIONS = (
             "current, LayerNormMLP, compiled": "current",
             "block, LayerNormMLP, compiled": "128-block",
         },
-        {"commit": "a090eb1"},
+        {"commit": "58c05c37"},
         "p50_ms",
         "peak_mib",
         gib=1 / 1024,
@@ -231,7 +231,7 @@ SECTIONS = (
             "full, current": "current",
             "full, block": "128-block",
         },
-        {"commit": "28ebcfd"},
+        {"commit": "b5d4f81b"},
         "ms",
         "peak_gib",
     ),
@@ -744,8 +744,7 @@ def how_much() -> str:
         "a training step of a Llama of Transformers, converted."
     )
     device, torch, ours, dates = measured_with(HERO)
-    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}. Later "
-    told += "builds were measured beside each other alone (`benchmarks/results/LOG.md`)."
+    told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}."
     return "\n".join([*lines, "", *wrap(f"{what} {told}", 80), ""])
 
 
