@@ -80,6 +80,10 @@ def test_what_cannot_be_ranked_is_said() -> None:
     x = torch.randn(16, 32)
     with pytest.raises(ValueError, match="no layer of the model has a recipe"):
         nc.bisect(model, x, loss=loss)
+    with pytest.raises(
+        ValueError, match="the model has no layer of narrowcast; call narrowcast.convert first"
+    ):
+        nc.bisect(nn.Linear(32, 32), x, loss=loss, recipe="current")
     nc.set_recipe(model, QUANTIZED["current"])
     with pytest.raises(
         ValueError, match=r"the loss has shape \(16, 32\); return one number, such as its mean"

@@ -447,6 +447,8 @@ def test_what_cannot_be_watched_is_said() -> None:
         nc.watch(model, every=0)
     with pytest.raises(ValueError, match="matches"):
         nc.watch(model, only="nothing.*")
+    with pytest.raises(ValueError, match="chooses none of the . layers of narrowcast"):
+        nc.watch(model, only=lambda name, module: False)
     watch = nc.watch(model, only="1")
     with pytest.raises(ValueError, match="watched already"):
         nc.watch(model)

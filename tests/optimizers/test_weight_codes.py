@@ -423,6 +423,8 @@ def test_what_is_left_to_layers() -> None:
     assert WeightCodes(stored).weights() == []
     with pytest.raises(TypeError, match="weight_codes"):
         FusedAdam([nn.Parameter(torch.ones(2))], weight_codes=3)
+    with pytest.raises(ValueError, match="weight_codes is a model of other parameters"):
+        FusedAdam([nn.Parameter(torch.ones(2))], weight_codes=parts)
 
 
 @pytest.mark.gpu

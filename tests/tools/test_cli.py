@@ -243,6 +243,8 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     assert "note: c/current-0 is finished" in capsys.readouterr().err
     assert tree(Path("c/bf16-0")) == before
     words = ["train", "--data", str(text_file), *TINY, "--out", "c", "--resume"]
+    line = fails_on_one_line(capsys, text_file.parent, [*words, "--recipe", "bf16,nvfp4", "--seed", "7"])
+    assert "c has none of these runs to resume; give --out their folder, or leave --resume out" in line
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert "c holds 6 runs; give the folder of one, such as c/mxfp8-1, or repeat the --recipe" in line
     summary = Path("c/summary.csv").read_text().splitlines()

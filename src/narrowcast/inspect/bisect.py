@@ -97,6 +97,8 @@ def bisect(
     recipe = checked_recipe(recipe, "bisect")
     own = {name: recipe or layer.recipe for name, layer in owners.items()}
     tried = [name for name in owners if own[name] is not None]
+    if not owners:
+        raise ValueError("the model has no layer of narrowcast; call narrowcast.convert first")
     if not tried:
         raise ValueError(
             "no layer of the model has a recipe; call narrowcast.convert or set_recipe, or pass recipe="

@@ -456,10 +456,13 @@ def watch(model: nn.Module, *, every: int = 100, only: Selectors = None) -> Watc
     _checks.module("model", model)
     _checks.positive(every=every)
     found = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
-    if only is not None:
+    if only is not None and found:
+        every_layer = len(found)
         found = {
             name: found[name] for name in selected_names(only, found, model, "layer of narrowcast", "only")
         }
+        if not found:
+            raise ValueError(f"only={shown(only)} chooses none of the {every_layer} layers of narrowcast")
     # of grouped operations the splits are among the tensors of a list
     skipped = tuple(
         name

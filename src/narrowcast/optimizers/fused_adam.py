@@ -157,6 +157,12 @@ class FusedAdam(torch.optim.Optimizer):
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bool(bias_correction), "capturable": capturable}
         super().__init__(checked_parameters(params), defaults)
+        if weight_codes is not None:
+            own = {id(one) for group in self.param_groups for one in group["params"]}
+            if not any(id(one) in own for one in weight_codes.parameters()):
+                raise ValueError(
+                    "weight_codes is a model of other parameters; pass the model that these are of"
+                )
         self.write_weight_codes()
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table
 from .report import Row, remarks, terminal_table
-from .session import describe_runs, run_in, series
+from .session import describe_runs, run_in, run_name, series
 from .tokens import TOKENIZER, load_tokens
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -97,6 +97,10 @@ def train(
         if len(configs) == 1:
             _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)
             return
+        if resume and not any((folder / run_name(config)).exists() for config in configs):
+            raise SettingsError(
+                f"{folder} has none of these runs to resume; give --out their folder, or leave --resume out"
+            )
         if out is None:
             progress.note(f"the runs are in {folder}")
         series(folder, configs, corpus, progress, resume=resume, ranks=ranks, **kept)

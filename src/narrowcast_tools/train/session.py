@@ -142,7 +142,7 @@ def series(
     titles = [f"{config.recipe}, seed {config.seed}" if several else "" for config in configs]
     widest = max(map(len, titles))
     for index, config in enumerate(configs):
-        own = folder / f"{config.recipe}-{config.seed}"
+        own = folder / run_name(config)
         saved = resume and bool(checkpoint.steps_in(own / CHECKPOINTS))
         if resume and _is_finished(own / RESULT, config):
             progress.note(f"{own} is finished")
@@ -169,6 +169,11 @@ def series(
                 raise
             raise Interrupted(f"interrupted before {own.name}", resumable=True) from error
         remarks = False
+
+
+def run_name(config: TrainConfig) -> str:
+    """Return the name of a run's folder among those of other recipes and seeds."""
+    return f"{config.recipe}-{config.seed}"
 
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:
