@@ -93,7 +93,7 @@ class DelayedScaling(Recipe):
             (
                 "amax_history_len",
                 _is_within("amax_history_len", length),
-                "a whole number, at least 1 and at most 2**20",
+                "a whole number, at least 1, at most 2**20",
             ),
             ("amax_compute_algo", known_amax, "'max', 'most_recent' or a callable"),
             ("scaling_factor_compute_algo", scale is None or callable(scale), "None or a callable"),

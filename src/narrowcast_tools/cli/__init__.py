@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:  # while PyTorch is imported
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
         return PIPE_CLOSED
