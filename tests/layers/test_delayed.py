@@ -554,20 +554,11 @@ def test_scales_are_loaded_under_a_longer_history(length: int) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "way, length",
-    [
-        ("set_recipe", 1),
-        ("after_another", 1),
-        ("autocast", 1),
-        ("evaluation", 1),
-        ("load_state_dict", 2),  # a single row is empty between steps, and does not tell
-    ],
-)
-def test_scales_of_another_format_are_not_used(way: str, length: int, compiled: bool) -> None:
+@pytest.mark.parametrize("way", ["set_recipe", "after_another", "autocast", "evaluation"])
+def test_scales_of_another_format_are_not_used(way: str, compiled: bool) -> None:
     """Scales of gradients map E5M2's maximum, 128 times that of E4M3; the tensor's own amax gives one that fits."""
-    hybrid = DelayedScaling(amax_history_len=length)
-    other = DelayedScaling(amax_history_len=length, fp8_format=nc.recipe.Format.E4M3)
+    hybrid = DelayedScaling(amax_history_len=1)
+    other = DelayedScaling(amax_history_len=1, fp8_format=nc.recipe.Format.E4M3)
     torch.manual_seed(0)
     layer, x = nc.Linear(64, 64, bias=False, device="cpu", recipe=hybrid), torch.randn(32, 64)
 
@@ -588,11 +579,7 @@ def test_scales_of_another_format_are_not_used(way: str, length: int, compiled: 
         return found
 
     assert max(error() for _ in range(2)) < 0.1
-    if way == "load_state_dict":
-        saved = layer.state_dict()
-        layer = nc.Linear(64, 64, bias=False, device="cpu", recipe=other)
-        layer.load_state_dict(saved)
-    elif way == "evaluation":
+    if way == "evaluation":
         before = layer.scale.clone()
         layer.eval()
         assert step(nc.autocast(recipe=other)) < 0.1

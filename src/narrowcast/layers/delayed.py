@@ -109,10 +109,6 @@ class DelayedLayer(RecipeOwner):
         scale, known = getattr(self, names[0]), self._formats.get(prefix)
         if known not in (None, delayed.fp8_format):  # in a new tensor: a backward may still read the old one
             setattr(self, names[0], torch.zeros_like(scale))
-        elif known is None and history is not None and not asks_callables(delayed):
-            # checkpoints do not tell it: scales that put the newest tensor far out of range are of another
-            most = delayed.fp8_format.max_bwd * 2.0 ** (1 - delayed.margin)
-            setattr(self, names[0], torch.where(scale * history[-1] > most, 0.0, scale))
         self._formats[prefix] = delayed.fp8_format
 
     def _keep_states(self, prefixes: tuple[str, ...], plans: tuple[LinearPlan, ...]) -> bool:
