@@ -84,6 +84,11 @@ class ParameterRecord:
         return local(self.parameter)
 
     @property
+    def stored_id(self) -> int:
+        """The id of the tensor that the parameter stores on this rank, whatever is served in its place."""
+        return id(local(self.parameter))
+
+    @property
     def spread_over(self) -> int:
         """How many ranks hold one copy of it, or one of them for all; 1 if every rank has all of it."""
         return math.prod(split.ranks for split in self.splits)

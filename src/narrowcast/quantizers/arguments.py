@@ -67,8 +67,8 @@ def field_value(name: str, held: Any, value: Any) -> Any:
         TypeError: a value of another type.
         ValueError: no member of the field's enum.
     """
-    if isinstance(held, DType):
-        return to_dtype_enum(value)
+    if isinstance(held, DType):  # a dtype without codes is told by who knows which ones have them
+        return TORCH_DTYPES.get(value, value) if isinstance(value, torch.dtype) else to_dtype_enum(value)
     if isinstance(held, enum.Enum):
         return type(held)(value)
     if isinstance(held, bool) and isinstance(value, int) and value in (0, 1):

@@ -12,7 +12,6 @@ from typing import Any
 
 from .._checks import article, of_number_format, shown, typed
 from .base import Format, MMParams, QParams, Recipe
-from .delayed import BOUNDS
 from .names import ALIASES, NAMES, recipe_from_name
 
 _VALUES: dict[str, type] = {"MMParams": MMParams, "QParams": QParams}
@@ -33,6 +32,7 @@ def recipes_to_json(recipes: Mapping[str, Recipe | None]) -> str:
 
 LARGEST_TEXT = 2**24  # characters
 _OBJECT = 'write an object from patterns to recipes, such as {"": "current"}'
+_BOUNDS = {"amax_history_len": (1, 2**20), "margin": (-126, 126)}
 
 
 def recipes_from_json(text: str) -> dict[str, Recipe | None]:
@@ -185,7 +185,7 @@ def _field(value: Any, default: Any, where: str) -> Any:
         raise ValueError(
             f"{where} is {shown(value)}; use {' or '.join(article(kind.__name__) for kind in wanted)}"
         )
-    least, most = BOUNDS.get(where.rpartition(".")[2], (value, value))
+    least, most = _BOUNDS.get(where.rpartition(".")[2], (value, value))
     if value is not None and not least <= value <= most:
         raise ValueError(f"{where} is {value}; in a file it may be {least} to {most}")
     return value

@@ -25,7 +25,7 @@ from ..layers.described import ParameterRecord, describe_parameters
 from ..layers.tensor_parallel import Split
 from ..quantizers import Operand, buffers_of
 from ..reference.layout import bytes_of_rows
-from ..tensors import grouped_storage_of, local
+from ..tensors import grouped_storage_of
 from ..upstream.c10d import group_named
 from .formats import Packed, WeightFormat, is_codes, scale_extent
 
@@ -116,7 +116,7 @@ def _held(record: ParameterRecord, dtypes: dict[int, torch.dtype]) -> Any:
     if record.stored == "codes":
         return record.held.detach()
     values = record.values()
-    return values.to(dtypes.get(id(local(record.parameter)), values.dtype))
+    return values.to(dtypes.get(record.stored_id, values.dtype))
 
 
 def _over(record: ParameterRecord, apart: Split | None) -> Split | None:
