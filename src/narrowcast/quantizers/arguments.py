@@ -44,10 +44,11 @@ def element_dtype_of(argument: str, dtype: DType | torch.dtype | int, *allowed: 
     Raises:
         ValueError: none of the ``allowed`` ones.
     """
-    element = TORCH_DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else to_dtype_enum(dtype)
-    if element is None or element not in allowed:
+    # a torch dtype without codes is refused as it is
+    element: Any = TORCH_DTYPES.get(dtype, dtype) if isinstance(dtype, torch.dtype) else to_dtype_enum(dtype)
+    if element not in allowed:
         choices = " or ".join(f"DType.{choice.name}" for choice in allowed)
-        raise ValueError(f"{argument} is {shown(dtype if element is None else element)}; use {choices}")
+        raise ValueError(f"{argument} is {shown(element)}; use {choices}")
     return element
 
 
@@ -60,15 +61,18 @@ def fp8_dtype_of(dtype: DType | torch.dtype | int) -> DType:
     return element_dtype_of("fp8_dtype", dtype, *FP8_ELEMENTS)
 
 
-def field_value(name: str, held: Any, value: Any) -> Any:
+def field_value(name: str, held: Any, value: Any, elements: tuple[DType, ...]) -> Any:
     """Return the new value of a field that holds ``held`` and is given ``value``: of the same type.
+
+    Args:
+        elements: the element types of the quantizer's format, if it says which.
 
     Raises:
         TypeError: a value of another type.
         ValueError: no member of the field's enum.
     """
-    if isinstance(held, DType):  # a dtype without codes is told by who knows which ones have them
-        return TORCH_DTYPES.get(value, value) if isinstance(value, torch.dtype) else to_dtype_enum(value)
+    if isinstance(held, DType):
+        return element_dtype_of(name, value, *elements) if elements else to_dtype_enum(value)
     if isinstance(held, enum.Enum):
         return type(held)(value)
     if isinstance(held, bool) and isinstance(value, int) and value in (0, 1):

@@ -127,7 +127,7 @@ class Quantizer(Sealable, QuantizerValue):
                 f"{type(self).__qualname__} has no field {shown(name)}; annotate it in the class, before that is "
                 "registered"
             )
-        return field_value(name, vars(self).get(name), value)
+        return field_value(name, vars(self).get(name), value, self._elements)
 
     def _assigned(self, name: str) -> None:
         # not in the constructor, which ends with it, nor for derived attributes
@@ -225,7 +225,9 @@ class Quantizer(Sealable, QuantizerValue):
             raise AttributeError(
                 f"{type(self).__qualname__} has no field {shown(unknown[0])}; fields: {sorted(held)}"
             )
-        changes = {name: field_value(name, held[name], value) for name, value in changes.items()}
+        changes = {
+            name: field_value(name, held[name], value, self._elements) for name, value in changes.items()
+        }
         replaced = _rebuild_quantizer(type(self), tuple({**held, **changes}.items()))
         if changes:
             replaced._check_fields()
