@@ -555,9 +555,12 @@ BAD: list[tuple[type[Recipe], dict[str, Any], str]] = [
         (kind, {"backward_override": "none"}, "backward_override is 'none'.*'high_precision'.*'dequantized'")
         for kind in KINDS[1:]
     ],
-    (DelayedScaling, {"amax_history_len": 0}, "amax_history_len is 0; use .*at least 1"),
+    (DelayedScaling, {"amax_history_len": 0}, "amax_history_len is 0; use a whole number from 1 to"),
+    (DelayedScaling, {"amax_history_len": 2**20 + 1}, "amax_history_len is 1048577; use"),
     (DelayedScaling, {"amax_history_len": 2.5}, "amax_history_len is 2.5"),
     (DelayedScaling, {"margin": 0.5}, "margin is 0.5; use a whole number"),
+    (DelayedScaling, {"margin": 33}, "margin is 33; use a whole number from -32 to 32"),
+    (DelayedScaling, {"margin": -33}, "margin is -33; use a whole number from -32 to 32"),
     (DelayedScaling, {"amax_compute_algo": "mean"}, "amax_compute_algo is 'mean'; use 'max', 'most_recent'"),
     (DelayedScaling, {"initial_scale": 1.0}, "initial_scale is 1.0; use 'range' or 'one'"),
     (DelayedScaling, {"scaling_factor_compute_algo": "max"}, "scaling_factor_compute_algo is 'max'"),

@@ -109,6 +109,11 @@ def is_one_of(value: Any, choices: Container[Any]) -> bool:
     return isinstance(value, Hashable) and value in choices
 
 
+def is_whole(value: object, least: int, most: int) -> bool:
+    """Return whether a value is a whole number of a range, its ends included."""
+    return isinstance(value, int) and least <= value <= most
+
+
 def positive(**sizes: Any) -> None:
     """Check sizes by name.
 

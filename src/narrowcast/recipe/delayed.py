@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, field
 from typing import Any, Literal
 
-from .._checks import is_one_of, shown
+from .._checks import is_one_of, is_whole, shown
 from ..quantizers import DelayedFloat8Quantizer, Float8CurrentScalingQuantizer, Quantizer
 from ..roles import QuantizerRole
 from .base import (
@@ -31,9 +31,9 @@ class DelayedScaling(Recipe):
     Scales are constant within a step. The optimizer's step renews them (:func:`narrowcast.renew_delayed_scaling`).
 
     Args:
-        margin: scales of activations and gradients are divided by 2**margin.
+        margin: scales of activations and gradients are divided by 2**margin; -32 to 32.
         fp8_format: HYBRID (E4M3 forward, E5M2 backward) or E4M3.
-        amax_history_len: steps of history, at least 1.
+        amax_history_len: steps of history, 1 to 2**20.
         amax_compute_algo: "max", "most_recent", or a callable(history) -> amax.
         scaling_factor_compute_algo: None, or a callable(amax, old_scale, fp8_max, recipe) -> scale.
         reduce_amax: include the amax in ``reduce_delayed_scaling``.
@@ -82,8 +82,8 @@ class DelayedScaling(Recipe):
         known_amax = callable(amax) or is_one_of(amax, ("max", "most_recent"))
         for name, fits, accepted in (
             ("initial_scale", is_one_of(self.initial_scale, ("range", "one")), "'range' or 'one'"),
-            ("margin", isinstance(self.margin, int), "a whole number, the scale is divided by 2**margin"),
-            ("amax_history_len", isinstance(length, int) and length >= 1, "a whole number, at least 1"),
+            ("margin", is_whole(self.margin, -32, 32), "a whole number from -32 to 32, binary digits"),
+            ("amax_history_len", is_whole(length, 1, 2**20), f"a whole number from 1 to {2**20}"),
             ("amax_compute_algo", known_amax, "'max', 'most_recent' or a callable"),
             ("scaling_factor_compute_algo", scale is None or callable(scale), "None or a callable"),
         ):
