@@ -13,29 +13,31 @@ from narrowcast.attention.masks import distances, geometry, hidden_pairs, mask_r
 from narrowcast_tools.schemes import FONTS, INK, write
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-CELL, LEFT, APART, NAMES = (
-    17,
-    30,
-    240,
-    36,
-)  # of a panel: its squares, its left edge, its width, its lines of text
-TITLE = (
-    "causal counts from the first query and key,",
-    "a window of no_mask counts from the last",
-)
+CELL, LEFT, ROW = 14, 20, 116  # of a panel: its squares, its left edge, its height
+WIDTH, TEXT, HEAD = (
+    322,
+    146,
+    106,
+)  # of the picture; where the words of a panel begin; where the first panel begins
+TITLE = "Which keys does a query see?"
 KEY = (
-    "Row: a query. Column: a key. Filled: the query sees the key; empty: it does not.",
-    "White dot: the query's own key, from which the mask counts.",
+    "Row: a query. Column: a key. Filled: it sees the key.",
+    "White dot: the query's own key, from which a mask",
+    "counts. causal counts from the first query and key,",
+    "a window of no_mask from the last.",
 )
-HEAD = 96
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
-    ("causal", {}, "keys up to its own, from the first"),
-    ("causal_bottom_right", {}, "keys up to its own, from the last"),
-    ("no_mask", {"window_size": (2, 1)}, "2 back, 1 ahead, from the last key"),
-    ("padding", {}, "4 of 6 queries, 6 of 8 keys are real"),
-    ("padding_causal_bottom_right", {}, "both, from the last real key"),
-    ("thd, padding_causal", {"attn_mask_type": "padding_causal"}, "packed sequences of 3, 2, 1 tokens"),
+    ("causal", {}, ("keys up to its own,", "from the first")),
+    ("causal_bottom_right", {}, ("keys up to its own,", "from the last")),
+    ("no_mask", {"window_size": (2, 1)}, ("2 back, 1 ahead,", "from the last key")),
+    ("padding", {}, ("4 of 6 queries and", "6 of 8 keys are real")),
+    ("padding_causal_bottom_right", {}, ("both, from the last real", "key")),
+    (
+        "thd, padding_causal",
+        {"attn_mask_type": "padding_causal"},
+        ("packed sequences of", "3, 2 and 1 tokens"),
+    ),
 )
 
 
@@ -61,24 +63,30 @@ def seen(title: str, options: dict) -> tuple[torch.Tensor, torch.Tensor]:
     return shown, own & shown if rule.bounded else torch.zeros_like(shown)
 
 
+def wrapped(title: str) -> list[str]:
+    """The lines of a mask's name: a long one breaks before its direction."""
+    if len(title) < 22:
+        return [title]
+    return title.replace("_bottom", " _bottom").split()
+
+
 def draw() -> str:
     """The picture for light pages: one square per pair, a row per query, a column per key."""
-    bold = 'font-size="16" font-weight="700"'
-    parts = [f'<text x="10" y="{24 + 20 * line}" {bold}>{text}</text>' for line, text in enumerate(TITLE)]
+    parts = [f'<text x="0" y="20" font-size="16" font-weight="700">{TITLE}</text>']
     for line, key in enumerate(KEY):
-        parts.append(f'<text x="10" y="{64 + 16 * line}" font-size="11">{key}</text>')
-    rows = LENGTHS[0] * CELL + NAMES + 34
+        parts.append(f'<text x="0" y="{42 + 15 * line}">{key}</text>')
     for index, (title, options, told) in enumerate(PANELS):
-        left, top = LEFT + index % 2 * APART, HEAD + NAMES + index // 2 * rows
+        left, top = LEFT, HEAD + index * ROW
         window = options.get("window_size")
-        name = f"{title}, window_size={window}" if window else title
-        parts.append(f'<text x="{left}" y="{top - 23}" font-weight="600">{name}</text>')
-        parts.append(f'<text x="{left}" y="{top - 8}" font-size="11">{told}</text>')
+        name = [f"{title},", f"window_size={window}"] if window else wrapped(title)
+        for line, text in enumerate((*name, *told)):
+            weight = ' font-weight="700"' if line < len(name) else ""
+            parts.append(f'<text x="{TEXT}" y="{top + 12 + 16 * line}"{weight}>{text}</text>')
         shown, own = seen(title, options)
         middle = top + len(shown) * CELL / 2
-        parts.append(f'<text x="{left}" y="{top + len(shown) * CELL + 11}" font-size="11">keys →</text>')
+        parts.append(f'<text x="{left}" y="{top + len(shown) * CELL + 11}">keys →</text>')
         turned = f'transform="rotate(-90 {left - 6} {middle})" text-anchor="middle"'
-        parts.append(f'<text x="{left - 6}" y="{middle}" font-size="11" {turned}>← queries</text>')
+        parts.append(f'<text x="{left - 6}" y="{middle}" {turned}>← queries</text>')
         for i, row in enumerate(shown.tolist()):
             for j, visible in enumerate(row):
                 x, y = left + j * CELL, top + i * CELL
@@ -86,11 +94,11 @@ def draw() -> str:
                 parts.append(f'<rect x="{x}" y="{y}" width="{CELL - 3}" height="{CELL - 3}" {look}/>')
                 if own[i, j]:
                     middle = (CELL - 3) / 2
-                    parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="3" fill="white"/>')
-    width, height = LEFT + 2 * APART - 10, HEAD + 3 * rows - 8
+                    parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="2.5" fill="white"/>')
+    height = HEAD + len(PANELS) * ROW - 10
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width * 1.3:g}" '
-        f'font-family="{FONTS}" fill="{INK["light"]}" font-size="12" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 0 {WIDTH + 8} {height}" width="{(WIDTH + 8) * 1.5:g}" '
+        f'font-family="{FONTS}" fill="{INK["light"]}" font-size="11" role="img" '
         'aria-label="Visible keys by mask type">'
     )
     return "\n".join((head, *parts, "</svg>\n"))

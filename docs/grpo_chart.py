@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 import narrowcast as nc
 from narrowcast_tools.colors import color_of
-from narrowcast_tools.schemes import WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDTH, svg, tell, write
 from narrowcast_tools.train.machine import cpu_model
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def draw() -> None:
     """Draw the KL of the rows, a strip of dots per run; their rewards are too close to draw."""
     with ROWS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 6.6), layout="constrained")
     axes = figure.subplots()
     rewards: dict[str, list[float]] = {}
     for place, name in enumerate(RUNS):
@@ -74,16 +74,16 @@ def draw() -> None:
         )
         axes.plot(middle or ZERO, place, "|", ms=16, mew=2.5, color="0.12")
         told = f"median {middle:.1e}, largest {largest:.1e}" if largest else f"0 in all {len(found)} steps"
-        for text, size, weight, above in ((name, 9.5, "bold", 23), (told, 9, "normal", 12)):
-            offset = {"xytext": (4, above), "textcoords": "offset points", "size": size, "weight": weight}
+        for text, weight, above in ((name, "bold", 25), (told, "normal", 12)):
+            offset = {"xytext": (4, above), "textcoords": "offset points", "size": LETTERS, "weight": weight}
             axes.annotate(text, (0, place), xycoords=axes.get_yaxis_transform(), **offset)
     axes.axvspan(ZERO / 3, LEAST, color="0.5", alpha=0.18, linewidth=0)
     axes.set(xscale="log", xlim=(ZERO / 3, 1e-4), ylim=(len(RUNS) - 0.6, -0.85), yticks=[])
-    powers = range(9, 3, -1)
+    powers = range(8, 3, -2)
     ticks = [ZERO, *(10.0**-power for power in powers)]
-    axes.set_xticks(ticks, ["exactly\n0", *(f"1e-{power}" for power in powers)], size=9)
+    axes.set_xticks(ticks, ["exactly\n0", *(f"1e-{power}" for power in powers)], size=LETTERS)
     axes.minorticks_off()
-    axes.set_xlabel("KL, log scale right of the gray strip; left is better", size=9)
+    axes.set_xlabel("KL, log scale; left is better", size=LETTERS)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

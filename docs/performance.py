@@ -426,7 +426,7 @@ def measured_with(keys: Collection[str]) -> list[str]:
     return [*told, " to ".join(dict.fromkeys((dates[0], dates[-1])))]
 
 
-SHAPE = "8B shape: a layer of Llama 3 8B, 4096 wide, MLP of 14336"
+SHAPE = "8B shape: 4096 wide, MLP of 14336 (Llama 3 8B)"
 
 
 SCALES = {
@@ -438,23 +438,23 @@ SCALES = {
 
 
 def terms(panels: Sequence[Panel]) -> list[str]:
-    """Return a chart's lines about bf16 and the scales of the recipes that it has."""
+    """Return a chart's text about bf16 and the scales of the recipes that it has."""
     shown = {bar.contender for one in panels for bar in one.bars}
     told = []
     for scales, recipes in SCALES.items():
         if named := [name.rpartition(" ")[2] for name in recipes if name in shown]:
             told.append(f"{' and '.join(named)} {scales}")
-    return wrap(f"bf16: 16 bits. Others: 8 (FP8), scaled: {', '.join(told)}.", 65)
+    return [f"bf16: 16 bits. Others: 8 (FP8), scaled: {', '.join(told)}."]
 
 
 def finding(panels: Sequence[Panel]) -> str:
-    """Return a chart's heading: how fast the fastest recipe is, from its slowest panel to its fastest."""
+    """Return a chart's heading: how fast FP8 is in its fastest recipe, from the slowest panel to the fastest."""
     speeds = {
         name: [bar.speed for one in panels for bar in one.bars if bar.contender == name] for name in RECIPES
     }
     fastest = max(speeds, key=lambda name: sum(speeds[name]))
     told = dict.fromkeys(f"{speed:.2f}" for speed in sorted(speeds[fastest])[:: max(1, len(panels) - 1)])
-    return f"{RECIPES[fastest].capitalize()}: {' to '.join(told)} times bf16's speed"
+    return f"FP8 with {RECIPES[fastest]} trains {' to '.join(told)} times as fast as bf16"
 
 
 def drawn_panels(name: str) -> list[Panel]:
@@ -555,11 +555,11 @@ blocks at a time and replayed as a CUDA graph. A step takes {plain:.1f} ms in bf
 the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, it takes {steps} ms:
 {speeds} times as fast.
 """
-ACCOUNT_NOTES = """A bar is the time of a group of kernels. The GEMMs save the most time. Casts take a part of it
-back. Attention takes longer under every recipe, with the same kernels as in bf16; why is not explained. The second
-panel has the groups that another optimizer and another head change, and not the recipe. The
-[converted Llama](#how-fast-is-a-converted-model-of-transformers) gains less in another setup: modules of Transformers
-with their linear layers converted, PyTorch's AdamW, a bf16 head, no CUDA graph.
+ACCOUNT_NOTES = """A bar is the time of a group of kernels, the sum of the table's cells. The GEMMs save the most
+time. Casts take a part of it back. Attention takes longer under every recipe, with the same kernels as in bf16; why
+is not explained. The second panel has the groups that another optimizer and another head change, and not the recipe.
+The [converted Llama](#how-fast-is-a-converted-model-of-transformers) gains less in another setup: modules of
+Transformers with their linear layers converted, PyTorch's AdamW, a bf16 head, no CUDA graph.
 
 Reproduce on one H200:
 `narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts --out account`
@@ -574,12 +574,13 @@ Reproduce on one H200:
 
 KERNELS = """## How close are the kernels to a copy?
 
-The pictures show the time of one call on one tensor, beside peers: shorter is better. The strong part of
-narrowcast's bar is the least time: the bytes that the kernel has to move, as fast as a copy on the device moved bytes
-in the same rounds. The faint part is the rest. A row quantizes with a scale that is given (delayed scaling), with the
-tensor's own scale (current), with a scale per 128-element block, in MXFP8, or in NVFP4, with a random Hadamard
-transform where it says so. *Unfused* is the same norm or activation in a kernel of its own, followed by the kernel that
-quantizes. `make plots` draws the pictures from the files of the same names in `benchmarks/results/`.
+The pictures show the time of one call on one tensor: shorter is better. A bar is narrowcast's time, a mark a peer's.
+The strong part of the bar is the least time: the bytes that the kernel has to move, as fast as a copy on the device
+moved bytes in the same rounds. The faint part is the rest. A row quantizes with a scale that is given (delayed
+scaling), with the tensor's own scale (current), with a scale per 128-element block, in MXFP8, or in NVFP4, with a
+random Hadamard transform where it says so. MXFP8 has a scale per 32 values, NVFP4 one per 16. *Unfused* is the same
+norm or activation in a kernel of its own, followed by the kernel that quantizes. `make plots` draws the pictures from
+the files of the same names in `benchmarks/results/`.
 
 {quantize}
 
@@ -757,7 +758,7 @@ def with_table(path: Path, name: str, table: str) -> str:
 def with_alternative(text: str, name: str) -> str:
     """Return a page with what its chart shows, for readers who do not see it."""
     told = f"{finding(drawn_panels(name))} on an NVIDIA H200, beside torchao; longer is faster"
-    pattern = rf'!\[[^]]*\](?=\(assets/perf/{name}-)|(?<=perf/{name}-light.svg" width="640" )alt="[^"]*"'
+    pattern = rf'!\[[^]]*\](?=\(assets/perf/{name}-)|(?<=perf/{name}-light.svg" width="480" )alt="[^"]*"'
     return re.sub(pattern, lambda found: f"![{told}]" if found[0][0] == "!" else f'alt="{told}"', text)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from textwrap import wrap
 from typing import NamedTuple
 
 from narrowcast_tools.colors import color_of
 
-MARGIN = 8
-WIDTH, NAMES, END = 480, 152, 364  # the picture, where bars begin, and where the longest ends
-ROW, BAR = 24, 15
-HEAD, TITLE, BELOW = 50, 34, 14
+MARGIN = 6
+WIDTH = 316  # the picture: a phone shows it 330 pixels wide, and a letter of 11 as 11 pixels
+NUMBERS = 66  # right of the bars
+ROW, BAR, NAME = 36, 13, 15  # a contender: its name above its bar
+LINE, LETTERS, HEADING = 15, 11.5, 15
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
@@ -38,62 +40,58 @@ def _text(x: float, y: float, text: str, fill: str, style: str = "") -> str:
 
 
 def _bar(bar: Bar, y: float, scheme: str, unit: float) -> list[str]:
-    """Return a bar between its name and its numbers, each in a column of its own."""
-    base, fill = y + BAR / 2 + 4.5, color_of(bar.contender, dark=scheme == "dark")
-    name = _text(NAMES - 8, base, bar.name, TEXT[scheme], 'text-anchor="end"')
+    """Return a contender's name, its bar below, and its numbers right of both."""
+    base, fill = y + NAME + BAR / 2 + 4, color_of(bar.contender, dark=scheme == "dark")
+    name = _text(0, y + LETTERS, bar.name, TEXT[scheme])
     if not bar.speed:
-        return [name, _text(NAMES + 4, base, "not measured", FAINT[scheme])]
+        return [name, _text(0, base, "not measured", FAINT[scheme])]
+    right = 'text-anchor="end"'
+    time = f"{bar.milliseconds:.{0 if bar.milliseconds >= 100 else 1}f} ms"
     return [
         name,
-        f'<rect x="{NAMES}" y="{y:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" fill="{fill}"/>',
-        _text(END + 10, base, f"{bar.speed:.2f}", TEXT[scheme], 'font-weight="700"'),
-        _text(
-            WIDTH - 4,
-            base,
-            f"{bar.milliseconds:.{0 if bar.milliseconds >= 100 else 1}f} ms",
-            FAINT[scheme],
-            'text-anchor="end"',
-        ),
+        f'<rect x="0" y="{y + NAME:g}" width="{bar.speed * unit:.1f}" height="{BAR}" rx="2" fill="{fill}"/>',
+        _text(WIDTH, y + LETTERS, time, FAINT[scheme], right),
+        _text(WIDTH, base, f"{bar.speed:.2f}", TEXT[scheme], f'{right} font-size="13" font-weight="700"'),
     ]
 
 
-def svg(heading: str, panels: list[Panel], scheme: str, versions: Sequence[str], fastest: float) -> str:
+def svg(heading: str, panels: list[Panel], scheme: str, told: Sequence[str], fastest: float) -> str:
     """Return a picture of panels below each other.
 
     Args:
-        heading: the line above them, which says what they show.
+        heading: what they show, above them.
         panels: groups of bars, all in one unit.
         scheme: "light" or "dark", the page that the picture is for; the background is transparent.
-        versions: the lines below them, which say on what, with what and when they were measured.
+        told: what their terms mean and where they were measured, below them; each text begins a line.
         fastest: the speed of the longest bar in all pictures, which have one scale.
     """
-    unit = (END - NAMES) / fastest
-    one = NAMES + unit
-    y: float = HEAD
-    parts = [
-        _text(4, 22, heading, TEXT[scheme], 'font-size="16" font-weight="700"'),
-        _text(4, 43, "Bar and bold number: times as fast as bf16; longer is faster", FAINT[scheme]),
-    ]
+    unit = (WIDTH - NUMBERS) / fastest
+    parts, y = [], 0.0
+    for line in wrap(heading, 34):
+        y += HEADING + 4
+        parts.append(_text(0, y, line, TEXT[scheme], f'font-size="{HEADING}" font-weight="700"'))
+    y += LINE + 4
+    parts.append(_text(0, y, "Bars: speed; longer is faster. bf16 = 1", FAINT[scheme]))
     for panel in panels:
-        parts.append(_text(4, y + 19, panel.title, TEXT[scheme], 'font-weight="600"'))
-        y += TITLE
-        end = y + ROW * len(panel.bars) - (ROW - BAR)
-        parts.append(
-            f'<line x1="{one:g}" x2="{one:g}" y1="{y - 4:g}" y2="{end + 4:g}" stroke="{FAINT[scheme]}" '
-            'stroke-dasharray="3 3"/>'
-        )
+        y += 10
+        for line in wrap(panel.title, 44):
+            y += LINE
+            parts.append(_text(0, y, line, TEXT[scheme], 'font-weight="700"'))
+        y += 6
+        end = y + ROW * len(panel.bars) - (ROW - NAME - BAR)
         for bar in panel.bars:
             parts += _bar(bar, y, scheme, unit)
             y += ROW
-        parts.append(_text(one, end + 17, "bf16 = 1", FAINT[scheme], 'text-anchor="middle" font-size="11"'))
-        y += BELOW
-    for line in versions:
-        y += 17
-        parts.append(_text(4, y, line, FAINT[scheme]))
-    wide, high = WIDTH + 2 * MARGIN, y + 9 + 2 * MARGIN
+        place = f'x1="{unit:g}" x2="{unit:g}" y1="{end - ROW * len(panel.bars) + ROW - BAR:g}" y2="{end:g}"'
+        parts.append(f'<line {place} stroke="{FAINT[scheme]}" stroke-dasharray="3 3"/>')
+    for text in told:
+        for line in wrap(text, 48):
+            y += LINE
+            parts.append(_text(0, y, line, FAINT[scheme]))
+    wide, high = WIDTH + 2 * MARGIN, y + 5 + 2 * MARGIN
     ground = ' style="background: white"' if scheme == "light" else ""  # where the page is dark all the same
     head = (
         f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {wide} {high:g}" '
-        f'width="{wide * 1.5:g}" height="{high * 1.5:g}" font-family="{FONT}" font-size="13" role="img">'
+        f'width="{wide * 1.5:g}" height="{high * 1.5:g}" font-family="{FONT}" font-size="{LETTERS}" role="img">'
     )
     return "\n".join([head, f"<title>{escape(heading, quote=False)}</title>", *parts, "</svg>", ""])

@@ -1,5 +1,5 @@
-"""Draw pictures of the pages: the account of a step and two comparisons of recipes from recorded rows, the watch of a
-small model, which this script trains in seconds, and the receipt of a model that it converts.
+"""Draw pictures of the pages: the account of a step and two comparisons of recipes from recorded rows, and the watch of
+a small model, which this script trains in seconds.
 
     python docs/pictures.py
 
@@ -10,7 +10,6 @@ The other pictures have a script each: ``performance.py``, ``scaling_tables.py``
 from __future__ import annotations
 
 import csv
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,15 +30,13 @@ from narrowcast_tools.train.report import compare
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
-    "It has the same kernels in every step; why it takes longer under a recipe is not explained.\n"
+    "Why it takes longer under a recipe is not explained.\n"
     "narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts: "
     "{device}, torch {torch}, narrowcast {narrowcast}, {date}"
 )
 H200 = (
-    "MXFP8 and NVFP4 emulated. "
-    "Preset 125m: 85,347,072 parameters on bytes, 125M with a vocabulary of some 50,000 tokens. "
-    "1500 steps of 8 sequences of 1024, the Python standard library's sources. "
-    "NVIDIA H200, Linux x86_64, Python 3.12.3, torch 2.11.0+cu130, narrowcast 0.1.0"
+    "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "
+    "MXFP8 and NVFP4 emulated. NVIDIA H200, torch 2.11.0+cu130, narrowcast 0.1.0"
 )
 FIRST = (
     f"{ON_A_CPU}434,816 parameters, bytes of the Python standard library's sources. "
@@ -87,24 +84,6 @@ def comparison(file: str, trained: str, *, strict: bool) -> Figure:
     return figure(compare(runs, strict=strict), subtitle=trained)
 
 
-class Plain(nn.Module):
-    """A block of ``docs/convert.md``."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-
-def receipt() -> str:
-    """Return the picture of the receipt of the model of ``docs/convert.md``, for light pages."""
-    model = nn.Sequential(Plain(64), Plain(64), nn.Linear(64, 10))
-    told = nc.receipt(nc.convert(model, nc.recipe.Float8CurrentScaling()))
-    with tempfile.TemporaryDirectory() as folder:
-        told.to_html(Path(folder) / "receipt.html")
-        page = (Path(folder) / "receipt.html").read_text()
-    return page[page.index("<svg") : page.index("</svg>")] + "</svg>\n"
-
-
 class Block(nn.Module):
     """A projection and a feed-forward block, each after a norm and around a residual."""
 
@@ -149,7 +128,6 @@ def main() -> None:
     }
     for name, drawn in figures.items():
         write(svg(drawn), ASSETS, name)
-    write(receipt(), ASSETS, "receipt")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 import narrowcast as nc
 from narrowcast_tools.hardware import BATCH
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
-from narrowcast_tools.schemes import WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDTH, svg, tell, write
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scaling.md"
@@ -28,8 +28,7 @@ COLORS = {
     "attention": "#56B4E9",
     "quantizing": "#CC79A7",
     "norms, activations, copies": "#999999",
-    "communication": "#D55E00",
-    "pipeline bubble": "#8C6D1F",
+    "communication, pipeline bubble": "#D55E00",
 }
 
 
@@ -161,34 +160,38 @@ def page() -> str:
 
 def draw() -> None:
     """What one million tokens of the 70B model cost, by part, over the number of GPUs."""
-    figure = Figure(figsize=(WIDTH, 7.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 9.2), layout="constrained")
     panels = dict(zip(("bf16", "block"), figure.subplots(2, 1, sharey=True)))
     steps: dict[str, list[float]] = {}
+    waiting = 0.0
     for recipe, axes in panels.items():
         bottom = [0.0] * len(COUNTS)
         results = [plan("70b", gpus, recipe, batch_size=BATCH // 8192) for gpus in COUNTS]
         steps[recipe] = [result.step for result in results]
+        waiting = max(waiting, *(one.seconds.get("pipeline bubble", 0.0) / one.step for one in results))
         for part, color in COLORS.items():
             heights = []
             for result in results:
                 per_million = 1e6 / result.tokens_per_second / result.step
-                shares = {"communication": ("exposed", "slowed")}.get(part, (part,))
+                shares = {"communication, pipeline bubble": ("exposed", "slowed", "pipeline bubble")}.get(
+                    part, (part,)
+                )
                 seconds = sum(t for name, t in result.seconds.items() if name.startswith(shares))
                 heights.append(seconds * per_million)
             axes.bar(range(len(COUNTS)), heights, bottom=bottom, color=color, label=part, width=0.8)
             bottom = [low + height for low, height in zip(bottom, heights)]
         for place, (result, top) in enumerate(zip(results, bottom)):
-            axes.text(place, top + 14, f"MFU {result.mfu:.0%}", ha="center", size=9.5, weight="bold")
-        layouts = [f"{one.layout.gpus}\nTP {one.layout.tp}, PP {one.layout.pp}" for one in results]
-        axes.set_xticks(range(len(COUNTS)), layouts, size=9)
-        told = {"bf16": "bf16", "block": "FP8: a scale per block of 128, weights gathered in FP8"}[recipe]
-        axes.set_title(told, loc="left", size=10)
-        axes.tick_params(axis="y", labelsize=9)
+            axes.text(place, top + 14, f"{result.mfu:.0%}", ha="center", size=LETTERS, weight="bold")
+        layouts = [f"{one.layout.gpus}\nTP {one.layout.tp}\nPP {one.layout.pp}" for one in results]
+        axes.set_xticks(range(len(COUNTS)), layouts, size=LETTERS)
+        told = {"bf16": "bf16", "block": "FP8, a scale per block of 128"}[recipe]
+        axes.set_title(told, loc="left", size=LETTERS, weight="bold")
+        axes.tick_params(axis="y", labelsize=LETTERS)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylabel("GPU-seconds per million tokens", size=9)
-        axes.set_ylim(0, 1000)
-    axes.set_xlabel("number of GPUs, and how they share the model", size=9)
-    told = {"GEMMs": "GEMMs (matrix products)", "pipeline bubble": "pipeline bubble (waiting)"}
+        axes.set_ylabel("GPU-seconds per\nmillion tokens", size=LETTERS)
+        axes.set_ylim(0, 950)
+    axes.set_xlabel("GPUs, and how they share the model", size=LETTERS)
+    told = {"GEMMs": "GEMMs (matrix products)"}
     keys = [Patch(color=color, label=told.get(part, part)) for part, color in COLORS.items()]
     saved = [1 - block / plain for plain, block in zip(steps["bf16"], steps["block"])]
     finding = (
@@ -196,13 +199,13 @@ def draw() -> None:
         f"{COUNTS[-1]} H200s"
     )
     foot = (
-        "MFU, model FLOPs utilization: the share of the GPUs' bf16 peak that the model's arithmetic "
-        "uses. TP 2: tensor parallelism, two GPUs share each layer. PP 8: pipeline parallelism, eight groups of "
-        "GPUs with a part of the layers each. 16 Mi tokens a step.\n"
+        "Bold: MFU, the share of the GPUs' bf16 peak that the model's arithmetic uses. TP 2: two GPUs share each "
+        "layer (tensor parallelism). PP 8: eight groups of GPUs have a part of the layers each (pipeline parallelism); "
+        f"they wait for each other in the bubble, at most {waiting:.1%} of a step. FP8 also gathers weights in FP8.\n"
         f"Not measured: `narrowcast plan` of {nc.__version__} computed it. Expect a dense plan, as this one, "
-        "to be 5 to 15% too fast, and one with experts a quarter or more."
+        "to be 5 to 15% too fast."
     )
-    tell(figure, finding, foot, keys, columns=2)
+    tell(figure, finding, foot, keys)
     write(svg(figure), DOCS / "assets", "scaling")
 
 

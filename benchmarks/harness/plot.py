@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from narrowcast_tools.colors import PEERS, RECIPES, color_of
-from narrowcast_tools.schemes import WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDTH, svg, tell, write
 
 from .contenders import COPY, RATIOS, SWEEP
 
@@ -26,7 +26,7 @@ PICTURES: dict[str, tuple[str, dict[str, str]]] = {
         "RMSNorm with a quantized result",
         {
             "rmsnorm": "Forward",
-            "add+rmsnorm": "Forward, after the sum with the residual",
+            "add+rmsnorm": "Forward, after a residual sum",
             "drmsnorm": "Backward",
         },
     ),
@@ -36,22 +36,23 @@ PICTURES: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 FORMATS = {
-    "fp8 given scale + amax": "FP8, given scale (delayed)",
-    "fp8 given scale": "FP8, given scale (delayed)",
-    "fp8 current": "FP8, its own scale (current)",
+    "fp8 given scale + amax": "FP8 delayed",
+    "fp8 given scale": "FP8 delayed",
+    "fp8 current": "FP8 current",
     "fp8 128-block": "FP8 128-block",
-    "fp8 128-block 1-D": "FP8 128-block, 1x128",
-    "fp8 128-block 2-D": "FP8 128-block, 128x128",
+    "fp8 128-block 1-D": "128-block, 1x128",
+    "fp8 128-block 2-D": "128-block, 128x128",
     "mxfp8": "MXFP8",
     "mxfp8 1-D": "MXFP8, 1x32",
     "mxfp8 2-D": "MXFP8, 32x32",
     "nvfp4 1-D": "NVFP4, 1x16",
     "nvfp4 2-D": "NVFP4, 16x16",
-    "nvfp4 RHT": "NVFP4, Hadamard transform",
-    "nvfp4 RHT + SR": "the same, stochastic rounding",
+    "nvfp4 RHT": "NVFP4, Hadamard",
+    "nvfp4 RHT + SR": "with random rounding",
 }
 EXPLAINED = {"unfused": "narrowcast, two kernels (unfused)"}
-THICK, THIN, APART = 0.8, 0.62, 0.45
+MARKS = ("D", "o", "s", "^", "v")  # of peers: color alone does not distinguish them
+BAR = 0.6  # of a row
 
 Row = dict[str, str]
 
@@ -105,24 +106,23 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
     for (peer, kernel), row in found.items():
         operation, _, made = kernel.rpartition(" -> ")
         kernels[operation].setdefault(made, {})[peer] = row
-    heights = [sum(_height(of_format) for of_format in one.values()) for one in kernels.values()]
-    figure = Figure(figsize=(WIDTH, 0.19 * sum(heights) + 0.4 * len(heights) + 3.0), layout="constrained")
+    heights = [len(one) for one in kernels.values()]
+    figure = Figure(figsize=(WIDTH, 0.26 * sum(heights) + 0.55 * len(heights) + 3.9), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, operation, height in zip(panels, operations, heights):
-        axes.set_title(operations[operation], loc="left", size=10)
-        axes.set_xlim(0, 1.16 * max(float(row["us_p50"]) for row in found.values()))
+    for axes, operation in zip(panels, operations):
+        axes.set_title(operations[operation], loc="left", size=LETTERS, weight="bold")
+        axes.set_xlim(0, 1.05 * max(float(row["us_p50"]) for row in found.values()))
         _panel(axes, kernels[operation], peers, copy)
-        axes.set_ylim(height - APART, -0.7)
-    panels[-1].set_xlabel("microseconds a call; shorter is better", size=9)
+    panels[-1].set_xlabel("microseconds a call; shorter is better", size=LETTERS)
     where = rows[-1]
     size = where["shape"].replace("x", "\N{MULTIPLICATION SIGN}")
     apart = max(
         (float(row["us_p80"]) - float(row["us_p20"])) / float(row["us_p50"]) for row in found.values()
     )
     foot = (
-        f"Medians; the 20th and the 80th percentile are at most {apart:.1%} apart. Tensor: {size}, {where['name']}. "
-        "Codes are written along rows and along columns. MXFP8 has a scale per 32 values, NVFP4 one per 16. "
-        "Least time: a copy moves the kernel's bytes in it. "
+        f"Bold: narrowcast's microseconds. Medians; the 20th and the 80th percentile are at most {apart:.1%} apart. "
+        f"Tensor: {size}, {where['name']}. Codes are written along rows and along columns. "
+        "Least time: a copy moves the kernel's bytes in it."
         f"\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"narrowcast {where['narrowcast']}{day(where['commit'])}"
     )
@@ -141,51 +141,46 @@ def _finding(kernels: dict[str, dict[str, dict[str, Row]]], peers: Sequence[str]
     than = f"faster than {one}" if len(peers) == 1 else "the fastest"
     rest = {"equal in {}": equal, "slower in {}": slower, "no peer in {}": alone}
     told = [
-        f"{than} in {won} of {len(cases) + alone} cases",
+        f"narrowcast is {than} in {won} of {len(cases) + alone} cases",
         *(name.format(n) for name, n in rest.items() if n),
     ]
     return ", ".join(told)
 
 
-def _height(of_format: dict[str, Row]) -> float:
-    return THICK + THIN * (len(of_format) - ("" in of_format)) + APART
-
-
 def _panel(axes: Axes, kernels: dict[str, dict[str, Row]], peers: Sequence[str], copy: float) -> None:
-    """Draw the bars of each format: narrowcast's, and the peers' thinner ones below."""
-    axes.axvline(copy, color="0.45", linewidth=1, linestyle="--", zorder=3)
+    """Draw a row per format: narrowcast's bar with its time, and a mark per peer."""
+    axes.axvline(copy, color="0.45", linewidth=1, linestyle="--")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9)
-    places, top = [], 0.0
-    for of_format in kernels.values():
-        places.append(top)
-        y = top
-        for peer in (peer for peer in peers if peer in of_format):
-            row, thick = of_format[peer], THIN if peer else THICK
-            time, color = float(row["us_p50"]), color_of(peer) if peer else OURS
-            y += 0 if not peer else (THIN + thick) / 2 if y > top else (THICK + thick) / 2
-            axes.barh(y, time, height=0.92 * thick, color=color, alpha=1 if peer else 0.5, linewidth=0)
-            if not peer:  # the share of a copy's bandwidth is that of the least time
-                axes.barh(
-                    y, time * min(float(row["share"]), 1.0), height=0.92 * thick, color=color, linewidth=0
-                )
-            told = f"{time:.0f}" if time >= 100 else f"{time:.1f}"
-            style = {"size": 8, "color": "0.35"} if peer else {"size": 9, "weight": "bold"}
-            past = (
-                copy if time < copy < time + 0.1 * axes.get_xlim()[1] else time
-            )  # the line would strike it out
-            axes.annotate(told, (past, y), (3, 0), textcoords="offset points", va="center", **style)
-        top += _height(of_format)
-    axes.set_yticks(
-        places,
-        [re.sub(r"(\d)x(\d)", "\\1\N{MULTIPLICATION SIGN}\\2", FORMATS[name]) for name in kernels],
-        size=9,
-    )
+    axes.tick_params(axis="x", labelsize=LETTERS, labelbottom=True)
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    for y, of_format in enumerate(kernels.values()):
+        row = of_format[""]
+        time = float(row["us_p50"])
+        axes.barh(y, time, height=BAR, color=OURS, alpha=0.45, linewidth=0)
+        # the share of a copy's bandwidth is that of the least time
+        axes.barh(y, time * min(float(row["share"]), 1.0), height=BAR, color=OURS, linewidth=0)
+        for mark, peer in zip(MARKS, peers[1:]):
+            if peer in of_format:
+                axes.plot(float(of_format[peer]["us_p50"]), y, mark, **_mark(peer))
+        told = f"{time:.0f}" if time >= 100 else f"{time:.1f}"
+        right = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        axes.annotate(told, (1, y), (36, 0), ha="right", size=LETTERS, weight="bold", **right)
+    names = [re.sub(r"(\d)x(\d)", "\\1\N{MULTIPLICATION SIGN}\\2", FORMATS[name]) for name in kernels]
+    axes.set_yticks(range(len(names)), names, size=LETTERS)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _mark(peer: str) -> dict[str, object]:
+    return {"color": color_of(peer), "markersize": 7, "markeredgecolor": "0.15", "markeredgewidth": 0.8}
 
 
 def _legend(peers: Sequence[str]) -> list[Patch | Line2D]:
     ours = [Patch(color=OURS, label="narrowcast: least time for its bytes")]
-    ours.append(Patch(color=OURS, alpha=0.5, linewidth=0, label="narrowcast: the rest of the time"))
-    others = [Patch(color=color_of(peer), label=EXPLAINED.get(peer, peer)) for peer in peers if peer]
+    ours.append(Patch(color=OURS, alpha=0.45, linewidth=0, label="narrowcast: the rest of the time"))
+    others = [
+        Line2D([], [], linewidth=0, marker=mark, label=EXPLAINED.get(peer, peer), **_mark(peer))
+        for mark, peer in zip(MARKS, peers[1:])
+    ]
     return [*ours, *others, Line2D([], [], color="0.45", linestyle="--", label="a copy of the input")]

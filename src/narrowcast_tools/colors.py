@@ -21,6 +21,7 @@ RECIPES = {
 }
 PEERS = {
     "torchao": ("#9785b8", "#a897cc"),
+    "torchao rowwise": ("#c9bfe0", "#6f6091"),
     "te": ("#8a9a45", "#a8b866"),
     "liger": ("#b3a284", "#c9b79c"),
     "torch.compile": ("#a8a8a8", "#a8a8a8"),
@@ -42,6 +43,7 @@ def color_of(contender: str, *, dark: bool = False) -> str:
         dark: whether the page is dark.
     """
     package = re.split(r"[ :,]", contender)[0].lower()
+    package = next((name for name in PEERS if " " in name and contender.startswith(name)), package)
     named = {**RECIPES, **{also: RECIPES[name] for also, name in _ALSO.items()}}
     found = [(contender.index(name), name) for name in named if name in contender]
     colors = named[min(found)[1]] if found else PLAIN

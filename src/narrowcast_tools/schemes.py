@@ -20,8 +20,9 @@ from .colors import DARK
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, 'DejaVu Sans', sans-serif"
 WHITE = 'style="background: white"'
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
-WIDTH = 4.9  # inches of a figure: on a phone, which shows it 360 pixels wide, letters of 9 points are read
-MARGIN, ENLARGED = 9, 1.75  # points around a figure, and pixels of a wide page per point
+WIDTH = 4.3  # inches of a figure: a phone, which shows it 330 pixels wide, then has a pixel per point
+MARGIN, ENLARGED = 8, 1.6  # points around a figure, and pixels of a wide page per point
+LETTERS, TITLE = 11, 13  # points: the smallest letters, and those of a finding
 
 
 def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), columns: int = 1) -> None:
@@ -34,25 +35,25 @@ def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), c
         keys: labeled parts for the legend; none without one.
         columns: of the legend.
     """
-    letters = figure.get_figwidth() * 72 / 7.6  # bold ones of 12 points
-    title = textwrap.fill(finding, int(letters))
+    points = figure.get_figwidth() * 72
+    title = textwrap.fill(finding, int(points / (0.63 * TITLE)))  # bold letters are wider
     if keys:
         figure.legend(
             handles=keys,
             title=title,
-            title_fontproperties={"size": 12, "weight": "bold"},
+            title_fontproperties={"size": TITLE, "weight": "bold"},
             alignment="left",
             loc="outside upper left",
             ncols=columns,
             frameon=False,
-            fontsize=9,
+            fontsize=LETTERS,
             borderpad=0,
             borderaxespad=0,
         )
     else:
-        figure.suptitle(title, x=0, ha="left", size=12, weight="bold")
-    wrapped = [textwrap.fill(line, int(1.6 * letters)) for line in foot.splitlines()]
-    figure.supxlabel("\n".join(wrapped), x=0, ha="left", size=9, color="0.35")
+        figure.suptitle(title, x=0, ha="left", size=TITLE, weight="bold")
+    wrapped = [textwrap.fill(line, int(points / (0.53 * LETTERS))) for line in foot.splitlines()]
+    figure.supxlabel("\n".join(wrapped), x=0, ha="left", size=LETTERS, color="0.35")
 
 
 def png(figure: Figure) -> bytes:

@@ -418,7 +418,7 @@ def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
     )
     assert panels[0].images[0].norm.vmax == 1.0, told
     assert [text.get_text() for axes in panels for text in axes.texts] == [
-        "Underflow: values that were not 0 and become 0",
+        "Underflow: values rounded to 0",
         "all 0%",
     ], told
 

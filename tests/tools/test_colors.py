@@ -23,7 +23,8 @@ def test_every_recipe_has_a_color_of_its_own() -> None:
     ("contender", "colors"),
     [
         ("delayed, FusedAdam, head in current", RECIPES["delayed"]),
-        ("torchao rowwise", PEERS["torchao"]),
+        ("torchao tensorwise", PEERS["torchao"]),
+        ("torchao rowwise, compiled", PEERS["torchao rowwise"]),
         ("TE delayed", PEERS["te"]),
         ("Liger, bf16", PEERS["liger"]),
         ("rmsnorm -> fp8 128-block", RECIPES["block"]),

@@ -17,6 +17,7 @@ from narrowcast_tools.colors import RECIPES
 from narrowcast_tools.schemes import INK, MARGIN, WHITE, WIDTH, dark, png, svg, tell, write
 
 ROOT = Path(__file__).resolve().parents[2]
+PICTURES = [*(ROOT / "docs" / "assets").glob("*.svg"), *(ROOT / "benchmarks" / "results").glob("*.svg")]
 
 
 def test_a_figure_is_written_twice(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_a_picture_has_a_margin_and_says_what_it_found() -> None:
     figure = Figure(figsize=(WIDTH, 3.0), dpi=72, layout="constrained")
     figure.subplots().plot([0, 1])
     tell(figure, "A finding of more words than a line of this narrow figure has", "a term: " + "word " * 20)
-    assert [text.count("\n") for text in (figure.get_suptitle(), figure.get_supxlabel())] == [1, 1]
+    assert [text.count("\n") for text in (figure.get_suptitle(), figure.get_supxlabel())] == [1, 2]
     pixels = imread(io.BytesIO(png(figure)))
     assert pixels.shape[:2] == (3 * 72 + 2 * MARGIN, int(WIDTH * 72) + 2 * MARGIN)
     assert (pixels[:MARGIN] == 1).all() and (pixels[:, :MARGIN] == 1).all() and (pixels < 1).any()
@@ -51,11 +52,20 @@ def test_grays_are_mirrored_and_other_colors_stay() -> None:
     assert [dark(color) for color in ("#ffffff", "#808080", "#0f9488")] == ["#202020", "#838383", "#0f9488"]
 
 
+def test_letters_are_read_on_a_phone() -> None:
+    """At 360 pixels they had 8 or 9."""
+    wrong = []
+    for light in PICTURES:
+        told = light.read_text()
+        _, _, wide, _ = map(float, re.search(r'viewBox="([^"]+)"', told)[1].split())
+        least = min(map(float, re.findall(r'font-size(?:="|: )([\d.]+)', told)))
+        if 330 * least / wide < 11:
+            wrong.append(f"{light.name}: {330 * least / wide:.1f} pixels")
+    assert not wrong
+
+
 def test_every_picture_of_the_pages_has_both_schemes() -> None:
-    for light in [
-        *(ROOT / "docs" / "assets").glob("*.svg"),
-        *(ROOT / "benchmarks" / "results").glob("*.svg"),
-    ]:
+    for light in PICTURES:
         stem = re.sub("-(light|dark)$", "", light.stem)
         told = light.with_name(f"{stem}-light.svg").read_text()
         assert told.count(WHITE) == 1, "readable in a dark viewer that shows it alone"

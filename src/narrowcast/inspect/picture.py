@@ -19,31 +19,33 @@ if TYPE_CHECKING:
 
 _KINDS = ("input", "weight", "grad_output")
 _MOST_LOST, _LEAST_SQNR = 0.1, 8.0
+_LETTERS, _TITLE, _WIDTH = 11, 13, 4.3  # points, and inches: a phone shows a pixel per point
 # What stands out should be looked at: too little SQNR, and too much, since one value that dwarfs the rest has nearly
-# all of the signal. What is usual, from NVFP4's 16 dB to E4M3's 31, is nearly white.
+# all of the signal. What is usual, from NVFP4's 16 dB to E4M3's 31, is clear, on light pages and on dark ones.
 _SIGNAL = {
-    8: "#b35806",
-    12: "#f1a340",
-    16: "#f7efe4",
-    33: "#f2f0f7",
-    36: "#cbc9e2",
-    40: "#756bb1",
-    44: "#3f007d",
+    8: "#c2570cff",
+    12: "#f1a340ff",
+    16: "#f1a34000",
+    33: "#8e6bdd00",
+    36: "#8e6bdd80",
+    40: "#8e6bddff",
+    44: "#6a35c9ff",
 }
+_LOST = {0.0: "#e5484800", 0.1: "#e5484860", 1.0: "#d42a2aff"}
 # title, whether it is a share, value of a record, ticks, words below the scale
 _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]], ...] = (
     (
-        "SQNR: signal over quantization error, dB",
+        "Signal to quantization noise (SQNR), dB",
         False,
         lambda one: one.sqnr,
         (8, 16, 24, 32, 40),
-        ("much error", "usual", "one value dwarfs the rest"),
+        ("much error", "usual", "an outlier"),
     ),
     (
-        "Underflow: values that were not 0 and become 0",
+        "Underflow: values rounded to 0",
         True,
         lambda one: one.underflow,
-        (0.0, 0.01, 0.1, 0.25, 0.5, 1.0),
+        (0.0, 0.1, 0.25, 0.5, 1.0),
         ("none", "", "all"),
     ),
 )
@@ -63,15 +65,16 @@ def figure(records: Sequence[Record]) -> Figure:
 
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
-    height = 2.4 + 0.42 * max(len(names), 4)
-    drawn = Figure(figsize=(4.9, height), layout="constrained")
-    drawn.suptitle(textwrap.fill(_finding(records), 46), x=0, ha="left", weight="bold", size=12)
+    height = 3.2 + 0.46 * max(len(names), 4)
+    drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
+    drawn.suptitle(textwrap.fill(_finding(records), 37), x=0, ha="left", weight="bold", size=_TITLE)
     low, high = min(_SIGNAL), max(_SIGNAL)
     signal = [((decibels - low) / (high - low), color) for decibels, color in _SIGNAL.items()]
     # the root lets a hundredth be seen beside all
+    lost = [(share**0.5, color) for share, color in _LOST.items()]
     scales = (
         (LinearSegmentedColormap.from_list("signal", signal), Normalize(low, high)),
-        ("Reds", PowerNorm(0.5, 0.0, 1.0)),
+        (LinearSegmentedColormap.from_list("lost", lost), PowerNorm(0.5, 0.0, 1.0)),
     )
     missing = False
     panels = drawn.subplots(len(_STATISTICS), len(_KINDS), sharex=True, sharey=True, squeeze=False)
@@ -83,27 +86,24 @@ def figure(records: Sequence[Record]) -> Figure:
                     table[names.index((one.layer, _stage(one)))][steps.index(one.step)] = value(one)
             found = [value for line in table for value in line if not math.isnan(value)]
             missing = missing or len(found) < len(names) * len(steps)
-            axes.imshow(table, aspect="auto", cmap=colors, norm=norm)
-            axes.set_facecolor("0.8")
-            axes.set_title(f"\n{kind}" if axes is not row[0] else f"\n\n{kind}", fontsize=9, loc="left")
+            axes.imshow(table, aspect="auto", cmap=colors.with_extremes(bad="#80808060"), norm=norm)
+            axes.set_facecolor("none")
+            axes.set_title(
+                f"\n{kind}" if axes is not row[0] else f"\n\n{kind}", fontsize=_LETTERS, loc="left"
+            )
             if share and found and max(found) < _SEEN:
                 told = f"below {_SEEN:.0%}" if max(found) else "all 0%"
-                where = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 9,
-                    "color": "#7f1d1d",
-                }  # on light in dark pages, too
+                where = {"ha": "center", "va": "center", "fontsize": _LETTERS, "color": "0.35"}
                 axes.text(0.5, 0.5, told, transform=axes.transAxes, **where)
             axes.set_yticks(
-                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=9
+                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=_LETTERS
             )
-            shown = range(0, len(steps), max(1, len(steps) // 3))
-            axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=9)
+            shown = range(0, len(steps), max(1, len(steps) // 2))
+            axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=_LETTERS)
             axes.tick_params(axis="x", labelbottom=True)
-        above = {"xytext": (0, 22), "textcoords": "offset points", "fontsize": 10}
+        above = {"xytext": (0, 25), "textcoords": "offset points", "fontsize": _LETTERS, "weight": "bold"}
         row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row
-        row[1].set_xlabel("step", fontsize=9)
+        row[1].set_xlabel("step", fontsize=_LETTERS)
         bar = drawn.colorbar(
             row[0].images[0],
             ax=list(row),
@@ -112,18 +112,18 @@ def figure(records: Sequence[Record]) -> Figure:
             aspect=40,
         )
         bar.set_ticks(list(ticks), labels=[f"{tick:.0%}" if share else f"{tick}" for tick in ticks])
-        bar.ax.tick_params(labelsize=9)
+        bar.ax.tick_params(labelsize=_LETTERS)
         for place, align, text in zip((0.0, 0.46, 1.0), ("left", "center", "right"), words):
-            below = {"xytext": (0, -24), "textcoords": "offset points", "fontsize": 9, "ha": align}
+            below = {"xytext": (0, -30), "textcoords": "offset points", "fontsize": _LETTERS, "ha": align}
             bar.ax.annotate(text, (place, 0), xycoords="axes fraction", **below)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # hundreds of parts otherwise
     gaps = "; gray: no record" if missing else ""
     foot = (
-        f"A row is a layer, a column a sampled step{gaps}.\nThe panels are what the layer's GEMMs multiply.\n"
+        f"Down: layers. Across: sampled steps{gaps}.\nThe panels are what a layer's GEMMs multiply.\n"
         f"narrowcast {__version__}, torch {torch.__version__}"
     )
-    drawn.supxlabel(foot, x=0, ha="left", fontsize=9, color="0.35")
+    drawn.supxlabel(foot, x=0, ha="left", fontsize=_LETTERS, color="0.35")
     return drawn
 
 

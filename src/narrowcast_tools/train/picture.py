@@ -1,5 +1,6 @@
 """The picture of a comparison: each recipe's gap to bfloat16 at the last step, and at every evaluation."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,18 +10,16 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from ..colors import color_of
-from ..schemes import WIDTH, png, tell
+from ..schemes import LETTERS, WIDTH, png, tell
 from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
-ALLOWED = "#2e9e5b"  # its tint stands on light pages and on dark ones
-TINT = 0.13
+ALLOWED = {"marker": "$\\mathbf{]}$", "color": "0.15", "markersize": 12, "markeredgewidth": 0, "linewidth": 0}
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
-TERMS = "Held-out: not trained on. bf16: 16-bit training; recipes: fewer bits."
+TERMS = "Loss: on text not trained on. bf16: 16 bits; recipes: fewer."
 ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
 
 
@@ -37,9 +36,9 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         subtitle: what was trained, where.
         unit: what a token is called.
     """
-    last = 1.2 + 0.27 * len(rows)
-    drawn = Figure(figsize=(WIDTH, last + 4.6), dpi=250, layout="constrained")
-    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 2.6])
+    last = 0.9 + 0.3 * len(rows)
+    drawn = Figure(figsize=(WIDTH, last + 5.1), dpi=285, layout="constrained")
+    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 2.4])
     _draw_last_gaps(ends, rows)
     _draw_gaps(curves, rows)
     tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", _keys(rows))
@@ -54,7 +53,9 @@ def finding(rows: Sequence[Row]) -> str:
     if not judged(rows):
         return "Losses beside bf16's, after too few steps to judge a recipe"
     if not above:
-        return f"{'On average, every' if _several(rows) else 'Every'} recipe's loss counts as equal to bf16's"
+        most = math.ceil(10 * max(abs(row.gap_percent) for row in rows)) / 10
+        none = "On average, no" if _several(rows) else "No"
+        return f"{none} recipe's loss differs from bf16's by more than {most:.1f}%"
     return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 
@@ -74,7 +75,7 @@ def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
 def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
-    told = [f"{TERMS} bf16's held-out loss"]
+    told = [_rule(rows), f"{TERMS} bf16's loss"]
     told.append(f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}")
     told.append(f"nats per {unit}")
     if len(baseline.seeds) > 1:
@@ -82,49 +83,52 @@ def _terms(rows: Sequence[Row], unit: str) -> str:
         told.append(
             f"on average; its seeds end {high / baseline.held_out_loss - low / baseline.held_out_loss:.1%} apart"
         )
-    return f"{' '.join(told)}."
+    return f"{' '.join(filter(None, told))}."
+
+
+def _rule(rows: Sequence[Row]) -> str:
+    """Return the gaps that count as equal, and which recipes do all the same; "" of runs too short to judge."""
+    if not (allowed := _allowed(rows)):
+        return ""
+    least, *wider = allowed
+    told = f"This project counts a {'mean ' * _several(rows)}gap up to {least:g}% as equal"
+    told += "".join(f", for {' and '.join(allowed[percent])} {percent:g}%" for percent in wider)
+    inside = [row.title for row in rows if row.within and row.gap_percent > (row.tolerance_percent or 0.0)]
+    return told + (f"; {', '.join(inside)}: more, but no higher than bf16's highest seed." if inside else ".")
+
+
+def _bound(rows: Sequence[Row]) -> float:
+    """Return where the axis of the last gaps ends, in percent: dots that are close are seen apart."""
+    return 1.12 * (max(abs(gap) for row in rows for gap in row.seed_gaps) or 1.0)
 
 
 def _keys(rows: Sequence[Row]) -> list[Artist]:
-    """Return the legend: what a mark is, and whose rule the green ground is."""
+    """Return the legend: what each mark is."""
     keys: list[Artist] = []
     if _several(rows):
         mark = {"color": "0.45", "linewidth": 0}
-        keys.append(
-            Line2D(
-                [], [], marker="o", markersize=5, label="one seed, against bf16's run of that seed", **mark
-            )
-        )
+        one = "one seed, against bf16's of that seed"
+        keys.append(Line2D([], [], marker="o", markersize=6, label=one, **mark))
         mean = "mean of a recipe's seeds"
-        keys.append(Line2D([], [], marker="|", markersize=10, markeredgewidth=2.5, label=mean, **mark))
-    if allowed := _allowed(rows):
-        least, *wider = allowed
-        told = f"counts as equal, by this project's rule: {'mean ' * _several(rows)}gap up to\n{least:g}%"
-        told += "".join(f"; {', '.join(allowed[percent])}: {percent:g}%" for percent in wider)
-        inside = [
-            row.title for row in rows if row.within and row.gap_percent > (row.tolerance_percent or 0.0)
-        ]
-        told += f"\n{', '.join(inside)}: more, but no higher than bf16's highest seed" if inside else ""
-        keys.append(Patch(color=ALLOWED, alpha=2 * TINT, linewidth=0, label=told))
+        keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label=mean, **mark))
+    if any(percent < _bound(rows) for percent in _allowed(rows)):
+        keys.append(Line2D([], [], label="largest gap that counts as equal", **ALLOWED))
     return keys
 
 
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a line of dots per recipe on the gap that is allowed, and write a table right of it."""
+    """Draw a line of dots per recipe with the gap that is allowed, and write the gap right of it."""
     baseline = next(row for row in rows if row.recipe == BASELINE)
-    several, allowed = _several(rows), _allowed(rows)
-    _style(axes, f"Gap to bf16 after {baseline.held_out[-1][0]} steps, percent", "x")
-    shown = [gap for row in rows for gap in row.seed_gaps]
-    bound = 1.12 * (max(map(abs, (*shown, *allowed))) or 1.0)
+    several, allowed, bound = _several(rows), _allowed(rows), _bound(rows)
+    _style(axes, f"Percent above bf16 at step {baseline.held_out[-1][0]}\n", "x")
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
-        if allowed and row.tolerance_percent is not None:
-            wide = bound + row.tolerance_percent
-            axes.barh(place, wide, left=-bound, height=1.0, color=ALLOWED, alpha=TINT, linewidth=0)
+        if allowed and row.tolerance_percent is not None and row.tolerance_percent < bound:
+            axes.plot(row.tolerance_percent, place, **ALLOWED)
         dot = {
             "color": color,
-            "markersize": 5 if several else 6,
+            "markersize": 6 if several else 7,
             "alpha": 0.6 if several else 1,
             "markeredgewidth": 0,
         }
@@ -135,17 +139,15 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         seeds = f"{len(row.seed_gaps)}" + (
             f" of {len(baseline.seeds)}" if row.seeds != baseline.seeds else ""
         )
-        _beside(axes, place, gap, seeds if several else f"{row.held_out_loss:.3f}", color="0.15")
-    _beside(axes, -0.9, "mean" if several else "gap", "seeds" if several else "loss", color="0.35")
-    axes.set_yticks(range(len(rows)), [row.title for row in rows], size=9)
+        _beside(axes, place, gap, *([seeds] if several else []), color="0.15")
+    _beside(axes, -0.95, *(("mean", "seeds") if several else ("gap",)), color="0.35")
+    axes.set_yticks(range(len(rows)), [row.title for row in rows], size=LETTERS)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-bound, bound)
     told = "right of 0: worse than bf16"
-    if several:
-        told += f"; single seeds reach {max(shown):+.1f}%"
-    elif len(rows) > 1:
-        told += "; one seed cannot rank recipes"
-    axes.set_xlabel(told, size=9)
+    if len(rows) > 1 and not several:
+        told += "; one seed ranks no recipe"
+    axes.set_xlabel(told, size=LETTERS)
 
 
 def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
@@ -156,25 +158,20 @@ def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
             "textcoords": "offset points",
             "annotation_clip": False,
         }
-        right = (52 + 40 * column, 0)
-        axes.annotate(text, (1, place), right, ha="right", va="center", size=9, color=color, **where)
+        right = (50 + 42 * column, 0)
+        axes.annotate(text, (1, place), right, ha="right", va="center", size=LETTERS, color=color, **where)
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = next(row for row in rows if row.recipe == BASELINE)
-    _style(axes, f"{'Mean gap' if _several(rows) else 'Gap'} over the steps, percent; above 0 is worse")
-    axes.set_xlabel("optimizer step", size=9)
+    _style(axes, f"{'Mean percent' if _several(rows) else 'Percent'} above bf16 by step")
+    axes.set_xlabel("optimizer step", size=LETTERS)
     last_step = baseline.held_out[-1][0]
-    allowed = list(_allowed(rows))
     # The last three quarters of each curve are inside.
     shown = [percent for row in rows for _, percent in row.gaps[len(row.gaps) // 4 :]]
-    if allowed and max(map(abs, shown)) < allowed[0]:  # a small gap shall look small
-        shown += [-allowed[0], allowed[0]]
     low, high = min(0.0, *shown), max(0.0, *shown)
     room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
     low, high = low - room, high + room
-    for percent in allowed:  # what every recipe is allowed is darker
-        axes.axhspan(low, percent, color=ALLOWED, alpha=TINT, linewidth=0)
     axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
     ends = []
     for row, dashes in zip(rows, _dashes(rows)):
@@ -186,14 +183,14 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(low, high)
     axes.set_xlim(0, last_step)
     axes.locator_params(axis="x", nbins=5)
-    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.085 * (high - low))
+    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.11 * (high - low))
     for height, (end, row) in zip(heights, ends):
         axes.annotate(
             row.title,
             xy=(last_step, min(max(end, low), high)),
             xytext=(last_step * 1.05, height),
             color="0.15",
-            size=9,
+            size=LETTERS,
             va="center",
             annotation_clip=False,
             # The line ends at the label's left edge; from the middle it would strike through others.
@@ -250,8 +247,8 @@ def spread(heights: Sequence[float], *, apart: float) -> list[float]:
 
 
 def _style(axes: Axes, title: str, grid: Literal["x", "y"] = "y") -> None:
-    axes.set_title(title, loc="left", size=10)
-    axes.tick_params(labelsize=9)
+    axes.set_title(title, loc="left", size=LETTERS)
+    axes.tick_params(labelsize=LETTERS)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
