@@ -123,7 +123,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         nc.load_quantized(nc.convert(stack(160, 224, 96), QUANTIZED["current"]), path)
     config = path / "config.json"
     content = json.loads(config.read_text())
-    content["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
+    content["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "group"
     config.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="load_quantized reads FP8"):
         nc.load_quantized(model, path)

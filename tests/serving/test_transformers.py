@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from serving.test_export import decoded
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'narrowcast[hf]'")
 
+RECIPES = {**QUANTIZED, "mxfp6": nc.recipe.MXFP6BlockScaling()}
 WORDS = torch.arange(32).view(2, 16)
 CONFIG: dict[str, Any] = {
     "vocab_size": 96,
@@ -135,8 +137,10 @@ def test_odd_sizes_and_tied_weights_load_as_training_read_them(
                     rtol=2**-7 if format == "nvfp4" else 0,
                     atol=0,
                 )
-                bits = torch.eye(layer.in_features, dtype=torch.bfloat16)
-                torch.testing.assert_close(loaded, layer(bits).t(), rtol=2**-7, atol=0)
+                bits, alike = torch.eye(layer.in_features, dtype=torch.bfloat16), copy.deepcopy(layer)
+                for slots in alike.delayed_slots():
+                    slots.scale.fill_(1.0)  # of the input, whose ones are codes then
+                torch.testing.assert_close(loaded, alike(bits).t(), rtol=2**-7, atol=0)
             seen += 1
     assert seen == 14
     with torch.no_grad():
@@ -230,6 +234,10 @@ def test_experts_load_under_the_names_of_their_architecture(
         gate, up, down = (decoded(files, f"{prefix.format(i)}{part}.weight").bfloat16() for part in parts)
         assert torch.equal(experts.gate_up_proj[i], torch.cat([gate, up]))
         assert torch.equal(experts.down_proj[i], down)
+    ours = nc.load_quantized(transformers.AutoModelForCausalLM.from_config(again.config).bfloat16(), path)
+    for key, value in ours.state_dict().items():
+        assert torch.equal(value, again.state_dict()[key]), key
+    assert {one.decision for one in nc.receipt(ours).gemms if "experts" in one.name} == {"converted"}
 
 
 def test_experts_that_stay_are_named_for_transformers_and_for_servers(tmp_path: Path) -> None:
@@ -245,6 +253,43 @@ def test_experts_that_stay_are_named_for_transformers_and_for_servers(tmp_path: 
     )
     experts, own = again.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
     assert torch.equal(experts.gate_up_proj, own.gate_up_proj)
+    ours = nc.load_quantized(transformers.AutoModelForCausalLM.from_config(again.config).bfloat16(), path)
+    assert torch.equal(ours.model.layers[0].mlp.experts.gate_up_proj, own.gate_up_proj)
+
+
+@pytest.mark.parametrize("kind", ["Phi3", "GptOss", "Llama4"])
+@pytest.mark.parametrize(
+    ("format", "name"), [("hf-fp8-block128", "block"), ("nvfp4", "nvfp4"), ("mxfp6", "mxfp6")]
+)
+def test_exports_of_fused_projections_and_of_other_experts_load_back(
+    kind: str, format: str, name: str, tmp_path: Path
+) -> None:
+    """The same files again, but for experts that a recipe of eight bits runs."""
+    sizes = CONFIG | {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "pad_token_id": 0}
+    more = {"num_experts_per_tok": 1, "num_local_experts": 3, "head_dim": 32, "intermediate_size_mlp": 256}
+    config = {
+        "Phi3": lambda: transformers.Phi3Config(**sizes),
+        "GptOss": lambda: transformers.GptOssConfig(**sizes | more),
+        "Llama4": lambda: transformers.Llama4TextConfig(**sizes | more),
+    }[kind]()
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16())
+    model, again = models
+    nc.convert(model, RECIPES[name], blocks=True)
+    path = nc.export(model, tmp_path / "out", format=format).path
+    nc.load_quantized(again, path)
+    files = safetensors.torch.load_file(path / "model.safetensors")
+    if kind == "Llama4":
+        held = again.model.layers[0].feed_forward.experts.down_proj
+        prefix = "model.layers.0.feed_forward.experts.{}.down_proj.weight"
+        for i in range(3):
+            assert torch.equal(held[i].T, decoded(files, prefix.format(i)).bfloat16())
+        return
+    same = nc.export(again, tmp_path / "again", format=format).path
+    for key, value in safetensors.torch.load_file(same / "model.safetensors").items():
+        assert torch.equal(value.view(torch.uint8), files[key].view(torch.uint8)), key
 
 
 @pytest.mark.parametrize(

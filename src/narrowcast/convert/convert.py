@@ -35,7 +35,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8-channel"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -52,7 +52,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8-channel"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -68,7 +68,7 @@ def convert(
     *,
     only: Selectors = None,
     skip: Selectors = None,
-    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp8"] = "plain",
+    weights: Literal["plain", "stored", "nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8-channel"] = "plain",
     norms: bool = False,
     routers: bool = False,
     heads: bool = False,
@@ -95,7 +95,8 @@ def convert(
             quantized copy: about half the bytes of bf16. The state dict has the copy's values. For recipes that
             quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and "mxfp4" keep the
             copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it and quantizes
-            the values under the recipe. "mxfp8" does so in eight bits, .52 of the bytes of bf16.
+            the values under the recipe. So do "mxfp6" with .39, "mxfp8" with .52, and "fp8-channel", E4M3 with a scale
+            for each row, with .50 of the bytes of bf16.
         norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
             eager and compiled, and on every device.
         routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
@@ -138,7 +139,7 @@ def convert(
     if choose is not None:
         decisions = [_by_policy(one, choose, rows) for one in decisions]  # type: ignore[arg-type]
     if weights != "plain":
-        decisions = _with_stored_weights(model, decisions, weights)
+        decisions = _with_stored_weights(model, decisions, weights, chosen - skipped)
     chosen_norms = [_decide_norm(one, chosen, skipped) for one in found_norms]
     # resolves every recipe, so that what cannot be resolved fails here
     receipt = receipt_of(model, decisions, chosen_norms, dry_run)
@@ -323,8 +324,10 @@ def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNo
     return one
 
 
-def _with_stored_weights(model: nn.Module, decisions: list[Decision], weights: str) -> list[Decision]:
-    """Return the decisions, with weights stored where they can be, and a reason where they cannot.
+def _with_stored_weights(
+    model: nn.Module, decisions: list[Decision], weights: str, chosen: set[str]
+) -> list[Decision]:
+    """Return the decisions, with weights of the chosen stored where they can be, and a reason where they cannot.
 
     Raises:
         ValueError: no weight can be, or one is stored in another way already.
@@ -332,7 +335,7 @@ def _with_stored_weights(model: nn.Module, decisions: list[Decision], weights: s
     uses = uses_of_parameters(model)
     found = []
     for one in decisions:
-        if one.decision == "converted":
+        if one.decision == "converted" and one.found.name in chosen:
             weight = one.found.weights[0].tensor
             known = one.found.layer is Linear or isinstance(one.found.module, Linear)
             reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"

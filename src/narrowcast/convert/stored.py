@@ -3,10 +3,10 @@
 In the recipe's format, "stored", a step quantizes no weight: fprop reads the copy as it is, and dgrad reads its
 transpose, which holds the same numbers in formats that quantize a matrix and its transpose alike.
 
-In four bits, "nvfp4" or "mxfp4", and in "mxfp8", each pass decodes the copy to the model's dtype and quantizes the
-result under the recipe. So outputs and gradients are those of the same recipe on a plain weight with the decoded
-values, bit for bit, under every recipe and on every device. Nothing but the copy, and the scale or the maxima that
-quantize its values once more, is kept from the forward to the backward.
+In four bits, "nvfp4" or "mxfp4", in "mxfp6", "mxfp8" and "fp8-channel", each pass decodes the copy to the model's dtype
+and quantizes the result under the recipe. So outputs and gradients are those of the same recipe on a plain weight with
+the decoded values, bit for bit, under every recipe and on every device. Nothing but the copy, and the scale or the
+maxima that quantize its values once more, is kept from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from .._checks import shown
 from ..formats import DType
 from ..layers.described import how_stored
 from ..layers.parameters import weight_quantizer
-from ..quantizers import MXFP4Quantizer, MXFP8Quantizer, NVFP4Quantizer, Operand, Quantizer
+from ..quantizers import (
+    Float8RowsQuantizer,
+    MXFP4Quantizer,
+    MXFP6Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Operand,
+    Quantizer,
+)
 from ..recipe import Recipe
 from ..upstream.modules import own_parameters
 
@@ -33,7 +41,12 @@ FOUR_BITS: dict[str, Quantizer] = {
 }
 """Quantizers of weights that are stored in four bits, by name."""
 
-DECODED: dict[str, Quantizer] = {**FOUR_BITS, "mxfp8": MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)}
+DECODED: dict[str, Quantizer] = {
+    **FOUR_BITS,
+    "mxfp6": MXFP6Quantizer(columnwise=False),
+    "mxfp8": MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False),
+    "fp8-channel": Float8RowsQuantizer(DType.kFloat8E4M3, columnwise=False),
+}
 """Quantizers of copies that each pass decodes, by name: their formats quantize a matrix and its transpose otherwise."""
 
 
@@ -52,7 +65,7 @@ def stored_quantizer(recipe: Recipe, name: str, weights: str = "stored") -> Quan
         raise ValueError(
             f"weights='stored' keeps one copy for both directions, and {type(recipe).__name__} quantizes them "
             "differently; use Float8CurrentScaling, DelayedScaling or Float8BlockScaling, or weights='nvfp4', "
-            "'mxfp4' or 'mxfp8'"
+            "'mxfp4', 'mxfp6', 'mxfp8' or 'fp8-channel'"
         )
     return quantizer.with_usage(rowwise=True, columnwise=False)
 

@@ -122,7 +122,8 @@ def _nvfp4(buffers: list[Tensor], shape: tuple[int, int], quantizer: Any) -> dic
     codes, scale, amax = buffers
     largest = quantizer.nvfp4_e4m3_max * E2M1.max
     scale = _unpadded(scale.view(torch.float8_e4m3fn), shape, quantizer)
-    global_scale = largest / amax
+    # a number divided by a tensor is its reciprocal times the number in PyTorch
+    global_scale = torch.full_like(amax, largest) / amax
     vanishes = global_scale.isinf()
     codes, global_scale = torch.where(vanishes, 0, codes), torch.where(vanishes, 1.0, global_scale)
     return {"_packed": codes, "_scale": scale, "_global_scale": global_scale.reshape(1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,10 @@ from .. import _checks
 from .._checks import is_one_of, not_among, shown, some
 from .._device import HIGH_PRECISION
 from ..convert import convert
+from ..convert.experts import StackedExpertsLayer
 from ..convert.find import gemm_modules
 from ..convert.stored import (
     DECODED,
-    FOUR_BITS,
     nothing_to_store,
     stored_quantizer,
     uses_of_parameters,
@@ -31,7 +31,8 @@ from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..state import checked_recipe
 from ..upstream.fsdp import reshard
 from ..upstream.modules import own_buffers, own_parameters
-from .read_formats import read_format
+from .names import CheckpointNames
+from .read_formats import format_of, keys_of, read_formats
 
 INDEX, MODELOPT = "model.safetensors.index.json", "hf_quant_config.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
@@ -44,7 +45,7 @@ def load_quantized(
     path: str | Path,
     recipe: Recipe | str | None = None,
     *,
-    weights: Literal["stored", "nvfp4", "mxfp4", "mxfp8"] | None = None,
+    weights: Literal["stored", "nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8-channel"] | None = None,
     skip: Selectors = None,
 ) -> Model:
     """Load a checkpoint into a model whose frozen weights are stored quantized, and convert their layers.
@@ -55,14 +56,19 @@ def load_quantized(
     Values are copied out of the files. Parameters may be on the meta device, and so may buffers that the checkpoint
     has.
 
+    Experts that the model stacks in one parameter are decoded into it, in its dtype, and frozen; their layers get the
+    recipe.
+
     Args:
-        model: with the names of the checkpoint; its quantized weights belong to plain ``nn.Linear``s.
+        model: with the names of the checkpoint, or of Transformers, which knows them; its quantized weights belong to
+            plain ``nn.Linear``s or to stacked experts.
         path: a folder with ``config.json``, and safetensors files: those that ``model.safetensors.index.json`` names if
-            present, else all. The ``quantization_config`` is DeepSeek's (``fp8``, tiles of 128 x 128),
-            compressed-tensors' (FP8, per tensor or in such tiles, MXFP8, NVFP4 or MXFP4) or ModelOpt's (FP8 per tensor,
-            MXFP8, NVFP4 or MXFP4), whose ``hf_quant_config.json`` is read, too. Without one the checkpoint is in high
+            present, else all. The ``quantization_config`` is that of Transformers, compressed-tensors, ModelOpt, vLLM
+            or FBGEMM for FP8 (a scale per tensor, per row, or per 128 x 128), MXFP8, MXFP6, MXFP4 or NVFP4; ModelOpt's
+            ``hf_quant_config.json`` is read, too. Groups of layers may differ. Without one the checkpoint is in high
             precision.
-        recipe: for the layers; default Float8BlockScaling for tiles, MXFP8 and MXFP4, else Float8CurrentScaling.
+        recipe: for the layers; default Float8BlockScaling for tiles, MXFP8, MXFP6 and MXFP4, Float8RowwiseScaling for
+            a scale per row, else Float8CurrentScaling.
         weights: for a checkpoint in high precision alone: how :func:`narrowcast.convert` stores the weights that it
             would convert.
         skip: for a checkpoint in high precision alone: as in :func:`narrowcast.convert`.
@@ -84,14 +90,14 @@ def load_quantized(
     path = Path(path)
     config, recipe = _quantization_config(path), checked_recipe(recipe, "load_quantized")
     _check_weights(weights, skip, config)
-    stored: Any = weights
     if weights is None:
-        made, recipe, stored = _read_codes(model, path, config, recipe)
-    else:
-        recipe = recipe or (Float8BlockScaling() if weights in ("mxfp4", "mxfp8") else Float8CurrentScaling())
-        made = _quantize_while_reading(model, path, recipe, weights, skip)
-    names = [key.removesuffix(".weight") for key in made]
-    return convert(model, recipe, only=names, weights=stored)
+        for stored, own, names in _read_codes(model, path, config, recipe):
+            convert(model, own, only=names, weights=stored)  # type: ignore[arg-type]
+        return model
+    if recipe is None:
+        recipe = Float8CurrentScaling() if weights in ("stored", "nvfp4") else Float8BlockScaling()
+    made = _quantize_while_reading(model, path, recipe, weights, skip)
+    return convert(model, recipe, only=[key.removesuffix(".weight") for key in made], weights=weights)
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
@@ -106,7 +112,7 @@ def _check_weights(weights: Any, skip: Any, config: Any) -> None:
     if config is None and weights is None:
         raise ValueError(
             "the checkpoint's quantization_config is None: it is in high precision; pass weights='nvfp4', 'mxfp4', "
-            "'mxfp8' or 'stored' to quantize its weights while they are read"
+            "'mxfp6', 'mxfp8', 'fp8-channel' or 'stored' to quantize its weights while they are read"
         )
 
 
@@ -121,32 +127,89 @@ def _quantization_config(path: Path) -> Any:
 
 def _read_codes(
     model: nn.Module, path: Path, config: Any, recipe: Recipe | None
-) -> tuple[list[str], Recipe, str]:
-    """Load a quantized checkpoint; return names of its weights, the recipe, and how the weights are stored."""
-    fmt = read_format(config)
-    recipe = recipe or fmt.recipe()
-    tensors = _tensors(path)
-    keys = fmt.keys(tensors)
+) -> list[tuple[str, Recipe, list[str]]]:
+    """Load a quantized checkpoint; return how weights are stored, and the recipe and names of their layers."""
+    formats = read_formats(config)
+    state = model.state_dict(keep_vars=True)
+    names = CheckpointNames(model, state)
+    tensors = names.in_model(_tensors(path), state)
+    keys = keys_of(tensors, formats)
     if not keys:
-        elements = " (E4M3)" if fmt.weights == "stored" else ""
+        elements = " (E4M3)" if formats[0].dtype == torch.float8_e4m3fn else ""
         raise ValueError(
-            f"{path} has no weight in {fmt.name}{elements}, though its quantization_config says so"
+            f"{path} has no weight in {formats[0].name}{elements}, though its quantization_config says so"
         )
-    modules, linears = dict(model.named_modules()), _linears(model)
+    modules, linears, experts = dict(model.named_modules()), _linears(model), _experts(model, names)
+    stacks = {name: stack.key for stack in experts for own in stack.names for name in own}
+    stacks |= {stack.key: stack.key for stack in experts}
     made: dict[str, Any] = {}
+    decoded: dict[str, Recipe] = {}  # stacked parameters, of which experts were codes
+    layers: dict[tuple[str, Recipe], list[str]] = {}
     for key in keys:
+        fmt = format_of(key, tensors, formats)
         found = fmt.take(key, tensors, path)
-        per_element = 2 if fmt.weights in FOUR_BITS else 1
-        rows, columns = [*found[fmt.codes].shape, 0, 0][:2]
-        module = _linear_of(modules, linears, key, (rows, columns * per_element), fmt.name)
+        own = recipe or fmt.recipe()
+        if key in stacks:
+            tensors[key] = fmt.decode(key, found, state[stacks[key]].dtype)
+            decoded.setdefault(stacks[key], own)
+            continue
+        module = _linear_of(modules, linears, key, fmt.shape_of(found[fmt.codes]), fmt.name)
         shape = (module.weight.shape[0], module.weight.shape[1])
-        made[key] = fmt.assemble(key, found, shape, module.weight.dtype, recipe)
+        made[key] = fmt.assemble(key, found, shape, module.weight.dtype, own)
+        layers.setdefault((fmt.weights, own), []).append(key.removesuffix(".weight"))
+    for stack in experts:
+        stack.join(tensors)
     _check_tensors(model, tensors, [*made])
     for key, weight in made.items():
         _put(model, key, nn.Parameter(weight, requires_grad=False))
     for key, value in tensors.items():
         _put(model, key, value)
-    return [*made], recipe, fmt.weights
+    for key in decoded:
+        model.get_parameter(key).requires_grad_(False)
+    for name, own in {key.rpartition(".")[0]: own for key, own in decoded.items()}.items():
+        layers.setdefault(("plain", own), []).append(name)
+    return [(weights, own, names) for (weights, own), names in layers.items()]
+
+
+class _Experts(NamedTuple):
+    """Experts that are stacked in the parameter ``key`` (E, N, K), and their names one by one: the parts of each.
+
+    ``transposed``: the parameter is (E, K, N).
+    """
+
+    key: str
+    names: list[list[str]]
+    transposed: bool
+
+    def join(self, tensors: dict[str, Tensor]) -> None:
+        """Stack the experts if they are there one by one.
+
+        Raises:
+            RuntimeError: some are not.
+        """
+        needed = [name for own in self.names for name in own]
+        if not any(name in tensors for name in needed):
+            return
+        missing = [name for name in needed if name not in tensors]
+        if missing:
+            raise RuntimeError(
+                f"the checkpoint lacks {some(missing)} of {shown(self.key)}; copy it again, with all of its files"
+            )
+        stacked = torch.stack([torch.cat([tensors.pop(name) for name in own]) for own in self.names])
+        tensors[self.key] = stacked.transpose(1, 2).contiguous() if self.transposed else stacked
+
+
+def _experts(model: nn.Module, names: CheckpointNames) -> list[_Experts]:
+    found = []
+    for one in gemm_modules(model):
+        if one.layer is None or not issubclass(one.layer, StackedExpertsLayer):
+            continue
+        stack = one.layer.stack_of(one.module)
+        for weight in stack.weights:
+            key = f"{one.name}.{weight}".lstrip(".")
+            named = names.of_experts(key, int(one.module.num_experts), stack.every)  # type: ignore[arg-type]
+            found.append(_Experts(key, named or [], stack.transposed))
+    return found
 
 
 def _quantize_while_reading(

@@ -72,6 +72,19 @@ class CheckpointNames:
         names = list(self._holders.get(key, ()))
         return names[0] if len(names) == 1 else None
 
+    def in_model(self, tensors: dict[str, Tensor], state: Iterable[str]) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors under the model's names; those beside a weight follow it."""
+        owners = {}
+        for key in state:
+            name = self.of(key)
+            if name is not None and name.rpartition(".")[2] == key.rpartition(".")[2]:
+                owners[name.rpartition(".")[0]] = key.rpartition(".")[0]
+        renamed = {}
+        for name, tensor in tensors.items():
+            owner, dot, last = name.rpartition(".")
+            renamed[name if name in state else owners.get(owner, owner) + dot + last] = tensor
+        return renamed
+
     def of_experts(self, key: str, experts: int, one_by_one: bool = False) -> list[list[str]] | None:
         """Return the names of stacked experts (E, N, K), for each expert those of its equal parts by rows.
 
