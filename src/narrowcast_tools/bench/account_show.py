@@ -121,7 +121,7 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
         drawn[-1].set_title(textwrap.fill(told, 44), loc="left", size=LETTERS, weight="bold")
     keys = [Patch(color=_color(one), label=_total(one)) for one in accounts]
     foot = (
-        "Shorter is better. Parts are rounded, so they may not add up to the step.\n"
+        "Bars are milliseconds; shorter is better. Parts are rounded, so they may not add up to the step.\n"
         "bf16: 16 bits. Recipes: GEMMs in 8 or 4, with scales from earlier steps (delayed), of the tensor itself "
         "(current), or of blocks of 128 values. Attention is in bf16 everywhere."
     )
