@@ -86,7 +86,9 @@ def not_among(value: Any, choices: Iterable[Any]) -> str:
             fitting if _FORMAT.search(value.lower()) else difflib.get_close_matches(value.lower(), fitting, 1)
         )
     near = f"; the nearest: {', '.join(shown(known[one]) for one in alike)}" if alike else ""
-    return f"{shown(value)}{near}; use one of {', '.join(names)}"
+    *others, last = names
+    use = f"one of {', '.join(others)} or {last}" if others else last
+    return f"{shown(value)}{near}; use {use}"
 
 
 def of_number_format(value: str, names: Iterable[str]) -> list[str]:

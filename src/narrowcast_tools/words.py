@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +41,13 @@ def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, sugge
         sizes = {one: abs(found - size) for one in known if (found := _parameters(one))}
         alike = sorted(sizes, key=lambda one: (sizes[one], len(one)))[:1]
     near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
-    raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {', '.join(known)}")
+    raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {any_of(known)}")
+
+
+def any_of(names: Iterable[object]) -> str:
+    """Return names for a message: "a, b or c"."""
+    *others, last = map(str, names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _parameters(name: str) -> float:

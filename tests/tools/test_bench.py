@@ -61,7 +61,7 @@ def test_the_picture_has_no_empty_panel(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["some"], "suite is 'some'; use one of layers, models, all, tiny, account"),
+        (["some"], "suite is 'some'; use one of layers, models, all, tiny or account"),
         (["tiny", "--only", "Conv"], "--only is 'Conv', which no work of suite 'tiny' has in its name"),
         (
             ["--device", "cpu", "--only", "Conv"],
@@ -72,12 +72,15 @@ def test_the_picture_has_no_empty_panel(
             ["tiny", "--recipe", "curent"],
             "--recipe is 'curent'; the nearest: 'current'; use one of delayed",
         ),
-        (["tiny", "--mode", "fast"], "--mode is 'fast'; use one of eager, compiled, graphs"),
+        (["tiny", "--mode", "fast"], "--mode is 'fast'; use one of eager, compiled or graphs"),
         (
             ["tiny", "--optimizer", "Adam"],
-            "--optimizer is 'Adam'; the nearest: 'AdamW'; use one of AdamW, FusedAdam",
+            "--optimizer is 'Adam'; the nearest: 'AdamW'; use one of AdamW or FusedAdam",
         ),
-        (["tiny", "--head-recipe", "delayed"], "--head-recipe is 'delayed'; use one of bf16, current, block"),
+        (
+            ["tiny", "--head-recipe", "delayed"],
+            "--head-recipe is 'delayed'; use one of bf16, current or block",
+        ),
         (["tiny", "--device", "tpu"], "--device is 'tpu'"),
     ],
 )

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from ..hardware import ATTENTION, CODED, ELEMENTWISE, GIB, HOST, RECIPES, STOLEN, Gpu, Rates, find_rates
+from ..words import any_of
 from .models import Model
 
 LOGITS = 2**27  # what a chunk of ``linear_cross_entropy`` holds, and 1024 classes at least
@@ -112,8 +113,8 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
     sizes = [n for n in range(1, HOST + 1) if layout.gpus % n == model.heads % n == 0]
     if layout.tp not in sizes:
         raise ValueError(
-            f"--tp-size is {layout.tp}; it must divide --gpus {layout.gpus} and the {model.heads} heads: "
-            f"use {', '.join(map(str, sizes))}"
+            f"--tp-size is {layout.tp}; it must divide --gpus {layout.gpus} and the {model.heads} heads; "
+            f"use {any_of(sizes)}"
         )
     groups = layout.tp * layout.pp * layout.cp
     if layout.gpus % groups:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import find
+from ..words import any_of, find
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _read(path: Path) -> Model:
     except KeyError as error:
         raise ValueError(
             f"--model is {path}, which has no {error.args[0]}; give the config.json of a model like Llama, Mixtral or "
-            f"DeepSeek, or one of {', '.join(MODELS)}"
+            f"DeepSeek, or one of {any_of(MODELS)}"
         ) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or f"no configuration: {error}"

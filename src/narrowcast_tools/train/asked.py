@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import AUTO
+from ..words import AUTO, any_of
 from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints, require_folder
@@ -99,7 +99,7 @@ def _require_heads(shape: ModelConfig, given: Mapping[str, Any]) -> None:
 
 def _require_among(option: str, value: int, fitting: list[int], what: str) -> None:
     if value > 0 and value not in fitting:
-        raise SettingsError(f"{option} is {value}; {what} use {', '.join(map(str, fitting))}")
+        raise SettingsError(f"{option} is {value}; {what} use {any_of(fitting)}")
 
 
 def demo_settings(given: Mapping[str, Any]) -> TrainConfig:

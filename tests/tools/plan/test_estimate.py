@@ -117,7 +117,7 @@ def test_what_says_no_shape_is_refused(text: str | None, told: str, tmp_path: Pa
         plan(str(tmp_path / "config.json"), 8)
     with pytest.raises(
         ValueError,
-        match=r"--model is '13b'; the nearest: '8b'; use one of 8b, .*, the path of a model's config",
+        match=r"--model is '13b'; the nearest: '8b'; use one of 8b, .* or the path of a model's config",
     ):
         plan("13b", 8)
 
@@ -197,18 +197,18 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             "--recipe mxfp8",
             "--recipe is 'mxfp8', for which these GPUs have no measured rates; use one of bf16",
         ),
-        ("--gpu b200", "--gpu is 'b200'; use one of h100, h200, h800"),
+        ("--gpu b200", "--gpu is 'b200'; use one of h100, h200 or h800"),
         ("--gpus 0", "--gpus is 0; it must be at least 1"),
         ("--model 671b --gpus 1", "the experts of 671b are split over 8 GPUs or more: use a multiple of 8"),
         ("--seq-len 0", "--seq-len is 0; it must be at least 1"),
         ("--pp-size -1", "--pp-size is -1; use 1 or more, or leave it out"),
         (
             "--gpus 12 --tp-size 5",
-            "narrowcast: --tp-size is 5; it must divide --gpus 12 and the 32 heads: use 1, 2, 4\n",
+            "narrowcast: --tp-size is 5; it must divide --gpus 12 and the 32 heads; use 1, 2 or 4\n",
         ),
         (
             "--gpus 64 --tp-size 16",
-            "--tp-size is 16; it must divide --gpus 64 and the 32 heads: use 1, 2, 4, 8\n",
+            "--tp-size is 16; it must divide --gpus 64 and the 32 heads; use 1, 2, 4 or 8\n",
         ),
         (
             "--gpus 8 --pp-size 3",

@@ -90,7 +90,7 @@ def test_device_words(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", built)
         with pytest.raises(SettingsError, match=rf"--device is cuda, but .* use --device cpu, or {remedy}"):
             resolve_device("cuda")
-    with pytest.raises(SettingsError, match=r"--device is 'tpu'; use one of auto, cpu, cuda"):
+    with pytest.raises(SettingsError, match=r"--device is 'tpu'; use one of auto, cpu or cuda"):
         resolve_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == "cuda"

@@ -33,7 +33,7 @@ def test_the_slice_is_of_an_8b_llama() -> None:
 
 
 def test_unknown() -> None:
-    with pytest.raises(SettingsError, match=r"--preset is '7b'; .*use one of tiny, 125m, 1b, 8b-slice, 8b"):
+    with pytest.raises(SettingsError, match=r"--preset is '7b'; .*use one of tiny, 125m, 1b, 8b-slice or 8b"):
         find_preset("7b")
 
 

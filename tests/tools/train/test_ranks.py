@@ -164,7 +164,7 @@ def test_generating_from_a_run_of_two(runs: Path, capsys: pytest.CaptureFixture)
             "--parallel fsdp",
             r"torchrun; run: torchrun --nproc-per-node 2 -m narrowcast train --device cpu --parallel fsdp",
         ),
-        (2, "--parallel ddp", r"--parallel is 'ddp'; use one of fsdp, tp, fsdp\+tp"),
+        (2, "--parallel ddp", r"--parallel is 'ddp'; use one of fsdp, tp or fsdp\+tp"),
         (2, "--parallel tp --tp-size 2", r"--parallel tp has none to choose; use --parallel fsdp\+tp"),
         (2, "--parallel fsdp+tp --tp-size 4", r"--tp-size is 4; it must divide the 2 processes"),
         (4, "--parallel tp", r"--kv-heads is 2, and --parallel tp splits it among 4 processes"),
