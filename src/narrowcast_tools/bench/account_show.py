@@ -15,6 +15,7 @@ from rich.table import Table
 
 from ..colors import color_of
 from ..schemes import LETTERS, WIDTH, png, tell
+from ..tables import make_table
 from .account import GROUPS, Account, Ceilings, Row
 
 COLUMNS = (
@@ -51,10 +52,10 @@ def share_of_floor(row: Row) -> float | None:
 def account_table(account: Account, title: str) -> Table:
     """Return a row per group of one contender's step."""
     how = "replayed as a CUDA graph" if account.captured else "as the host issues it; capturing failed"
-    shown = Table(title=f"{title}: {account.contender}, {account.step_ms:.1f} ms {how}", title_justify="left")
-    shown.add_column("group")
-    for name in ("ms", "% of step", "kernels", "GB", "floor ms", "floor/time"):
-        shown.add_column(name, justify="right")
+    shown = make_table(
+        ("group", "ms", "% of step", "kernels", "GB", "floor ms", "floor/time"),
+        f"{title}: {account.contender}, {account.step_ms:.1f} ms {how}",
+    )
     for row in account.rows:
         share = share_of_floor(row)
         shown.add_row(

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..colors import color_of
 from ..schemes import png
+from ..tables import make_table
 from .measure import Result
 
 HEADINGS = {"share": "time over bf16", "memory": "peak MiB"}
@@ -22,16 +23,13 @@ def table(results: Sequence[Result], title: str) -> Table:
 
     Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
     """
-    shown = Table(title=title, title_justify="left")
     columns = [
         name
         for name in COLUMNS
         if name not in ("memory", "note") or any(getattr(one, name) for one in results)
     ]
-    for name in columns:
-        shown.add_column(
-            HEADINGS.get(name, name), justify="right" if name in ("ms", "share", "memory") else "left"
-        )
+    headings = [HEADINGS.get(name, name) for name in columns]
+    shown = make_table(headings, title, left=("contender", "mode", "note"))
     last = ""
     for one in results:
         if last and one.work != last:

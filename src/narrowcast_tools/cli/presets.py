@@ -2,8 +2,8 @@
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from ..tables import make_table
 from ..words import follow_up
 
 TABLE = (
@@ -23,10 +23,8 @@ TABLE = (
 
 def presets() -> None:
     """Run `narrowcast presets`."""
-    table = Table(title="what each --preset sets; an option overrides its number", title_justify="left")
     names, *rows = TABLE
-    for name in names:
-        table.add_column(name, justify="right" if name else "left")
+    table = make_table(names, "what each --preset sets; an option overrides its number")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.table import Table
 
 from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, HOST, MEASURED
+from ..tables import make_table
 from .estimate import Estimate, gib
 
 GIGA = 1e9
@@ -73,9 +74,7 @@ def tables(result: Estimate) -> list[Table]:
 
 
 def _table(name: str, parts: dict[str, float], told: Callable[[float], str], total: float) -> Table:
-    table = Table(show_edge=False, pad_edge=False, show_footer=True)
-    table.add_column(name, footer="total")
-    table.add_column("per GPU", footer=told(total), justify="right")
+    table = make_table((name, "per GPU"), footers=("total", told(total)))
     for part, value in parts.items():
         if value:
             table.add_row(part, told(value))

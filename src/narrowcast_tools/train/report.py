@@ -9,6 +9,7 @@ from rich.text import Text
 
 from narrowcast._checks import counted
 
+from ..tables import make_table
 from .history import RunResult
 from .progress import format_duration
 from .recipes import CHOICES
@@ -188,10 +189,8 @@ def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = Tru
     title = f"held-out loss in nats per {unit}" + (
         f", mean of {many}, lowest to highest" if max(counts) > 1 else ""
     )
-    table = Table(title=title, title_justify="left")
     texts = {**columns(rows, timed=timed), "recipe": [_both_names(row) for row in rows]}
-    for heading in texts:
-        table.add_column(heading, justify="left" if heading in ("recipe", "allowed") else "right")
+    table = make_table([*texts], title, left=("allowed",))
     for row, line in zip(rows, zip(*texts.values())):
         color = "green" if row.within else "red"
         colored = row.tolerance_percent is not None and judged(rows)
