@@ -33,9 +33,9 @@ def measure(config: TrainConfig, tokens_per_second: float, ranks: int = 1) -> Pa
 
 
 def format_pace(pace: Pace, separator: str = "  ") -> str:
-    """Return such as `12,346 tok/s  MFU 41.0%  3.2 GiB`, without an unknown MFU; nothing before anything was timed."""
+    """Return such as `12,346 tok/s  3.2 GiB  MFU 41.0%`, without an unknown MFU; nothing before anything was timed."""
     if not pace.tokens_per_second:
         return ""
     mfu = [] if pace.mfu is None else [f"MFU {pace.mfu:.1%}"]
-    parts = (f"{pace.tokens_per_second:,.0f} tok/s", *mfu, f"{pace.memory / 2**30:.1f} GiB")
+    parts = (f"{pace.tokens_per_second:,.0f} tok/s", f"{pace.memory / 2**30:.1f} GiB", *mfu)
     return separator.join(parts)

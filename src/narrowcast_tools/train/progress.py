@@ -2,9 +2,10 @@
 
 import textwrap
 import time
+from itertools import zip_longest
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 from rich.text import Text
@@ -12,19 +13,22 @@ from rich.text import Text
 from .pace import Pace, format_pace
 
 QUIET_SECONDS = 10.0  # longest silence of the plain form
-NARROWEST_BAR = 8  # cells
-ROOM = "00:00"  # of a time
+NARROWEST_BAR = 6  # cells
 TITLE = len("delayed")
-SPEED = len("34,558 tok/s")
-HELD_OUT = len("held-out 5.545")
+LOSS = len("5.545")
+TIME = len("59:59")
+SPEED = (len("34,558 tok/s"), len("3.0 GiB"), len("MFU 41.4%"))
 TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
 
 class Progress:
     """The output of a run; this one prints nothing, as in all but one of several processes."""
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
-        """The run begins, or goes on, at ``done`` of ``total`` steps; runs after it have ``further`` steps."""
+    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
+        """The run begins, or goes on, at ``done`` of ``total`` steps; runs after it have ``further`` steps.
+
+        None: there are such runs, and this one's speed does not say how long they take.
+        """
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
         """A step is done. ``evaluates``: the held-out text is tried next."""
@@ -39,27 +43,71 @@ class Progress:
         """The run ends, however it does."""
 
 
+class _Layout:
+    """The columns of figures, the same in every line of a command: a figure that is not known yet is a dash."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._several = False
+        self._further: int | None = 0
+        self._begin = 0
+
+    def begin(self, begin: int, further: int | None) -> None:
+        """A run begins, whose lines have ``begin`` characters before the figures."""
+        self._begin, self._further = begin, further
+        self._several = self._several or further != 0
+
+    def figures(self, loss: str, held_out: str, pace: Pace, per_step: float | None, steps: int) -> str:
+        """Return the figures, and as much of the speed as there is room for.
+
+        Args:
+            loss, held_out: a number, or a dash; an empty held-out loss leaves its place empty.
+            per_step: seconds; None if not known.
+            steps: that are left of this run.
+        """
+        told = f"loss {loss:<{LOSS}}  {f'held-out {held_out}' if held_out else '':<{len('held-out ') + LOSS}}"
+        told += f"  left {_time(per_step, steps)}"
+        if self._several:
+            told += f", all {_time(per_step, None if self._further is None else steps + self._further)}"
+        parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
+        for width, part in zip_longest(SPEED, parts, fillvalue=""):
+            if self._begin + len(told) + 2 + max(width, len(part)) > self._width:
+                break
+            told += f"  {part:>{width}}"
+        return told
+
+
+def _time(per_step: float | None, steps: int | None) -> str:
+    """Return the time of some steps in `TIME` characters."""
+    if per_step is None or steps is None:
+        return f"{'-':>{TIME}}"
+    seconds = per_step * steps
+    minutes = int(seconds) // 60
+    told = f"{minutes // 60}h{minutes % 60:02d}m" if minutes < 600 else f"{minutes // 60}h"
+    return f"{format_duration(seconds) if minutes < 100 else told:>{TIME}}"
+
+
 class Bar(Progress):
     """A progress bar for terminals."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._layout = _Layout(console.width)
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
+        title = f"{title:<{TITLE}} "
+        self._layout.begin(len(title) + NARROWEST_BAR + len(f"{total}/{total}") + 3, further)
         # A new one for each run: one that starts again prints the lines of the runs before it once more.
         self._rich = RichProgress(
-            TextColumn("{task.description:<8}"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            _Figures(self._console),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            *((_AllRuns(),) if further else ()),
+            _Figures(self._layout),
             console=self._console,
             expand=True,
         )
         self._rich.start()
-        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0), "further": further}
+        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0)}
         self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
@@ -76,39 +124,16 @@ class Bar(Progress):
 
 
 class _Figures(ProgressColumn):
-    """The losses and as much of the speed as the terminal has room for.
+    """The figures of a run. rich would shorten a column that is too long, which turns numbers into others."""
 
-    rich shortens every column of a line that is too long, which turns numbers into others.
-    """
-
-    def __init__(self, console: Console) -> None:
+    def __init__(self, layout: _Layout) -> None:
         super().__init__(Column(no_wrap=True))  # the bar gives way, not the figures
-        self._console = console
+        self._layout = layout
 
     def render(self, task: Task) -> Text:
-        losses = f"loss {task.fields['loss']}  held-out {task.fields['held_out']}"
-        left = 5 if (task.time_remaining or 0) < 3600 else 7
-        others = (
-            f"{task.description:<8} {'':{NARROWEST_BAR}} {task.total:.0f}/{task.total:.0f}  left {'':{left}}"
-            f"{f', all runs {ROOM}' if task.fields['further'] else ''}"
-        )
-        pace = format_pace(task.fields["pace"])
-        while pace and len(f"{others}{losses}  {pace}") > self._console.width:
-            pace = pace.rpartition("  ")[0]
-        return Text(f"{losses}  {pace}".rstrip())
-
-
-class _AllRuns(ProgressColumn):
-    """The time left of this run and of those after it, at this run's speed."""
-
-    def __init__(self) -> None:
-        super().__init__(Column(no_wrap=True))
-
-    def render(self, task: Task) -> Text:
-        if task.speed is None or task.remaining is None:
-            return Text("")
-        left = (task.remaining + task.fields["further"]) / task.speed
-        return Text(f"all runs {format_duration(left)}")
+        per_step = 1 / task.speed if task.speed else None
+        fields = (task.fields[name] for name in ("loss", "held_out", "pace"))
+        return Text(self._layout.figures(*fields, per_step, int(task.remaining or 0)))
 
 
 class Lines(Progress):
@@ -116,16 +141,17 @@ class Lines(Progress):
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._layout = _Layout(console.width)
         self._title = ""
         self._total = 0
-        self._further = 0
         self._timed: tuple[int, float] | None = None  # the first step, and when it was done
         self._last_line = 0.0
         self._loss = "-"
         self._pace = Pace(0.0)
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
-        self._title, self._total, self._further = title, total, further
+    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
+        self._title, self._total = title, total
+        self._layout.begin(len(self._begin_of(done)), further)
         self._loss, self._pace, self._timed = "-", Pace(0.0), None
         self._last_line = time.monotonic()
 
@@ -136,31 +162,21 @@ class Lines(Progress):
             self._line(done, "")
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._line(done, f"held-out {loss:.3f}")
+        self._line(done, f"{loss:.3f}")
 
     def note(self, text: str) -> None:
         _note(self._console, text)
 
+    def _begin_of(self, done: int) -> str:
+        return f"{self._title:<{TITLE}}  step {done:>{len(str(self._total))}}/{self._total}  "
+
     def _line(self, done: int, held_out: str) -> None:
-        """Print figures in columns, with as much of the speed as the console has room for."""
         self._last_line = time.monotonic()
-        left = ""
         first, at = self._timed or (done, 0.0)
-        if done >= first + TIMED_STEPS:
-            per_step, steps = (self._last_line - at) / (done - first), self._total - done
-            left = f"  left {format_duration(per_step * steps)}"
-            if self._further:
-                left += f", all {format_duration(per_step * (steps + self._further))}"
-        begin = f"{self._title:<{TITLE}}  step {done:>{len(str(self._total))}}/{self._total}"
-        begin += f"  loss {self._loss:<5}  {held_out:<{HELD_OUT}}"
-        room = (
-            self._console.width - len(begin) - len(f"  left {ROOM}{f', all {ROOM}' if self._further else ''}")
-        )
-        pace = format_pace(self._pace)
-        pace = f"  {pace:>{len(pace) + max(0, SPEED - pace.find('  '))}}" if pace else ""
-        while len(pace) > room:
-            pace = pace.rpartition("  ")[0].rstrip()
-        self._print(f"{begin}{pace}{left}".rstrip())
+        timed = done >= first + TIMED_STEPS
+        per_step = (self._last_line - at) / (done - first) if timed else None
+        figures = self._layout.figures(self._loss, held_out, self._pace, per_step, self._total - done)
+        self._print(f"{self._begin_of(done)}{figures}".rstrip())
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -34,17 +34,22 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     """
     # Settings that an older checkpoint lacks had a new run's default.
     saved = {**dict(compared_fields(TrainConfig())), **checkpoint.meta["settings"]}
-    moved = saved["steps"] != config.steps >= checkpoint.step
+    moved = saved["steps"] != config.steps
     changed = [
         (name, value)
         for name, value in compared_fields(config)
-        if saved.get(name) != value and not (moved and name == "steps")
+        if saved.get(name) != value and name != "steps"
     ]
     if changed:
         theirs, ours = settings_of((name, saved.get(name)) for name, _ in changed), settings_of(changed)
         raise SettingsError(
             f"cannot resume {checkpoint.path}: this command says {ours}; pass {theirs} to continue it, "
             "or another --out to start a new run"
+        )
+    if config.steps < checkpoint.step:
+        raise SettingsError(
+            f"cannot resume {checkpoint.path}: it has {checkpoint.step} steps, and --steps is {config.steps}; give "
+            f"--steps more than {checkpoint.step}, or another --out to start a new run"
         )
     data = checkpoint.meta["data"]
     if data["digest"] != corpus.digest:

@@ -52,7 +52,7 @@ def run_in(
     resume: bool,
     told: bool,
     title: str = "",
-    further: int = 0,
+    further: int | None = 0,
     intro: str = "",
     remarks: bool = True,
     tokenizer: str = "",
@@ -65,7 +65,7 @@ def run_in(
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
         title: of the run in its progress; empty for its recipe.
-        further: steps of the runs after this one.
+        further: steps of the runs after this one; None as `Progress.begin` takes it.
         intro: says what is trained.
         remarks: whether to note that, and what is unusual about the processor and the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
@@ -109,6 +109,8 @@ def run_in(
             progress.note(text)
     result = run.train(title, further)
     report = folder / RESULT
+    if resume and run.first_step == config.steps:
+        progress.note(f"the run has all its steps; --steps above {config.steps} trains it further")
     written = run.first_step == config.steps and report.exists()
     if ranks.first and not written:  # resuming a finished run measures no speed
         with writing_into(folder):
@@ -156,9 +158,9 @@ def series(
         later = configs[index + 1 :]
         # A CPU emulates formats several times slower than bf16: its run does not say how long theirs take.
         told = (
-            config.device != "cpu" or config.recipe != BASELINE or {one.recipe for one in later} == {BASELINE}
+            config.device != "cpu" or config.recipe != BASELINE or {one.recipe for one in later} <= {BASELINE}
         )
-        further = sum(one.steps for one in later) if told else 0
+        further = sum(one.steps for one in later) if told else None
         options = {"resume": saved, "told": False, "title": title, "further": further, "remarks": remarks}
         try:
             run_in(own, config, corpus, progress, **options, **kept)

@@ -29,7 +29,7 @@ def test_a_terminal_gets_a_bar() -> None:
         "current",
         "4.321",
         "5.545",
-        "1,234 tok/s  MFU 41.4%  3.0 GiB",
+        "1,234 tok/s  3.0 GiB  MFU 41.4%",
         "2/2",
         "note: [not markup]",
     ):
@@ -50,7 +50,7 @@ def test_each_run_has_one_line_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "speed"), [(80, "34,558 tok/s left"), (140, "34,558 tok/s  MFU 41.4%  3.0 GiB left")]
+    ("width", "speed"), [(80, "  34,558 tok/s"), (140, "  34,558 tok/s  3.0 GiB  MFU 41.4%")]
 )
 def test_the_bar_is_legible_at_every_width(width: int, speed: str) -> None:
     """rich would shorten a number to another one and an ellipsis; the fields that have no room are left out."""
@@ -64,7 +64,7 @@ def test_the_bar_is_legible_at_every_width(width: int, speed: str) -> None:
     assert not any("…" in line for line in lines)
     last = lines[-1]
     assert last.startswith("delayed  ━") and len(last.rstrip()) <= width
-    assert f" 60/240 loss 4.321  held-out 5.545  {speed}" in last
+    assert last.rstrip().endswith(f" 60/240 loss 4.321  held-out 5.545  left     -{speed}")
 
 
 def test_a_pipe_gets_lines() -> None:
@@ -84,11 +84,13 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     lines.evaluated(20, 2.25)
     lines.step(21, 2.5, Pace(100.0))
     now = console.file.getvalue()
-    assert "step 20/40  loss 2.500  held-out 2.250     100 tok/s" in now
+    assert "step 20/40  loss 2.500  held-out 2.250  left  1:55     100 tok/s" in now
     lines.step(22, 2.5, Pace(100.0))
     lines.step(23, 2.5, Pace(100.0))
     last = console.file.getvalue().splitlines()[-1]
-    assert "step 23/40  loss 2.500                     100 tok/s" in last, "a held-out loss where it is new"
+    assert "step 23/40  loss 2.500                  left  1:36     100 tok/s" in last, (
+        "a held-out loss where it is new"
+    )
 
 
 def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +104,8 @@ def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytes
         now[0] = seconds
         lines.step(done, 2.5, Pace(0.0))
     first, second, third = console.file.getvalue().splitlines()
-    assert "left" not in first + second
-    assert third.endswith("step  3/10  loss 2.500                  left 1:10, all 4:30")
+    assert all(line.endswith("loss 2.500                  left     -, all     -") for line in (first, second))
+    assert third.endswith("step  3/10  loss 2.500                  left  1:10, all  4:30")
 
 
 def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
@@ -121,9 +123,9 @@ def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
         if done == 10:
             lines.evaluated(done, 3.055)
     assert console.file.getvalue().splitlines() == [
-        "delayed, seed 0  step   0/240  loss -      held-out 5.545",
-        "delayed, seed 0  step   8/240  loss 2.500",
-        "delayed, seed 0  step   9/240  loss 2.500",
+        "delayed, seed 0  step   0/240  loss -      held-out 5.545  left     -, all     -",
+        "delayed, seed 0  step   8/240  loss 2.500                  left     -, all     -",
+        "delayed, seed 0  step   9/240  loss 2.500                  left     -, all     -",
         "delayed, seed 0  step  10/240  loss 2.500  held-out 3.055  left 42:10, all 45:50",
         "delayed, seed 0  step  11/240  loss 2.500                  left 41:59, all 45:39",
     ]
@@ -134,8 +136,8 @@ def test_a_line_has_as_much_of_the_speed_as_fits(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for width, told in (
         (80, "  34,558 tok/s"),
-        (90, "  34,558 tok/s  MFU 41.4%"),
-        (100, "  34,558 tok/s  MFU 41.4%  3.0 GiB"),
+        (90, "  34,558 tok/s  3.0 GiB"),
+        (100, "  34,558 tok/s  3.0 GiB  MFU 41.4%"),
     ):
         console = Console(file=io.StringIO(), width=width)
         lines = Lines(console)
@@ -145,7 +147,8 @@ def test_a_line_has_as_much_of_the_speed_as_fits(monkeypatch: pytest.MonkeyPatch
             lines.step(done, 2.5, Pace(34558.0, 0.414, 3 * 2**30), evaluates=done == 3)
         lines.evaluated(3, 3.055)
         assert (
-            console.file.getvalue() == f"bf16     step   3/300  loss 2.500  held-out 3.055{told}  left 9:54\n"
+            console.file.getvalue()
+            == f"bf16     step   3/300  loss 2.500  held-out 3.055  left  9:54{told}\n"
         )
 
 
@@ -157,7 +160,34 @@ def test_the_bar_has_the_time_of_all_runs() -> None:
         bar.step(done, 4.321, Pace(34558.0))
     bar.end()
     last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]
-    assert last.startswith("delayed  ━") and " all runs 0:0" in last and "…" not in last
+    assert last.startswith("delayed  ━") and ", all  0:0" in last and "…" not in last
+
+
+def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed came and went, and a time stood elsewhere in each run: the first and the last told none of all runs."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    plain, shown = (
+        Console(file=io.StringIO(), width=110),
+        Console(file=io.StringIO(), force_terminal=True, width=120),
+    )
+    for output in (Lines(plain), Bar(shown)):
+        for title, further in (("bf16", None), ("delayed", 300), ("current", 0)):
+            output.begin(title, done=0, total=300, further=further)
+            output.evaluated(0, 5.545)
+            for done in (1, 2, 100, 200, 300):
+                now[0] += 5000.0
+                output.step(done, 2.5, Pace(34558.0, None, 2**30), evaluates=True)
+                output.evaluated(done, 3.055)
+            output.end()
+    lines = plain.file.getvalue().splitlines()
+    assert len(lines) == 18 and max(map(len, lines)) <= 110
+    text = Text.from_ansi(shown.file.getvalue().replace("\r", "\n")).plain
+    bars = [line for line in text.splitlines() if "━" in line]
+    for told in (lines, bars):
+        for word in ("loss ", "held-out ", "left ", ", all ", " tok/s", " GiB"):
+            assert len({line.index(word) for line in told if word in line}) == 1, word
+    assert "left 5h36m, all     -" in lines[3]
 
 
 def test_formats() -> None:
