@@ -139,15 +139,21 @@ def test_an_interrupted_run_names_the_files_that_it_wrote(
 
     monkeypatch.setattr(Worker, "run", interrupted)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "--device", "cpu", "--only", "Linear", "--out", "o"]) == 0
-    printed = capsys.readouterr().out
+    assert cli.main(["bench", "--device", "cpu", "--only", "Linear", "--out", "o"]) == 130
+    printed, line = capsys.readouterr()
+    assert re.search("^narrowcast: interrupted after 1 of .* measurements; to continue: .* --resume$", line)
     assert "bench tiny: " in printed.splitlines()[0] and "measurements, at most 300 s each" in printed
     assert "; likely about 10 s each" in printed.splitlines()[0]
     assert re.search(
         r"^\[1/\d+, \d+ s, \d+ s left\] Linear 32x64->64, bf16, compiled: 2.000 ms$", printed, re.MULTILINE
     )
-    assert "interrupted" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
+    assert "time over bf16" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
     assert [path.name for path in Path("o").iterdir()] == ["bench.csv"]
+    ran[:] = ["bf16"]
+    assert cli.main(["bench", "--device", "cpu", "--only", "Linear"]) == 130
+    printed, line = capsys.readouterr()
+    assert "contender" not in printed, "no table without rows"
+    assert re.search(r"^narrowcast: interrupted after 0 of \d+ measurements$", line)
 
 
 def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,8 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     assert "c holds 6 runs; give the folder of one, such as c/mxfp8-1, or repeat the --recipe" in line
     summary = Path("c/summary.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
+    line = fails_on_one_line(capsys, text_file.parent, ["generate", "."])
+    assert ". holds 6 runs; give the folder of one, such as c/mxfp8-1" in line
     assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
     assert len(Path("d/summary.csv").read_text().splitlines()) == 3
     capsys.readouterr()
@@ -279,13 +281,15 @@ def test_resume_from_another_configuration(text_file: Path, capsys: pytest.Captu
     assert "says --lr 1.0, --weight-decay 0.0, --clip 2.0, --seed 7 and 2 more; pass" in line
     assert train(text_file, "--out", "run", "--resume") == 0
     words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--steps", "3"]
-    assert "--steps 4" in fails_on_one_line(capsys, text_file.parent, words)
+    told = "it has 4 steps, and --steps is 3; give --steps more than 4, or another --out"
+    assert told in fails_on_one_line(capsys, text_file.parent, words)
 
 
-def test_resuming_a_finished_run_keeps_its_result(text_file: Path) -> None:
+def test_resuming_a_finished_run_keeps_its_result(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(text_file, "--out", "run") == 0
     before = tree(text_file.parent)
     assert train(text_file, "--out", "run", "--resume") == 0
+    assert "note: the run has all its steps; --steps above 4 trains it further\n" in capsys.readouterr().err
     assert tree(text_file.parent) == before
     report = Path("run/result.json")
     report.unlink()
@@ -675,6 +679,9 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["bench", "--help"], 0, "Any of delayed, current, block,"),
         (["--version"], 0, f"narrowcast {nc.__version__}"),
         *(([name, "--help"], 0, f"Usage: narrowcast {name}") for name in NAMES),
+        (["help"], 0, "First: narrowcast doctor, then narrowcast demo"),
+        (["help", "train"], 0, "Usage: narrowcast train"),
+        (["help", "trian"], 2, "no command 'trian'; the nearest: 'train'; narrowcast --help lists all"),
         (["generate", "-h"], 0, "Usage: narrowcast generate [OPTIONS] RUN "),
         (["compare", "-h"], 0, "Usage: narrowcast compare [OPTIONS] RUNS... "),
         (["-h"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
@@ -792,7 +799,8 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             "--recipe-table is no.json, which cannot be read (No such",
         ),
         (["train", "--tokenizer", "no.json"], 2, "--tokenizer is no.json, which cannot be read (No such"),
-        (["train", "--init", "no"], 2, "--init is no/config.json, which cannot be read (No such"),
+        (["train", "--init", "no"], 2, "--init is no, which does not exist; give random, or the folder of a"),
+        (["train", "--init", str(Path(__file__).parent)], 2, "which has no config.json; give random, or the"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

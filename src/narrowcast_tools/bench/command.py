@@ -14,6 +14,7 @@ from rich.console import Console
 
 from narrowcast._version import __version__
 
+from ..train.interrupt import Interrupted
 from ..words import AUTO
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account
@@ -54,6 +55,7 @@ def bench(
     title = _title(suite, machine)
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
     results: list[Result] = []
+    stopped = False
     console, start = Console(), time.monotonic()
     console.print(_announced(suite, len(chosen) * len(running), device, seconds), highlight=False)
     try:
@@ -81,12 +83,16 @@ def bench(
                 if out is not None:
                     (out / "bench.png").write_bytes(picture(results, title))
     except KeyboardInterrupt:
-        console.print("interrupted; what was measured until then:")
-    console.print(table(results, title))
+        stopped = True
+    if results:
+        console.print(table(results, title))
     written = [path for path in (out / "bench.csv", out / "bench.png") if path.exists()] if out else []
     if written:
         console.print(f"wrote {' and '.join(map(str, written))}", highlight=False)
-    else:
+    if stopped:
+        where = f"interrupted after {len(results)} of {len(chosen) * len(running)} measurements"
+        raise Interrupted(where, resumable=bool(written))
+    if not written:
         console.print("next: --out FOLDER keeps the results and draws a picture", highlight=False)
     if device == "cpu":
         console.print(

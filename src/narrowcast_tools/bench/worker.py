@@ -56,7 +56,9 @@ class Worker:
             context = multiprocessing.get_context("spawn")  # a fork could not use CUDA
             self._pipe, other = context.Pipe()
             self._process = context.Process(target=_serve, args=(other, self.chosen, self.device))
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # is inherited: this process ends that one
             self._process.start()
+            signal.signal(signal.SIGINT, before)
             other.close()
         return self._pipe
 
@@ -70,7 +72,6 @@ class Worker:
 
 
 def _serve(pipe: Connection, chosen: Chosen, device: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends this process
     running = list(contenders(*chosen))
     while True:
         try:

@@ -189,7 +189,11 @@ def config_text(folder: Path) -> str:
     Raises:
         SettingsError: there is none.
     """
-    return text_of(folder / CONFIG, "--init", "random, or the folder of a model that Transformers saved")
+    use = "random, or the folder of a model that Transformers saved"
+    for path, why in ((folder, "does not exist"), (folder / CONFIG, f"has no {CONFIG}")):
+        if not path.exists():
+            raise SettingsError(f"--init is {folder}, which {why}; give {use}")
+    return text_of(folder / CONFIG, "--init", use)
 
 
 def found_text(data: Path | None) -> tuple[Path, str]:

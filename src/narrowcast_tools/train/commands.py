@@ -177,9 +177,14 @@ def generate(
     progress = make_progress(Console(stderr=True))
     if answer.remark:
         progress.note(answer.remark)
-    for text in answer.texts(choice, seed=seed, compile=compile, graphs=graphs):
-        typer.echo(text.translate(CONTROLS) if sys.stdout.isatty() else text, nl=False)
-    typer.echo()
+    begun = False
+    try:
+        for text in answer.texts(choice, seed=seed, compile=compile, graphs=graphs):
+            typer.echo(text.translate(CONTROLS) if sys.stdout.isatty() else text, nl=False)
+            begun = True
+    finally:
+        if begun:  # whatever comes next has a line of its own
+            typer.echo()
     progress.note(answer.pace)
     typer.echo("next: --samples 4 continues in four ways; --recipe bf16 computes in another recipe", err=True)
 

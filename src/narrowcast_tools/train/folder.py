@@ -44,8 +44,8 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def runs_below(folder: Path) -> str:
-    """Return that a folder holds the runs of a comparison, as part of a message; "" if it holds none."""
-    runs = sorted(found.parent for found in folder.glob(f"*/{CHECKPOINTS}"))
+    """Return that a folder holds runs, at any depth, as part of a message; "" if it holds none."""
+    runs = sorted(found.parent for found in folder.rglob(CHECKPOINTS) if found.parent != folder)
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
 

@@ -86,7 +86,9 @@ def test_every_tensor_finds_its_place(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"--init is .*json, .*; give random, or the folder"):
+    with pytest.raises(
+        SettingsError, match=r"--init is .*, which has no config.json; give random, or the folder"
+    ):
         shape_of(tmp_path, ModelConfig())
     write(tmp_path, {**CONFIG, "attention_bias": True})
     with pytest.raises(SettingsError, match="has attention_bias True; --init takes a Llama with False"):
