@@ -14,7 +14,7 @@ from rich.console import Console
 
 from narrowcast._version import __version__
 
-from ..train.interrupt import Interrupted
+from ..interrupt import Interrupted
 from ..words import AUTO
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account

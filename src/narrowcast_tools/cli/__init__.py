@@ -40,8 +40,8 @@ def _missing(error: ModuleNotFoundError) -> str:
 try:
     import typer
 
+    from ..interrupt import Interrupted
     from ..train.errors import SettingsError, TrainingError
-    from ..train.interrupt import Interrupted
     from .commands import app
     from .options import EXAMPLES
 except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from narrowcast._checks import counted
 
+from ..interrupt import Interrupted
 from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
@@ -23,7 +24,6 @@ from .device import require_compiler, resolve_device
 from .errors import SettingsError
 from .folder import COMPARED, run_folder
 from .generate import Answer, load_trained
-from .interrupt import Interrupted
 from .pace import format_pace
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress

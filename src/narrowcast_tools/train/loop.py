@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..interrupt import EXIT_CODES, Interrupted, Stop, noticing
 from . import checkpoint, snapshot
 from .config import TrainConfig
 from .data import Corpus
 from .errors import SettingsError, TrainingError
 from .history import History, RunResult
-from .interrupt import EXIT_CODES, Interrupted, Stop, noticing
 from .memory import memory_told
 from .pace import measure
 from .progress import Progress

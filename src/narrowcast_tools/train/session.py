@@ -11,6 +11,7 @@ import torch
 from narrowcast import receipt
 from narrowcast._checks import counted
 
+from ..interrupt import Interrupted
 from . import checkpoint
 from .atomic import write_bytes, write_json, writing_into
 from .board import Board
@@ -19,7 +20,6 @@ from .data import Corpus
 from .errors import SettingsError
 from .folder import CHECKPOINTS, RESULT, runs_below
 from .history import RunResult
-from .interrupt import Interrupted
 from .loop import Run
 from .machine import describe, remark
 from .memory import expected_peak, parameters_of
