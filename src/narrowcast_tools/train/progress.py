@@ -2,7 +2,6 @@
 
 import textwrap
 import time
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
@@ -70,7 +69,7 @@ class _Layout:
         if self._several:
             told += f", all {_time(per_step, None if self._further is None else steps + self._further)}"
         parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
-        for width, part in zip_longest(SPEED, parts, fillvalue=""):
+        for width, part in zip(SPEED, [*parts, *3 * [""]]):
             if self._begin + len(told) + 2 + max(width, len(part)) > self._width:
                 break
             told += f"  {part:>{width}}"
@@ -132,8 +131,8 @@ class _Figures(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         per_step = 1 / task.speed if task.speed else None
-        fields = (task.fields[name] for name in ("loss", "held_out", "pace"))
-        return Text(self._layout.figures(*fields, per_step, int(task.remaining or 0)))
+        loss, held_out, pace = (task.fields[name] for name in ("loss", "held_out", "pace"))
+        return Text(self._layout.figures(loss, held_out, pace, per_step, int(task.remaining or 0)))
 
 
 class Lines(Progress):
