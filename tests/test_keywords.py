@@ -12,6 +12,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast import _keywords
+from narrowcast.serving.formats import CHECKPOINT_FORMATS
 
 ANY = {
     "checkpoint": "the function's own keywords follow",
@@ -245,8 +246,30 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
         (lambda: nc.convert(recipe="current"), "convert lacks model; call convert(model, 'current')"),
         (
             lambda: nc.export(nn.Linear(2, 2), "folder"),
-            "export lacks format; call export(model, path, format='compressed-tensors')",
+            "export lacks format; call export(model, path, format='compressed-tensors'); format is one of "
+            + ", ".join(CHECKPOINT_FORMATS),
         ),
+        (
+            lambda: nc.serving.weights(nn.Linear(2, 2)),
+            "weights lacks format; call weights(model, 'compressed-tensors'); format is one of "
+            + ", ".join(CHECKPOINT_FORMATS),
+        ),
+        (
+            lambda: nc.quantized_model_init("current"),
+            "quantized_model_init got 'current' as a positional argument; write "
+            "quantized_model_init(recipe='current')",
+        ),
+        (
+            lambda: nc.Linear(64, 64, nc.recipe.MXFP8BlockScaling()),
+            "Linear got MXFP8BlockScaling(...) as a positional argument; write Linear(in_features, out_features, "
+            "recipe=MXFP8BlockScaling(...))",
+        ),
+        (
+            lambda: nc.LayerNormMLP(64, 64, "mxfp8"),
+            "LayerNormMLP got 'mxfp8' as a positional argument; write LayerNormMLP(hidden_size, ffn_hidden_size, "
+            "recipe='mxfp8')",
+        ),
+        (lambda: nc.Linear(64, 64, "yes"), "bias is 'yes', of type str; use True or False"),
         (
             lambda: nc.convert(nn.Linear(2, 2), "current", ["0"]),
             "convert takes model, recipe by position, and ['0'] came as well; name it: only=, skip=, weights=, "
@@ -271,6 +294,24 @@ def test_arguments_too_few_and_too_many_are_named(call: Any, told: str) -> None:
     with pytest.raises(TypeError) as raised:
         call()
     assert str(raised.value) == told
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "nearest"),
+    [
+        (nc, "linear", "narrowcast.Linear"),
+        (nc, "FusedAdam", "narrowcast.optimizers.FusedAdam"),
+        (nc, "weights", "narrowcast.serving.weights"),
+        (nc.recipe, "Float8CurrentScalin", "narrowcast.recipe.Float8CurrentScaling"),
+        (nc.nn, "Linea", "narrowcast.nn.Linear"),
+        (nc.distributed, "load_checkpont", "narrowcast.distributed.load_checkpoint"),
+    ],
+)
+def test_a_name_that_is_not_there_gets_the_nearest(package: Any, name: str, nearest: str) -> None:
+    told = f"^module {package.__name__!r} has no attribute {name!r}; did you mean {nearest}[?]$"
+    with pytest.raises(AttributeError, match=told):
+        getattr(package, name)
+    assert not hasattr(package, "qqq") and not hasattr(package, "__linear__")
 
 
 def test_shard_without_ranks_names_the_remedy() -> None:

@@ -13,12 +13,16 @@ import inspect
 import sys
 from collections.abc import Collection, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from ._checks import shown
 
 _PACKAGE = __name__.partition(".")[0]
 _LISTED = 200  # characters of the names that a message lists
+RECIPES: set[str] = set()
+"""Names of recipes, which ``recipe`` adds."""
+CHOICES: dict[str, tuple[str, ...]] = {}
+"""Texts that an argument takes, by its name, which the rooms that know them add."""
 _CHECKED: dict[Any, Any] = {}  # functions, and constructors that check -> what checks
 _FOREIGN = {
     "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out",
@@ -35,6 +39,8 @@ _EXAMPLES = {"recipe": "'current'", "format": "'compressed-tensors'"}
 """Values of arguments for a message; of others it has the name."""
 _INPUTS = ("input", "x")
 """Names of an input in torch.nn: of ``nn.Linear`` and ``nn.LayerNorm``, and of ``nn.RMSNorm``."""
+_FURTHER = ("serving",)
+"""Public subpackages of narrowcast that ``import *`` does not bring."""
 _SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
 
 
@@ -70,7 +76,29 @@ def _check_given(
             [_EXAMPLES.get(one, one) for one in required]
             + [f"{one}={_EXAMPLES.get(one, one)}" for one in named]
         )
-        raise TypeError(f"{name} lacks {', '.join(missing)}; call {name}({call})")
+        known = "".join(f"; {one} is one of {', '.join(CHOICES[one])}" for one in missing if one in CHOICES)
+        raise TypeError(f"{name} lacks {', '.join(missing)}; call {name}({call}){known}")
+
+
+def _check_places(
+    name: str, required: tuple[str, ...], keyword: str, numbers: tuple[int, ...], args: tuple[Any, ...]
+) -> None:
+    """Refuse a recipe in the place of a number or flag.
+
+    Args:
+        keyword: of the recipe.
+        numbers: the places.
+
+    Raises:
+        TypeError: there is one; the message has the call with its keyword.
+    """
+    for place in numbers:
+        value = args[place] if place < len(args) else None
+        if value is None or isinstance(value, (int, float)) or not _is_recipe(value):
+            continue
+        given = shown(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
+        call = ", ".join([*required, f"{keyword}={given}"])
+        raise TypeError(f"{name} got {given} as a positional argument; write {name}({call})")
 
 
 def _refuse_more(name: str, function: Any, taken: tuple[str, ...], more: Any) -> None:
@@ -135,20 +163,54 @@ def given_input(module: Any, inp: Any, unknown: dict[str, Any]) -> Any:
 
 
 def check_public(package: ModuleType) -> None:
-    """Check the keywords of all that a package and its public subpackages export and have loaded."""
+    """Check the keywords of all that a package and its public subpackages export and have loaded.
+
+    What they do not have raises an AttributeError with the nearest of their names.
+    """
     for name, value in exported(package):
         checked(name, value)
+    for room in _rooms(
+        package
+    ):  # set here, as type checkers take a module that defines it to have every name
+        vars(room).setdefault("__getattr__", functools.partial(refuse_attribute, room.__name__))
+
+
+def _rooms(package: ModuleType) -> Iterator[ModuleType]:
+    """Yield a package and its public subpackages that list what they export."""
+    yield package
+    for name in (*package.__all__, *_FURTHER):
+        value = vars(package).get(name)
+        if isinstance(value, ModuleType) and "__all__" in vars(value):
+            yield from _rooms(value)
 
 
 def exported(package: ModuleType) -> Iterator[tuple[str, Any]]:
     """Yield name and value of every function and class that a package and its subpackages export and have loaded."""
-    for name in package.__all__:
-        value = vars(package).get(name)
-        if isinstance(value, ModuleType):
-            if "__all__" in vars(value):
-                yield from exported(value)
-        elif inspect.isroutine(value) or isinstance(value, type):
-            yield name, value
+    for room in _rooms(package):
+        for name in room.__all__:
+            value = vars(room).get(name)
+            if inspect.isroutine(value) or isinstance(value, type):
+                yield name, value
+
+
+def refuse_attribute(module: str, name: str) -> NoReturn:
+    """Refuse a name that a package does not have.
+
+    Args:
+        module: the package's name.
+
+    Raises:
+        AttributeError: always; the message has the nearest name of the whole library.
+    """
+    told = f"module {shown(module)} has no attribute {shown(name)}"
+    if name.startswith("_"):  # asked for by tools
+        raise AttributeError(told)
+    known: dict[str, str] = {}
+    for room in sorted(_rooms(sys.modules[_PACKAGE]), key=lambda room: room.__name__ != module):
+        for one in room.__all__:
+            known.setdefault(one.lower(), f"{room.__name__}.{one}")
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.75)
+    raise AttributeError(f"{told}; did you mean {known[near[0]]}?" if near else told)
 
 
 def checked(name: str, value: Any) -> Any:
@@ -181,6 +243,20 @@ def _accepted(function: Any) -> tuple[str, ...]:
     return (*names, *sorted(declared.__required_keys__ | declared.__optional_keys__))
 
 
+def named(function: Any) -> tuple[str, ...]:
+    """Return the names that a call of a function or module may give; none if it may give any, or that is not known."""
+    forward = getattr(type(function), "forward", None)
+    function = function if forward is None else forward
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ()
+    names = code.co_varnames[code.co_posonlyargcount : code.co_argcount + code.co_kwonlyargcount]
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        refuses = "NoReturn" in function.__annotations__.values()  # those that are no input's name
+        names = (*names, *_INPUTS) if refuses else ()
+    return tuple(name for name in names if name != "self")
+
+
 def _required(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names without a default: those that a function takes by position, and those only by keyword."""
     function = inspect.unwrap(function)
@@ -198,12 +274,34 @@ def _taken(function: Any) -> tuple[str, ...] | None:
     return None if code.co_flags & inspect.CO_VARARGS else code.co_varnames[: code.co_argcount]
 
 
+def _numbers(function: Any, first: int) -> tuple[str, tuple[int, ...]]:
+    """Return the keyword of a function's recipe, "" without one, and the places of numbers and flags.
+
+    Args:
+        first: of the places.
+    """
+    function = inspect.unwrap(function)
+    names = _accepted(function)
+    keyword = next((one for one in ("recipe", "fp8_recipe") if one in names), "")
+    kinds = [function.__annotations__.get(one, "").partition(" |")[0] for one in (_taken(function) or ())]
+    places = (place for place, kind in enumerate(kinds[first:]) if kind in ("bool", "int", "float"))
+    return keyword, tuple(places) if keyword else ()
+
+
+def _is_recipe(value: Any) -> bool:
+    """Return whether a value is a recipe, or the name of one."""
+    if isinstance(value, str):
+        return value in RECIPES
+    return any(base.__module__ == f"{_PACKAGE}.recipe.base" for base in type(value).__mro__)
+
+
 def _checked_function(name: str, function: Any) -> Any:
     accepted = _accepted(function)
     if not accepted:
         return function
     (required, named), taken = _required(function), _taken(function)
     most = sys.maxsize if taken is None else len(taken)
+    keyword_of_recipe, numbers = _numbers(function, 0)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -214,6 +312,8 @@ def _checked_function(name: str, function: Any) -> Any:
             _check_given(name, required, named, len(args), kwargs)
         if len(args) > most:
             _refuse_more(name, function, taken or (), args[most])
+        if args and numbers:
+            _check_places(name, required, keyword_of_recipe, numbers, args)
         return function(*args, **kwargs)
 
     checked = _CHECKED.setdefault(
@@ -235,6 +335,7 @@ def _check_init(cls: type) -> None:
     (required, named), taken = _required(init), _taken(init)
     required, taken = required[1:], taken and taken[1:]
     most = sys.maxsize if taken is None else len(taken)
+    keyword_of_recipe, numbers = _numbers(init, 1)
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -245,6 +346,8 @@ def _check_init(cls: type) -> None:
             _check_given(type(self).__name__, required, named, len(args), kwargs)
         if len(args) > most:
             _refuse_more(type(self).__name__, init, taken or (), args[most])
+        if args and numbers:
+            _check_places(type(self).__name__, required, keyword_of_recipe, numbers, args)
         init(self, *args, **kwargs)
 
     _CHECKED[checked] = checked

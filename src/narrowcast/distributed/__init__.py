@@ -59,7 +59,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import on demand the parts that need PyTorch's DTensor or compiler, which take long to import."""
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _keywords.refuse_attribute(__name__, name)
     value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     globals()[name] = _keywords.checked(name, value)
     return globals()[name]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .. import _keywords
 from .._checks import of_number_format, shown
 from .base import Recipe
 from .block import Float8BlockScaling, NVFP4BlockScaling
@@ -87,3 +88,4 @@ def nearest_recipe(name: str) -> str:
 
 _HIGH_PRECISION = ("none", "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "high_precision")
 _KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES]))
+_keywords.RECIPES.update(NAMES, ALIASES)

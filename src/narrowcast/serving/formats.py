@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _keywords
 from ..formats import (
     E2M1,
     FLOAT8,
@@ -202,6 +203,7 @@ CHECKPOINT_FORMATS = {
     "fp8-static": CheckpointFormat((_STATIC,), "DelayedScaling"),
     "bf16": CheckpointFormat((), "any recipe"),
 }
+_keywords.CHOICES["format"] = tuple(CHECKPOINT_FORMATS)
 
 
 def fine_grained_config(kept: list[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from .._checks import flags, shown, typed
+from .._checks import flags, typed
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..functional.collectives import checked_group
@@ -154,12 +154,8 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
     return recipe
 
 
-def _is_recipe_name(name: str) -> bool:
-    return name in NAMES or name in ALIASES
-
-
 def _recipe_named(name: str, owner: str, none: str) -> Recipe:
-    if not _is_recipe_name(name):
+    if name not in NAMES and name not in ALIASES:
         raise ValueError(f"{owner}: {unknown_recipe(name, none)}")
     return recipe_from_name(name)
 
@@ -193,12 +189,6 @@ class autocast:
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        for value in (enabled, calibrating):
-            if isinstance(value, Recipe) or (isinstance(value, str) and _is_recipe_name(value)):
-                given = shown(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
-                raise TypeError(
-                    f"autocast got {given} as a positional argument; write autocast(recipe={given})"
-                )
         flags(enabled=enabled, calibrating=calibrating)
         if recipe is None and (enabled or calibrating):
             recipe = get_default_recipe()
