@@ -395,6 +395,44 @@ def test_nothing_there(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "at", layer())
 
 
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    def made(width: int, depth: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(*[nc.Linear(width, width, device="cpu") for _ in range(depth)])
+        optimizer = nc.optimizers.FusedAdam(model.parameters())
+        model(torch.ones(4, width)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(16)
+    save_checkpoint(tmp_path / "model", model)
+    save_checkpoint(tmp_path / "both", model, optimizer)
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(
+            ValueError, match=r"^optimizer has 4 parameters that the model has not, .*\(16, 16\); pass"
+        ):
+            call(tmp_path / "both", model, made(16)[1])
+    told = r"other shapes than the model over all ranks: model\.0\.weight \(16, 16\), not \(32, 32\), .* more; make the"
+    for other in (made(32)[:1], made(32)):
+        with pytest.raises(ValueError, match=told) as raised:
+            load_checkpoint(tmp_path / "both", *other)
+        assert len(str(raised.value)) <= 300
+    for where, other, told in (
+        ("model", made(16, 3)[:1], "has no model.2.weight, model.2.bias; load into the model that was saved"),
+        (
+            "both",
+            (model[0],),
+            "has no model.weight, model.bias, and has model.0.weight instead; load into",
+        ),
+        (
+            "model",
+            made(16),
+            "has no optimizer.* more; load into the optimizer that was saved, or leave optimizer out",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            load_checkpoint(tmp_path / where, *other)
+
+
 def test_a_quantized_parameter_is_saved_as_a_plain_tensor(tmp_path: Path) -> None:
     with nc.quantized_model_init(recipe=nc.recipe.Float8BlockScaling()):
         model = nc.Linear(128, 128, device="cpu")

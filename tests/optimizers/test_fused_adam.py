@@ -489,6 +489,58 @@ def test_state_dicts_of_others_are_refused(make: Any, message: str) -> None:
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("make", [FusedAdam, lambda p: nc.optimizers.FusedSGD(p, lr=0.1, momentum=0.9)])
+def test_state_of_other_shapes_and_what_is_no_state_is_refused(make: Any) -> None:
+    params, others = (
+        [torch.nn.Parameter(torch.ones(size, 2)) for size in sizes] for sizes in ((4, 3), (5, 3))
+    )
+    give_gradients(params, 0)
+    optimizer = make(params)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    told = (
+        r"of parameter 0 is \(4, 2\), the parameter \(5, 2\).*; load the state of an optimizer of this model"
+    )
+    with pytest.raises(ValueError, match=f"^state_dict is of other shapes: .*{told}"):
+        make(others).load_state_dict(saved)
+    with pytest.raises(
+        ValueError, match=r"^state_dict is of groups of \[2\] parameters, and the optimizer has \[1"
+    ):
+        make(others[:1]).load_state_dict(saved)
+    first = next(iter(saved["state"].values()))
+    for wrong, error, told in (
+        ({}, ValueError, "^state_dict lacks 'state' and has nothing; pass what"),
+        (
+            {"model": 1, "state": {}},
+            ValueError,
+            "^state_dict lacks 'param_groups' and has 'model' and 1 more; pass",
+        ),
+        (None, TypeError, "^state_dict is None, of type NoneType; pass what"),
+        (
+            {"state": {}, "param_groups": 3},
+            TypeError,
+            "^'param_groups' of state_dict is 3, of type int; pass",
+        ),
+        ({"state": {}, "param_groups": [{"lr": 1}]}, ValueError, "^a group of state_dict has no 'params'"),
+        (
+            {**saved, "state": {0: {**first, [*first][-1 if "step" not in [*first][-1:] else 0]: "x"}}},
+            TypeError,
+            "of parameter 0 is 'x', of type str; load tensors",
+        ),
+    ):
+        with pytest.raises(error, match=told):
+            make(params).load_state_dict(wrong)
+    with pytest.raises(
+        TypeError, match="^closure is 3, of type int; pass what can be called, such as a function"
+    ):
+        make(params).step(3)
+    with pytest.raises(ValueError, match="^params is empty; pass model.parameters"):
+        make(iter(()))
+    again = make(params)
+    again.load_state_dict(saved)
+    assert len(again.state) == 2
+
+
 def test_moments_without_a_step_are_refused() -> None:
     params = parameters(torch.float32, "cpu")
     optimizer = FusedAdam(params, lr=0.25)

@@ -198,7 +198,17 @@ def _state(
     if extra is not None:
         state["extra"] = _packed(extra)
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        try:
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        except KeyError:  # of the number of a parameter
+            own = set(model.parameters())
+            others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+            if not others:
+                raise
+            raise ValueError(
+                f"optimizer has {_checks.counted(len(others), 'parameter')} that the model has not, the first of shape "
+                f"{tuple(others[0].shape)}; pass the optimizer that was made of model.parameters()"
+            ) from None
     records = describe_parameters(model, buffers=True).values()
     _rename(state, {one.local_name: one.name for one in records})
     return state, {one.name: one for one in records}

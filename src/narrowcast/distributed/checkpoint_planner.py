@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ _COLUMNS = 1023  # words; odd, so that a change of the signs of all words of a r
 _ROWS = 64  # of so many words fit into a core's cache
 _SMALL = 2**16  # bytes
 _NAMES_TOLD = 3
+_ROOM = 130  # characters
 
 
 class Refused(ValueError):
@@ -124,6 +125,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         there, whole, items = self.metadata.state_dict_metadata, {}, []
+        self._check_fits(there)
         for name, value in self.state_dict.items():
             path = self.mappings[name]
             described = there.get(name)
@@ -135,10 +137,6 @@ class LoadPlanner(DefaultLoadPlanner):
                 whole[name] = value
                 continue
             record = record.of(value)
-            if tuple(described.size) != record.shape:
-                raise Refused(
-                    f"{name} of the checkpoint is {tuple(described.size)}; the model's is {record.shape} over all ranks"
-                )
             chunks = [_chunk(part) for part in record.parts]
             for part, chunk in zip(record.parts, chunks):
                 self._targets[MetadataIndex(name, chunk.offsets)] = part.of(record.held)
@@ -149,6 +147,36 @@ class LoadPlanner(DefaultLoadPlanner):
         expected = (name for name in there if name.startswith(self._whole) and name not in restarts)
         left = dict.fromkeys(name for name in expected if name not in self.state_dict)
         return LoadPlan([], planner_data=left)  # no rank needs the items of another
+
+    def _check_fits(self, there: Mapping[str, Any]) -> None:
+        """Compare what is to be loaded with what the checkpoint has.
+
+        Raises:
+            Refused: it lacks a value, or has one of another shape.
+        """
+        lacking = [name for name in self.state_dict if name not in there]
+        if lacking:
+            left = [name for name in there if name not in self.state_dict]
+            instead = f", and has {_told(left[:1])} instead" if left else ""
+            remedy = "load into the model that was saved, under the same names"
+            if all(name.startswith("optimizer.") for name in lacking):
+                remedy = "load into the optimizer that was saved, or leave optimizer out"
+            raise Refused(f"the checkpoint has no {_told(lacking)}{instead}; {remedy}")
+        differ = []
+        for name, value in self.state_dict.items():
+            described = there[name]
+            if not isinstance(value, Tensor) or not isinstance(described, TensorStorageMetadata):
+                continue
+            record = self._records.get(_name(self.mappings[name]))
+            declared = record is not None and record.declared and record.fits(value)
+            wanted = record.of(value).shape if record is not None and declared else tuple(value.shape)
+            if tuple(described.size) != wanted:
+                differ.append(f"{name} {tuple(described.size)}, not {wanted}")
+        if differ:
+            raise Refused(
+                f"the checkpoint has other shapes than the model over all ranks: {_told(differ)}; make the model with "
+                "the sizes that it was saved with"
+            )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         first, *others = (plan.planner_data for plan in global_plan)
@@ -224,8 +252,12 @@ def _remedy(name: str, delayed: bool) -> str:
 
 
 def _told(names: list[str]) -> str:
-    more = len(names) - _NAMES_TOLD
-    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+    """Return names for a message: the first few, as many as it has room for, and how many more."""
+    first = names[:_NAMES_TOLD]
+    while len(first) > 1 and len(", ".join(first)) > _ROOM:
+        first.pop()
+    more = len(names) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .._checks import in_range, shown, tensor, typed
+from .._checks import in_range, shown, some, tensor, typed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -17,12 +17,18 @@ def checked_parameters(params: Any) -> list[Any]:
     """Return the parameters, groups or named parameters of an optimizer.
 
     Raises:
+        ValueError: there are none.
         TypeError: there are others among them, or none can be.
     """
     remedy = "pass model.parameters(), or a list of groups"
     if isinstance(params, (str, Tensor, dict)) or not isinstance(params, Iterable):
         raise TypeError(f"params is {typed(params)}; {remedy}")
     listed = list(params)
+    if not listed:
+        raise ValueError(
+            "params is empty; pass model.parameters() of a model that has some, anew for each optimizer: a generator "
+            "is read once"
+        )
     for one in listed:
         if not isinstance(one, (Tensor, dict, tuple)):
             raise TypeError(f"params has {typed(one)}; {remedy}")
@@ -61,8 +67,54 @@ def check_lists(noop_flag: Any, tensor_lists: Any, least: int) -> None:
         raise TypeError(f"tensor_lists is {typed(tensor_lists)}; pass {least} or more lists of tensors")
 
 
+def check_state_dict(state_dict: Any, groups: list[dict[str, Any]]) -> None:
+    """Check that a state dict to load is that of an optimizer of the same parameters.
+
+    Args:
+        groups: the parameter groups of the optimizer that loads it.
+    Raises:
+        TypeError: it is no dict, or has state that is no tensor.
+        ValueError: it lacks a part, or is of other groups or shapes.
+    """
+    remedy = "pass what the state_dict() of an optimizer returned"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict is {typed(state_dict)}; {remedy}")
+    for part, kind in (("state", Mapping), ("param_groups", (list, tuple))):
+        if part not in state_dict:
+            raise ValueError(
+                f"state_dict lacks {shown(part)} and has {some([*map(str, state_dict)])}; {remedy}"
+            )
+        if not isinstance(state_dict[part], kind):
+            raise TypeError(f"{shown(part)} of state_dict is {typed(state_dict[part])}; {remedy}")
+    lacking = next((one for one in state_dict["param_groups"] if "params" not in one), None)
+    if lacking is not None:
+        raise ValueError(f"a group of state_dict has no 'params': {shown(lacking)}; {remedy}")
+    sizes, own = ([len(group["params"]) for group in each] for each in (state_dict["param_groups"], groups))
+    if sizes != own:
+        raise ValueError(
+            f"state_dict is of groups of {shown(sizes)} parameters, and the optimizer has {shown(own)}; make it of the "
+            "parameters that it was saved with, in the same groups"
+        )
+    saved = (index for group in state_dict["param_groups"] for index in group["params"])
+    differ: list[str] = []
+    for index, p in zip(saved, (p for group in groups for p in group["params"])):
+        for name in (*MOMENTS, "master_param", "momentum_buffer"):
+            value = (state_dict["state"].get(index) or {}).get(name)
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"{name} of parameter {index} is {typed(value)}; load tensors")
+            if value is not None and value.shape != p.shape:
+                differ.append(
+                    f"{name} of parameter {index} is {tuple(value.shape)}, the parameter {tuple(p.shape)}"
+                )
+    if differ:
+        more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise ValueError(
+            f"state_dict is of other shapes: {differ[0]}{more}; load the state of an optimizer of this model"
+        )
+
+
 def check_loaded(state_dict: dict[str, Any], decoupled: bool) -> None:
-    """Check a state dict to load.
+    """Check a state dict for Adam to load.
 
     Raises:
         ValueError: the state of another optimizer, or of options that this one does not have.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from .._checks import a_kind, flags, is_one_of, module, not_among
+from .._checks import a_kind, flags, function, is_one_of, module, not_among
 from .._device import HIGH_PRECISION
 from .._tracing import refuse_in_graphs, warn
 from ..functional import adam_, adam_quantize_
@@ -18,7 +18,7 @@ from ..reference import log_codes
 from ..reference.adam import join, split
 from ..tensors import DequantizingTensor, dequantized, local, spread_like
 from ..upstream.fsdp import is_distributed
-from .arguments import MOMENTS, STEP, check_loaded, check_numbers, checked_parameters
+from .arguments import MOMENTS, STEP, check_loaded, check_numbers, check_state_dict, checked_parameters
 from .stored import decode, encode
 
 _MASTER = "master_param"
@@ -285,6 +285,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise TypeError(f"step() got {', '.join(scaling)}; it takes closure and grad_scaler")
         loss = None
         if closure is not None:
+            function("closure", closure, "a function that computes the loss and returns it")
             with torch.enable_grad():
                 loss = closure()
         if scaler is not None:
@@ -498,8 +499,10 @@ class FusedAdam(torch.optim.Optimizer):
         codes and the scales that it was saved with. So has a weight with ``weight_codes``.
 
         Raises:
-            ValueError: the state of another optimizer, or of options that this one does not have.
+            TypeError: ``state_dict`` is none, or has state that is no tensor.
+            ValueError: the state of another optimizer, of other shapes, or of options that this one does not have.
         """
+        check_state_dict(state_dict, self.param_groups)
         check_loaded(state_dict, self.adam_w_mode)
         rates = [group["lr"] for group in self.param_groups]
         before = {p: self.state[p][STEP] for p in self._parameters() if STEP in self.state.get(p, ())}

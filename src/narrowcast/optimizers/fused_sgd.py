@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import flags
-from .arguments import check_rate, checked_parameters
+from .._checks import flags, function
+from .arguments import check_rate, check_state_dict, checked_parameters
 
 
 class FusedSGD(torch.optim.SGD):
@@ -53,6 +53,16 @@ class FusedSGD(torch.optim.SGD):
         self.wd_after_momentum = wd_after_momentum
         self.set_grad_none = set_grad_none is not False
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load PyTorch's state dict.
+
+        Raises:
+            TypeError: ``state_dict`` is none, or has state that is no tensor.
+            ValueError: it lacks a part, or is of other groups or shapes.
+        """
+        check_state_dict(state_dict, self.param_groups)
+        super().load_state_dict(state_dict)
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients, or zero them, as ``set_grad_none`` says unless told here."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -60,6 +70,8 @@ class FusedSGD(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step; return the result of ``closure``."""
+        if closure is not None:
+            function("closure", closure, "a function that computes the loss and returns it")
         if not self.wd_after_momentum:
             return super().step(closure)
         loss = None
