@@ -316,7 +316,6 @@ def test_inputs_that_are_not_dense(name: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.torch.jit.*deprecated",
     "ignore:Converting a tensor to a Python boolean",
-    "ignore:.*fp8_meta is not there",
     "ignore:nothing inside this autocast ran",
 )
 def test_torchscript_is_refused() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch import nn
+
 from ..layers import RecipeOwner
 from ..tensors import (
     Float8BlockwiseQTensorStorage,
@@ -39,12 +41,17 @@ class _Absent:
         raise AttributeError(self._name)
 
 
+def _names_that_are_there(layer: Any) -> list[str]:
+    """Return the names of a layer's attributes; ``torch.jit.trace`` asks for each of them."""
+    return [name for name in nn.Module.__dir__(layer) if name != "fp8_meta"]
+
+
 _ELEMENTS = {"_fp8_dtype": _option("dtype"), "_with_gemm_swizzled_scales": False}
 
 _META = "layer.recipe is the recipe; with delayed scaling layer.scale, layer.amax_history and layer.amax are its state"
 
 ATTRIBUTES: dict[type, dict[str, Any]] = {
-    RecipeOwner: {"fp8_meta": _Absent("fp8_meta", _META)},
+    RecipeOwner: {"fp8_meta": _Absent("fp8_meta", _META), "__dir__": _names_that_are_there},
     QuantizedTensorStorage: {"_get_quantizer": lambda tensor: tensor._quantizer},
     Float8TensorStorage: {
         **_ELEMENTS,
