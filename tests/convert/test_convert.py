@@ -285,6 +285,11 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     ours = nc.Linear(8, 8, device="cpu")
     with pytest.raises(ValueError, match="a layer of narrowcast already; set_recipe gives it a recipe"):
         nc.convert(ours, CURRENT)
+    quantized = type("Linear", (nn.Module,), {"__module__": "torch.ao.nn.quantized.dynamic.modules.linear"})
+    told = "torch.ao.quantization has made '0' a quantized Linear; load the weights into the plain model"
+    for function in (nc.convert, nc.set_recipe):
+        with pytest.raises(ValueError, match=told):
+            function(nn.Sequential(quantized()), CURRENT)
     for nothing in ({"recipe": {"": None}}, {"recipe": CURRENT, "skip": "**"}):
         with pytest.raises(ValueError, match="convert would change nothing in this Linear; 'the model': "):
             nc.convert(nn.Linear(8, 8), **nothing)
@@ -597,6 +602,19 @@ def test_norms_are_converted_only_where_asked() -> None:
     assert torch.equal(model(x), plain)
     nc.convert(model, CURRENT, norms=True, skip="0")
     assert type(model[0]) is nn.LayerNorm and isinstance(model[2], nc.RMSNorm)
+
+
+def test_errors_of_inputs_name_the_layer_of_the_model() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)))
+    nc.convert(model, CURRENT, norms=True)
+    for layer, name in ((model[0][0], "0.0"), (model[0][1], "0.1")):
+        for wrong in (torch.ones(16, 31), torch.ones(16, 32, device="meta")):
+            with pytest.raises((ValueError, RuntimeError), match=f"'{name}'"):
+                layer(wrong)
+    with pytest.raises(TypeError, match=r"in '0.0' of \(32, 32\)"):
+        model(torch.ones(16, 32, dtype=torch.float16))
+    nc.revert(model)
+    assert not any("_converted_as" in vars(module) for module in model.modules())
 
 
 def test_experts_have_the_role_of_grouped_layers() -> None:

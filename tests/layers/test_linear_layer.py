@@ -128,6 +128,8 @@ def test_delayed_scales_are_those_of_the_forward(name: str) -> None:
 def test_what_is_no_function_of_a_tracker_is_refused() -> None:
     with pytest.raises(TypeError, match="get_rng_state_tracker"):
         nc.Linear(16, 16, device="cpu", get_rng_state_tracker="mine")
+    with pytest.raises(TypeError, match=r"^get_rng_state_tracker returned 3, of type int, without fork\(\)"):
+        nc.Linear(16, 16, device="cpu", get_rng_state_tracker=lambda: 3)
 
 
 @pytest.mark.parametrize("given", [None, False, True])
@@ -344,6 +346,35 @@ def test_a_size_that_is_true_and_a_dtype_of_eight_bits() -> None:
         TypeError, match="^params_dtype is torch.float8_e4m3fn; use torch.bfloat16.* or torch.float64, "
     ):
         nc.Linear(32, 32, params_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nc.Linear(32, 32, device="cpu", recipe="current"),
+        lambda: nc.LayerNormMLP(32, 32, device="cpu"),
+        lambda: nc.RMSNorm(32, device="cpu"),
+        lambda: nc.ops.Linear(32, 32, device="cpu"),
+    ],
+)
+def test_parameters_of_eight_bits_are_refused_with_a_remedy_that_helps(make: Any) -> None:
+    layer, x = make(), torch.randn(16, 32, dtype=torch.bfloat16)
+    saved = {name: value.clone() for name, value in layer.state_dict().items() if value is not None}
+    layer.to(torch.float8_e4m3fn)
+    told = r"are torch.float8_e4m3fn in .*: call .to\(torch.bfloat16\), load their values again, and choose FP8 with"
+    with pytest.raises(TypeError, match=told):
+        layer(x)
+    layer.to(torch.bfloat16).load_state_dict(saved)
+    assert layer(x).isfinite().all()
+
+
+def test_a_mask_is_cast_to_the_dtype_of_the_parameters() -> None:
+    layer, x = nc.Linear(32, 32, device="cpu", dtype=torch.bfloat16), torch.ones(16, 32, dtype=torch.bool)
+    with pytest.raises(
+        TypeError, match=r"^input is torch.bool, .*: cast it with x.to\(torch.bfloat16\), which makes True"
+    ):
+        layer(x)
+    assert layer(x.to(torch.bfloat16)).shape == (16, 32)
 
 
 # -- parameters that do not fit ----------------------------------------------------------------------------------------

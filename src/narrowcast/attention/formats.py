@@ -51,8 +51,9 @@ def check_tensors(
         if x.shape[-2] != count or x.shape[-1] != dim:
             raise ValueError(f"{name} has shape {shape_of(x)}; its last two dims must be ({count}, {dim})")
         if x.dtype not in HIGH_PRECISION or x.dtype != q.dtype:
+            beside = "" if name == "query_layer" else f" and query_layer {q.dtype}"
             raise TypeError(
-                f"{name} is {x.dtype} and query_layer {q.dtype}; cast them: attention takes all three in one of "
+                f"{name} is {x.dtype}{beside}; cast them: attention takes all three in one of "
                 f"{', '.join(map(str, HIGH_PRECISION))}"
             )
         if x.device != q.device:

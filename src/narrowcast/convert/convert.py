@@ -207,7 +207,7 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
     for one in decisions:
         if one.decision == "converted":
             if one.found.layer is not None:
-                become(one.found.module, one.found.layer, one.role_name, one.recipe)
+                become(one.found.module, one.found.layer, one.found.name, one.role_name, one.recipe)
             elif one.recipe != one.found.module.recipe:
                 change_recipe(one.found.module, one.role_name, one.recipe)
             if one.stored:
@@ -216,7 +216,7 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
             record_reason(one.found.module, one.reason)
     for norm in norms:
         if norm.layer is not None:
-            become(norm.module, norm.layer)
+            become(norm.module, norm.layer, norm.name)
         record_norm_reason(norm.module, norm.reason)
 
 

@@ -63,13 +63,21 @@ def converted_class(layer: type[nn.Module], original: type[nn.Module]) -> type[C
     return type(original.__name__, (Converted, layer, original), members)
 
 
-def become(module: nn.Module, layer: type[nn.Module], name: str = "", recipe: Recipe | None = None) -> None:
-    """Turn a module into a converted layer; ``name``: in the quantizer roles of a custom recipe."""
+def become(
+    module: nn.Module, layer: type[nn.Module], place: str, name: str = "", recipe: Recipe | None = None
+) -> None:
+    """Turn a module into a converted layer.
+
+    Args:
+        place: its name in the model, for messages.
+        name: in the quantizer roles of a custom recipe.
+    """
     before, buffers = dict(module.__dict__), set(own_buffers(module))
     original = type(module)
     module.__class__ = converted_class(layer, original)
     converted: Any = module
     converted._take_over(name)
+    converted._converted_as = place
     if recipe is not None:
         converted.recipe = recipe
     added = tuple(key for key in module.__dict__ if key not in before)

@@ -334,7 +334,7 @@ def _check_readable(x: Tensor, what: str) -> None:
     check_device(x)
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(
-            f"{what} takes torch.bfloat16, torch.float16 or torch.float32, got {x.dtype}; cast it first"
+            f"{what} takes torch.bfloat16, torch.float16 or torch.float32, got {x.dtype}; cast the input first"
         )
 
 

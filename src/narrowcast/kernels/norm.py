@@ -208,7 +208,9 @@ def _sizes(x: _Kind) -> tuple[int, int]:
     """Return rows and columns of the matrix behind ``x``; refuses what the kernels cannot read."""
     shape, dtype = x  # type: ignore[misc]
     if dtype not in HIGH_PRECISION:
-        raise TypeError(f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast it first")
+        raise TypeError(
+            f"norms take {' or '.join(map(str, HIGH_PRECISION))}, got {dtype}; cast the input first"
+        )
     if not shape:
         raise ValueError("norms need a last dim, got a tensor of rank 0")
     return math.prod(shape[:-1]), shape[-1]

@@ -213,7 +213,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if stage.init_method is None:
                 value.normal_(0.0, INIT_STD)
             else:
-                function("init_method", stage.init_method)
+                function("init_method", stage.init_method, "torch.nn.init.xavier_uniform_")
                 stage.init_method(value)
 
     def _stored_as(self, stage: Stage) -> Quantizer:

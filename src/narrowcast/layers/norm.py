@@ -14,7 +14,7 @@ from ..reference.norm import NORMALIZATIONS
 from ..upstream.fsdp import placed_by_style
 from .extra_state import EXTRA_STATE
 from .neutral import NormOptions, check_neutral
-from .parameters import casts, parameter_device, parameter_dtype, remedy
+from .parameters import ONE_BYTE, casts, named_layer, parameter_device, parameter_dtype, remedy
 from .recipe_owner import refuse_script
 
 if TYPE_CHECKING:
@@ -140,14 +140,17 @@ class NormParameters(nn.Module):
         weight: Any = self.weight
         if inp.shape[-1:] != weight.shape:
             raise ValueError(
-                f"input has shape {shape_of(inp)}; its last dim must be that of the weight, {shape_of(weight)}"
+                f"input has shape {shape_of(inp)}; its last dim must be that of the weight of {named_layer(self)}, "
+                f"{shape_of(weight)}"
             )
         if inp.device != weight.device:
             raise RuntimeError(
-                f"input is on {inp.device}, the parameters are on {weight.device}; {remedy(weight)}"
+                f"input is on {inp.device}, the parameters are on {weight.device} in {named_layer(self)}; "
+                f"{remedy(weight)}"
             )
         if inp.dtype != weight.dtype != torch.float32 and not casts(inp):
+            wide = "cast one of them, keep the parameters in torch.float32, or use torch.autocast"
+            remedy_of_dtype = wide if weight.dtype.itemsize > 1 else ONE_BYTE
             raise TypeError(
-                f"input is {inp.dtype}, the parameters are {weight.dtype}; cast one of them, keep the parameters in "
-                "torch.float32, or use torch.autocast"
+                f"input is {inp.dtype}, the parameters are {weight.dtype} in {named_layer(self)}; {remedy_of_dtype}"
             )

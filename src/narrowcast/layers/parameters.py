@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._activations import ACTIVATIONS
-from .._checks import function, shape_of, shown, tensor
+from .._checks import function, shape_of, shown, tensor, typed
 from .._device import HIGH_PRECISION, checked_device, default_device
 from .._tracing import is_eager
 from ..functional import running_backward
@@ -22,6 +22,16 @@ from ..upstream.autograd import graph_task_id
 from ..upstream.tensors import accumulation_hooks, is_default_device_set
 
 INIT_STD = 0.023
+
+
+ONE_BYTE = (
+    "no layer computes with such parameters: call .to(torch.bfloat16), load their values again, and choose FP8 with "
+    "recipe='current'"
+)
+"""What to do about parameters of eight bits."""
+
+
+_TRACKER = "lambda: tracker, of a narrowcast.CudaRNGStatesTracker"
 
 
 def random_numbers_of(
@@ -35,8 +45,11 @@ def random_numbers_of(
     """
     if tracker is None:
         return contextlib.nullcontext()
-    function("get_rng_state_tracker", tracker)
-    return tracker().fork() if name is None else tracker().fork(name)
+    function("get_rng_state_tracker", tracker, _TRACKER)
+    states = tracker()
+    if not hasattr(states, "fork"):
+        raise TypeError(f"get_rng_state_tracker returned {typed(states)}, without fork(); pass {_TRACKER}")
+    return states.fork() if name is None else states.fork(name)
 
 
 def parameter_device(device: torch.device | str | None) -> torch.device:
@@ -102,11 +115,11 @@ def checked_input(
     if not shape or shape[-1] != wanted:
         raise ValueError(
             f"input has shape {shape_of(inp)}; its last dim must be {label}={wanted}, the weight of "
-            f"{_named(layer)} is {shape_of(weight)}"
+            f"{named_layer(layer)} is {shape_of(weight)}"
         )
     if device != weight.device:
         raise RuntimeError(
-            f"input is on {inp.device}, the parameters are on {weight.device} in {_named(layer)}; {remedy(weight)}"
+            f"input is on {inp.device}, the parameters are on {weight.device} in {named_layer(layer)}; {remedy(weight)}"
         )
     kind = device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -116,8 +129,8 @@ def checked_input(
             return inp.to(torch.get_autocast_dtype(kind))
     if inp.dtype != weight.dtype:
         raise TypeError(
-            f"input is {inp.dtype}, the parameters are {weight.dtype} in {_named(layer)} of {shape_of(weight)}; "
-            f"{_other_dtype(inp)}"
+            f"input is {inp.dtype}, the parameters are {weight.dtype} in {named_layer(layer)} of {shape_of(weight)}; "
+            f"{_other_dtype(inp, weight)}"
         )
     return inp
 
@@ -126,22 +139,28 @@ def no_matrix(layer: nn.Module, label: str, weight: Tensor | None) -> ValueError
     """Return the error of a weight that is no matrix; ``label``: its name."""
     found = "None" if weight is None else f"of shape {shape_of(weight)}"
     return ValueError(
-        f"{label} of {_named(layer)} is {found}; assign an nn.Parameter (out_features, in_features)"
+        f"{label} of {named_layer(layer)} is {found}; assign an nn.Parameter (out_features, in_features)"
     )
 
 
-def _named(layer: Any) -> str:
-    """Return the name of a layer if it has one, else its class."""
-    name = getattr(layer, "name", "")
+def named_layer(layer: Any) -> str:
+    """Return the name of a layer if it has one, or had one in the model that was converted, else its class."""
+    name = getattr(layer, "name", "") or getattr(layer, "_converted_as", "")
     return shown(name) if name else type(layer).__name__
 
 
-def _other_dtype(inp: Tensor) -> str:
+def _other_dtype(inp: Tensor, weight: Tensor) -> str:
     """Return what to do about an input of another dtype than the parameters."""
+    if weight.dtype.itemsize == 1:
+        return ONE_BYTE
     if inp.dtype in HIGH_PRECISION:
         return "cast one of them or use torch.autocast"
     if inp.is_floating_point() or inp.is_complex():
         return "cast the input, as torch.autocast does not"
+    if inp.dtype == torch.bool:
+        return (
+            f"a layer multiplies numbers: cast it with x.to({weight.dtype}), which makes True 1 and False 0"
+        )
     return "integers such as token ids go through an embedding first; cast numbers with .float()"
 
 

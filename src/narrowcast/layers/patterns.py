@@ -107,15 +107,26 @@ def matching_names(
     matching = _regular_expression(pattern)
     found = [name for name in names if matching.match(name)]
     if not found and not pattern:
-        raise ValueError(
-            f"this {type(model).__name__} has no {kind}; pass the model that holds the linear layers"
-        )
+        remedy = of_torch_ao(model) or "pass the model that holds the linear layers"
+        raise ValueError(f"this {type(model).__name__} has no {kind}; {remedy}")
     if not found:
         raise ValueError(
             f"{argument}: {shown(pattern)} matches no {kind} of this {type(model).__name__}; "
             f"{_hint(pattern, names, model)}"
         )
     return found
+
+
+def of_torch_ao(model: nn.Module) -> str:
+    """Return what to do about a model whose linear layers PyTorch has quantized, "" if it has not."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith("torch.ao.nn") and "Linear" in kind.__name__:
+            return (
+                f"torch.ao.quantization has made {shown(name or 'the model')} a quantized {kind.__name__}; load the "
+                "weights into the plain model, and convert that instead"
+            )
+    return ""
 
 
 def _hint(pattern: str, names: list[str], model: nn.Module) -> str:

@@ -11,7 +11,7 @@ from .. import _checks
 from ..functional.collectives import checked_group
 from ..recipe import Recipe, recipes_from_json
 from ..state import checked_recipe
-from .patterns import matching_names
+from .patterns import matching_names, of_torch_ao
 from .policies import choose, policy_named
 from .recipe_owner import RecipeOwner
 from .renewal import renew_with
@@ -59,7 +59,8 @@ def set_recipe(
     owners = {name: module for name, module in model.named_modules() if isinstance(module, RecipeOwner)}
     if not owners:
         raise ValueError(
-            f"this {type(model).__name__} has no low-precision layer; call narrowcast.convert(model, recipe) first"
+            f"this {type(model).__name__} has no low-precision layer; "
+            + (of_torch_ao(model) or "call narrowcast.convert(model, recipe) first")
         )
     chosen: dict[str, Recipe | None] = {}
     for pattern, value in table.items():

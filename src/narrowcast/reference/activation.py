@@ -259,7 +259,9 @@ def widened(x: Tensor, activation: str) -> Tensor:
         TypeError: it is not fp32, bf16 or fp16.
     """
     if x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"{activation} takes float32, bfloat16 or float16, got {x.dtype}; cast it first")
+        raise TypeError(
+            f"{activation} takes float32, bfloat16 or float16, got {x.dtype}; cast the input first"
+        )
     return x.detach().contiguous().float()
 
 

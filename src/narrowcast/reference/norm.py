@@ -198,7 +198,7 @@ def backward(
 def _rows(x: Tensor) -> Tensor:
     """Return the matrix after a tensor, in fp32."""
     if x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"norms take float32, bfloat16 or float16, got {x.dtype}; cast it first")
+        raise TypeError(f"norms take float32, bfloat16 or float16, got {x.dtype}; cast the input first")
     if x.dim() == 0:
         raise ValueError("norms need a last dim, got a tensor of rank 0")
     return x.detach().contiguous().view(math.prod(x.shape[:-1]), x.shape[-1]).float()

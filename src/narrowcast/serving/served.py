@@ -239,7 +239,7 @@ class Served:
         )
         if operand is None or written_as is None:
             raise ValueError(
-                f"{found.name or 'the model'} has the recipe {recipe_name(recipe)}; format={shown(self.format)} "
+                f"{shown(found.name or 'the model')} has the recipe {recipe_name(recipe)}; format={shown(self.format)} "
                 f"holds the weights of {self.kind.recipes}: choose another format, or give export a recipe="
             )
         return operand, written_as

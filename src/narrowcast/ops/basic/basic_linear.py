@@ -256,7 +256,8 @@ class BasicLinear(LinearLayer, BasicOperation, values=()):
         """
         weight, plan, args = self.weight, args.plan, _of_input(args, input_)
         if isinstance(input_, Tensor):
-            if input_.dtype != weight.dtype and input_.dtype in HIGH_PRECISION:
+            widens = input_.dtype in HIGH_PRECISION and weight.dtype.itemsize > 1
+            if input_.dtype != weight.dtype and widens:
                 input_ = input_.to(args.dtype)
             input_ = checked_input(self, input_, "in_features", weight, quantized_as_it_is=True)
         forward = _replay_of(linear_forward, input_, plan.input, [weight, bias], args)
