@@ -258,6 +258,7 @@ def test_a_retained_graph_of_manual_and_no_grad(no_limit: None) -> None:
     [
         ({"offload_activations": False}, "nothing to offload"),
         ({"num_layers": 4}, "num_layers is 4 of model_layers=4; use 1 to 3"),
+        ({"num_layers": 2, "model_layers": 1}, "^model_layers is 1; use the number of layers in a forward"),
         ({"offload_stream": object()}, "manual_synchronization"),
     ],
 )

@@ -203,11 +203,19 @@ def test_a_value_that_is_no_choice_is_told_the_nearest_one() -> None:
     assert _checks.not_among(3, choices) == "3; use one of LayerNorm or RMSNorm"
 
 
+def sampled(model: torch.nn.Module) -> Any:
+    """Return a watch with a record."""
+    watch = nc.watch(model)
+    model(torch.ones(2, 32)).sum().backward()
+    watch.step()
+    return watch
+
+
 @pytest.mark.parametrize(
     "write",
     [
         lambda model, path: nc.receipt(model).to_html(path),
-        lambda model, path: nc.watch(model).to_csv(path),
+        lambda model, path: sampled(model).to_csv(path),
         lambda model, path: nc.export(model, path, format="bf16"),
         lambda model, path: nc.distributed.save_checkpoint(path, model),
     ],

@@ -273,11 +273,11 @@ def module(label: str, value: Any) -> None:
         raise TypeError(f"{label} is {typed(value)}; pass a torch.nn.Module{made}")
 
 
-def function(label: str, value: Any) -> None:
-    """Check what will be called.
+def function(label: str, value: Any, example: str) -> None:
+    """Check what will be called; ``example``: an argument that fits, for the message.
 
     Raises:
         TypeError: the value is no function.
     """
     if not callable(value):
-        raise TypeError(f"{label} is {shown(value)}; use a function")
+        raise TypeError(f"{label} is {typed(value)}; pass what can be called, such as {example}")

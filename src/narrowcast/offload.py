@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._checks import flags, positive
+from ._checks import flags, positive, shown
 from ._checks import tensor as tensor_given
 from ._tracing import refuse_in_graphs, users_level
 from .upstream.tensors import base_of, has_inner_tensors, storage_key, tree_leaves, version_of
@@ -386,6 +386,11 @@ def get_cpu_offload_context(
         )
     if not manual_synchronization:
         positive(model_layers=model_layers, num_layers=num_layers)
+    if not manual_synchronization and model_layers < 2:
+        raise ValueError(
+            f"model_layers is {shown(model_layers)}; use the number of layers in a forward, 2 or more: the last one's "
+            "backward comes at once, and it is never offloaded"
+        )
     if not manual_synchronization and not 1 <= num_layers <= model_layers - 1:
         raise ValueError(
             f"num_layers is {num_layers} of model_layers={model_layers}; use 1 to {model_layers - 1}, the last layer's "

@@ -107,6 +107,16 @@ def test_what_does_not_fit_is_refused() -> None:
         apply(t, freqs, cp_size=2, cp_rank=2)
     with pytest.raises(ValueError, match="even number"):
         nc.RotaryPositionEmbedding(7)
+    with pytest.raises(TypeError, match="^pretrained_max_position_embeddings is 'x', of type str"):
+        nc.RotaryPositionEmbedding(8, pretrained_max_position_embeddings="x")
+    for given, told in (
+        (("8",), "^max_seq_len is '8', of type str; use a whole number"),
+        ((8, None), "^offset is None, of type NoneType; use a whole number"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            nc.RotaryPositionEmbedding(8)(*given)
+    with pytest.raises(ValueError, match="^max_seq_len is -1; use the number of positions"):
+        nc.RotaryPositionEmbedding(8)(-1)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -7,6 +7,7 @@ import copy
 import csv
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -354,11 +355,24 @@ def test_layers_that_their_model_does_not_call_are_named() -> None:
 
 
 def test_records_go_to_files(tmp_path: Path) -> None:
+    scalars: dict[tuple[str, int], float] = {}
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            scalars[tag, step] = value
+
     model = stack(QUANTIZED["current"])
     watch = nc.watch(model, every=1)
-    assert str(watch) == "nothing was sampled yet"
-    with pytest.raises(ValueError, match="nothing was sampled"):
-        watch.plot(tmp_path / "early.png")
+    told = "nothing was sampled: no step was counted; call watch.step() once per step of the training"
+    assert str(watch) == told
+    for early in (
+        lambda: watch.plot(tmp_path / "early.png"),
+        lambda: watch.to_csv(tmp_path / "early.csv"),
+        lambda: watch.to_tensorboard(Writer()),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            early()
+    assert not [*tmp_path.iterdir()]
     for count in range(2):
         step(model, model, count)
         watch.step()
@@ -370,18 +384,16 @@ def test_records_go_to_files(tmp_path: Path) -> None:
         for row in rows
     ]
     assert read == watch.records
-    scalars: dict[tuple[str, int], float] = {}
-
-    class Writer:
-        def add_scalar(self, tag: str, value: float, step: int) -> None:
-            scalars[tag, step] = value
-
     watch.to_tensorboard(Writer())
     assert scalars["quantization/sqnr/1.weight", 1] == next(
         one.sqnr for one in watch.latest() if (one.layer, one.operand) == ("1", "weight")
     )
     watch.plot(tmp_path / "watch.png")
     assert (tmp_path / "watch.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"^path is '.*w\.xyz'; end it in one of \..*\.png"):
+        watch.plot(tmp_path / "w.xyz")
+    with pytest.raises(TypeError, match="^path is 3, of type int; pass a path"):
+        watch.plot(3)
     watch.plot(tmp_path / "watch.svg")
     told = (tmp_path / "watch.svg").read_text()
     assert f"narrowcast {nc.__version__}, torch {torch.__version__}" in told

@@ -477,6 +477,23 @@ def test_what_checkpoint_does_not_do_is_named() -> None:
         (NotImplementedError, torch._dynamo.exc.Unsupported), match="get_rng_state_tracker in compiled"
     ):
         torch.compile(compiled, fullgraph=True, backend="aot_eager")(x)
+    for given, told in (
+        ({"use_reentrent": False}, r"checkpoint\(.*\) takes no 'use_reentrent'; did you mean use_reentrant="),
+        ({"context_fn": None}, "^context_fn is None, of type NoneType; pass what can be called"),
+        ({"preserve_rng_state": "no"}, "^preserve_rng_state is 'no', of type str; use True or False"),
+        ({"get_rng_state_tracker": object}, r"^get_rng_state_tracker returned .*, without get_states\(\)"),
+    ):
+        for function in (nc.Linear(1, 1, device="cpu"), torch.nn.Linear(1, 1), lambda x, scale=1: x * scale):
+            with pytest.raises(TypeError, match=told):
+                nc.checkpoint(function, x, **given)
+    with pytest.raises(
+        TypeError, match=r"^checkpoint\(<lambda>, ...\) takes no 'factor'; it takes .* x, scale"
+    ):
+        nc.checkpoint(lambda x, scale=1: x * scale, x, factor=2)
+    with pytest.raises(ValueError, match="^determinism_check is 'x'; use one of default, none"):
+        nc.checkpoint(torch.sin, x, determinism_check="x")
+    with pytest.raises(TypeError, match=r"^function is None, .* such as a layer: checkpoint\(layer, x\)"):
+        nc.checkpoint(None, x)
     neutral = {"distribute_saved_activations": False, "get_rng_state_tracker": None, "tp_group": None}
     step = torch.compile(
         lambda x: nc.checkpoint(torch.sin, x, **neutral), fullgraph=True, backend="aot_eager"

@@ -75,6 +75,8 @@ class RotaryPositionEmbedding(nn.Module):
         flags(interleaved=interleaved)
         if seq_len_interpolation_factor is not None:
             numbers(seq_len_interpolation_factor=seq_len_interpolation_factor)
+        if pretrained_max_position_embeddings is not None:
+            positive(pretrained_max_position_embeddings=pretrained_max_position_embeddings)
         self.interleaved, self.rotary_base = interleaved, rotary_base
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
@@ -92,6 +94,9 @@ class RotaryPositionEmbedding(nn.Module):
         """Return angles of the positions from ``offset`` on: (max_seq_len, 1, 1, d) in fp32."""
         if unknown:
             refuse_keywords(self, unknown)
+        whole(max_seq_len=max_seq_len, offset=offset)
+        if max_seq_len < 0:
+            raise ValueError(f"max_seq_len is {max_seq_len}; use the number of positions, 0 or more")
         position = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         factor, pretrained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None:

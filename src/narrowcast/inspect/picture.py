@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._checks import shown
 from .._version import __version__
 
 if TYPE_CHECKING:
@@ -53,8 +54,15 @@ _SEEN = 0.01  # a panel without a larger share looks empty, and says so
 
 
 def draw(records: Sequence[Record], path: str | Path) -> None:
-    """Write the picture in the format that the name ends in."""
+    """Write the picture in the format that the name ends in.
+
+    Raises:
+        ValueError: matplotlib does not write it.
+    """
     drawn = figure(records)
+    ending, known = Path(path).suffix[1:].lower(), drawn.canvas.get_supported_filetypes()
+    if ending and ending not in known:
+        raise ValueError(f"path is {shown(str(path))}; end it in one of .{', .'.join(known)}")
     drawn.savefig(path, dpi=165, bbox_inches=drawn.bbox_inches.padded(0.12))  # with a margin
 
 
@@ -98,8 +106,8 @@ def figure(records: Sequence[Record]) -> Figure:
             axes.set_yticks(
                 range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=_LETTERS
             )
-            shown = range(0, len(steps), max(1, len(steps) // 2))
-            axes.set_xticks(list(shown), [str(steps[index]) for index in shown], fontsize=_LETTERS)
+            labeled = range(0, len(steps), max(1, len(steps) // 2))
+            axes.set_xticks(list(labeled), [str(steps[index]) for index in labeled], fontsize=_LETTERS)
             axes.tick_params(axis="x", labelbottom=True)
         above = {"xytext": (0, 25), "textcoords": "offset points", "fontsize": _LETTERS, "weight": "bold"}
         row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row

@@ -36,6 +36,7 @@ from .router_record import RouterRecord, table_of
 
 # buffers of a watched layer, one per hook: as parts of one they would not be what compiled code writes to
 _INPUT, _GRADIENT, _HEALTH = "_watched_input", "_watched_gradient", "_watched_health"
+_NOTHING = "nothing was sampled: no step was counted; call watch.step() once per step of the training"
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,7 @@ class Watch:
             shares = (f"{one.amax:.4g}", f"{one.underflow:.3%}", f"{one.saturation:.3%}", f"{one.sqnr:.1f}")
             rows.append((str(one.step), one.layer, one.operand, *shares))
         if not self.records:
-            return "nothing was sampled yet"
+            return _NOTHING
         lines = aligned(rows, frozenset((0, 3, 4, 5, 6)))
         seen = {one.layer for one in self.records if not one.operand.endswith("weight")}  # read in any case
         idle = [
@@ -375,7 +376,13 @@ class Watch:
         return "\n".join([*lines, *(["", *table_of(routers)] if routers else [])])
 
     def to_csv(self, path: str | Path) -> None:
-        """Write all records, one a line under the names of :class:`Record`."""
+        """Write all records, one a line under the names of :class:`Record`.
+
+        Raises:
+            ValueError: nothing was sampled yet.
+        """
+        _checks.path("path", path)
+        self._check_sampled()
         with _checks.writing(path), open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Record)])
@@ -388,11 +395,13 @@ class Watch:
             writer: a ``SummaryWriter``, or whatever has its ``add_scalar(tag, value, step)``.
         Raises:
             TypeError: ``writer`` has none.
+            ValueError: nothing was sampled yet.
         """
         if not hasattr(writer, "add_scalar"):
             raise TypeError(
                 f"writer is {_checks.typed(writer)}; pass a torch.utils.tensorboard.SummaryWriter(log_dir)"
             )
+        self._check_sampled()
         for one in self.records:
             for statistic in ("amax", "underflow", "saturation", "sqnr"):
                 tag = f"quantization/{statistic}/{one.layer}.{one.operand}"
@@ -408,14 +417,18 @@ class Watch:
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
-            ValueError: nothing was sampled yet.
+            ValueError: nothing was sampled yet, or the name ends in no format of matplotlib.
         """
-        if not self.records:
-            raise ValueError("nothing was sampled yet; call step() once per step")
+        _checks.path("path", path)
+        self._check_sampled()
         from .picture import draw
 
         with _checks.writing(path):
             draw(self.records, path)
+
+    def _check_sampled(self) -> None:
+        if not self.records:
+            raise ValueError(_NOTHING)
 
     def __enter__(self) -> Watch:
         return self

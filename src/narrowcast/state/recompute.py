@@ -6,6 +6,7 @@ Under delayed scaling a recomputed layer reads the scales that its forward read:
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import itertools
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from .. import _checks
+from .. import _checks, _keywords
 from ..upstream.autograd import is_in_backward
 from .autocast import THREAD, entered_in_backward, is_fp8_enabled
 
@@ -48,6 +49,31 @@ class _under:
 
 
 _CHECKPOINT_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug")
+_TRACKER = "lambda: tracker, of a narrowcast.CudaRNGStatesTracker"
+_OWN_OPTIONS = ("use_reentrant", "distribute_saved_activations", "get_rng_state_tracker", "tp_group")
+
+
+def _check_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> None:
+    """Check what PyTorch's checkpoint takes, and names that neither it nor the function takes.
+
+    Raises:
+        TypeError: an option of another type, or an unknown name.
+        ValueError: an unknown check.
+    """
+    _checks.flags(preserve_rng_state=keywords.get("preserve_rng_state"), debug=keywords.get("debug"))
+    if "context_fn" in keywords:
+        _checks.function("context_fn", keywords["context_fn"], "one that returns two contexts")
+    check = keywords.get("determinism_check", "default")
+    if not _checks.is_one_of(check, ("default", "none")):
+        raise ValueError(f"determinism_check is {_checks.not_among(check, ('default', 'none'))}")
+    own = dict.fromkeys(_keywords.named(function) or keywords)
+    unknown = [name for name in keywords if name not in own and name not in _CHECKPOINT_OPTIONS]
+    options = (*_OWN_OPTIONS, *_CHECKPOINT_OPTIONS)
+    if isinstance(function, torch.nn.Module):  # whose hooks may take names that its forward does not
+        unknown = [name for name in unknown if difflib.get_close_matches(name, options, 1)]
+    if unknown:
+        name = getattr(function, "__name__", type(function).__name__)
+        _keywords.check(f"checkpoint({name}, ...)", (*options, *own), unknown)
 
 
 def checkpoint(
@@ -74,7 +100,7 @@ def checkpoint(
         **kwargs: for the function and, by PyTorch's names, for the checkpoint.
     Raises:
         NotImplementedError: ``distribute_saved_activations``, or a tracker in compiled code.
-        TypeError: ``function`` or the tracker is not callable.
+        TypeError: ``function`` or the tracker is not callable, or a keyword is unknown to function and checkpoint.
     """
     run = torch.utils.checkpoint.checkpoint
     compiling = torch.compiler.is_compiling()
@@ -85,9 +111,11 @@ def checkpoint(
             f"checkpoint does not take {option}{'' if distribute_saved_activations else ' in compiled code'}; leave it "
             "out"
         )
-    _checks.function("function", function)
+    _checks.function("function", function, "a layer: checkpoint(layer, x)")
     if get_rng_state_tracker is not None:
-        _checks.function("get_rng_state_tracker", get_rng_state_tracker)
+        _checks.function("get_rng_state_tracker", get_rng_state_tracker, _TRACKER)
+    if kwargs and not compiling:
+        _check_keywords(function, kwargs)
     if compiling:
         return run(function, *args, use_reentrant=False, **kwargs)
     if use_reentrant:  # PyTorch's reentrant checkpoint takes no keywords for the function
@@ -113,6 +141,10 @@ class _Tracked:
     """Entered by a forward, then by each of its recomputations, which begin with the random states of the forward."""
 
     def __init__(self, tracker: Any) -> None:
+        if not hasattr(tracker, "get_states"):
+            raise TypeError(
+                f"get_rng_state_tracker returned {_checks.typed(tracker)}, without get_states(); pass {_TRACKER}"
+            )
         self.tracker, self.first, self.after = tracker, None, None
 
     def __enter__(self) -> None:
