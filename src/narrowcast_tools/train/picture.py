@@ -55,7 +55,7 @@ def finding(rows: Sequence[Row]) -> str:
     if not above:
         most = math.ceil(10 * max(abs(row.gap_percent) for row in rows)) / 10
         none = "On average, no" if _several(rows) else "No"
-        return f"{none} recipe's loss differs from bf16's by more than {most:.1f}%"
+        return f"{none} recipe's final loss differs from bf16's by more than {most:.1f}%"
     return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 

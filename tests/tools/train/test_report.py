@@ -187,7 +187,7 @@ def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row])
     ends = drawn.axes[0]
     assert max(map(abs, ends.get_xlim())) == pytest.approx(1.12 * 0.19)
     assert not ends.patches and _marks(ends) == [], "what is allowed is outside"
-    assert drawn.get_suptitle() == "No recipe's loss differs from bf16's\nby more than 0.2%"
+    assert drawn.get_suptitle() == "No recipe's final loss differs from\nbf16's by more than 0.2%"
     assert "This project counts a gap up to 1% as equal, for NVFP4 3%." in _foot(drawn)
     far = figures(lambda: draw(rows, subtitle="far"))[0]
     assert _title(far) == "Loss not equal to bf16's: MXFP8"
