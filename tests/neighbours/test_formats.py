@@ -14,13 +14,17 @@ import torch
 import transformers
 from compressed_tensors import compressors, quantization
 from modelopt.torch.export import export_hf_checkpoint
+from serving.test_export import stack
+from serving.test_layouts import SIZES, config_of, written
 from torch import Tensor, nn
+from transformers.integrations import finegrained_fp8, mxfp4
 
 import narrowcast as nc
+from narrowcast.serving.read_formats import LAYOUTS, PublicLayout
 
 CONFIGURATION = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -45,6 +49,9 @@ def llama() -> Any:
         ("W4A8_MXFP4_FP8_CFG", "W4A8_MXFP4_FP8", 0.2),
         ("FP8_DEFAULT_CFG", "FP8", 0.04),
         ("MXFP8_DEFAULT_CFG", "MXFP8", 0.04),
+        ("FP8_PER_CHANNEL_PER_TOKEN_CFG", "FP8_PER_CHANNEL_PER_TOKEN", 0.04),
+        ("FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "fp8_pb_wo", 0.04),
+        ("W4A8_NVFP4_FP8_CFG", "W4A8_NVFP4_FP8", 0.2),
     ],
 )
 def test_a_checkpoint_of_modelopt(name: str, algorithm: str, error: float, tmp_path: Path) -> None:
@@ -91,28 +98,71 @@ def test_compressed_tensors_decodes_an_export(name: str, tmp_path: Path) -> None
         ) * value.norm()
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "mxfp4", "current"])
-def test_what_compressed_tensors_compresses_again_is_read(name: str, tmp_path: Path) -> None:
-    """Its own codes of the decoded values, in the layout that it writes."""
-    model = nn.Sequential(nn.Linear(160, 224), nn.Linear(224, 96)).bfloat16()
-    nc.convert(model, name, blocks=True, small=True)
-    format = "compressed-tensors" if name == "current" else name
-    path = nc.export(model, tmp_path / "out", format=format).path
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    scheme = quantization.QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+def scheme_of(config: dict[str, Any]) -> Any:
+    return quantization.QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+
+
+OWN = [one for one in LAYOUTS if one.package == "compressed-tensors"]
+
+
+@pytest.mark.parametrize("layout", OWN, ids=lambda one: "-".join(str(value) for value in one.config.values()))
+def test_files_of_compressed_tensors_decode_alike(layout: PublicLayout, tmp_path: Path) -> None:
+    """Any codes and scales, and those that it writes of the decoded values."""
+    state, _ = written(layout, tmp_path)
+    config = config_of(layout)
+    for group in config["config_groups"].values():
+        group["weights"] |= {"type": "float", "symmetric": True}
+        group["format"] = config["format"]
+        if "strategy" not in group["weights"]:
+            group["weights"]["strategy"] = "tensor_group" if "nvfp4" in config["format"] else "group"
+            group["weights"]["scale_dtype"] = (
+                "torch.float8_e4m3fn" if "nvfp4" in config["format"] else "torch.uint8"
+            )
+    scheme = scheme_of(config)
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format)
-    values, written = {}, {key: one for key, one in tensors.items() if key.endswith("bias")}
-    for module in "01":
-        own = {key.removeprefix(f"{module}."): one for key, one in tensors.items() if key.startswith(module)}
-        opened = compressor.decompress(dict(own), scheme)
-        values[module] = opened["weight"].float()
-        again = compressor.compress({**own, **opened}, scheme)
-        written |= {
-            f"{module}.{key}": one.detach().contiguous() for key, one in again.items() if "weight" in key
-        }
-    safetensors.torch.save_file(written, path / "model.safetensors")
-    read = nc.load_quantized(nn.Sequential(nn.Linear(160, 224), nn.Linear(224, 96)).bfloat16(), path)
-    for module, value in values.items():
-        found = read.get_parameter(f"{module}.weight").dequantize().float()
-        assert (found - value).norm() <= 2**-7 * value.norm()
+    again = dict(state)
+    for attempt in range(2):
+        values = {}
+        for module in "01":
+            own = {
+                key.removeprefix(f"{module}."): one
+                for key, one in again.items()
+                if key.startswith(f"{module}.weight")
+            }
+            opened = compressor.decompress(dict(own), scheme)
+            values[module] = opened["weight"].double()
+            made = compressor.compress({**own, **opened}, scheme)
+            again |= {
+                f"{module}.{key}": one.detach().contiguous() for key, one in made.items() if "weight" in key
+            }
+            again.pop(f"{module}.weight" if "weight_packed" in made else "", None)
+        read = nc.load_quantized(stack(*SIZES, dtype=torch.float32), tmp_path)
+        for module, value in values.items():
+            found = read.get_parameter(f"{module}.weight").dequantize().double()
+            # it decodes in the dtype of its scales
+            torch.testing.assert_close(found, value, rtol=2**-7, atol=0)
+        if attempt == 0:
+            safetensors.torch.save_file(again, tmp_path / "model.safetensors")
+
+
+OF_TRANSFORMERS = [one for one in LAYOUTS if one.config["quant_method"] in ("fp8", "mxfp4") and one.compared]
+
+
+@pytest.mark.parametrize(
+    "layout", OF_TRANSFORMERS, ids=lambda one: "-".join(map(str, one.config.values())) + one.read.scales[0]
+)
+def test_transformers_decodes_alike(layout: PublicLayout, tmp_path: Path) -> None:
+    if layout.read.stacked:
+        generator = torch.Generator().manual_seed(0)
+        blocks = torch.randint(256, (3, 192, 2, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 130, (3, 192, 2), generator=generator, dtype=torch.uint8)
+        found = layout.read.decode("gate_up_proj", {"_blocks": blocks, "_scales": scales}, torch.bfloat16)
+        assert torch.equal(found, mxfp4.convert_moe_packed_tensors(blocks, scales))
+        return
+    sizes = (256, 384, 128)  # Transformers decodes whole tiles alone
+    state, _ = written(layout, tmp_path, sizes)
+    read = nc.load_quantized(stack(*sizes, dtype=torch.float32), tmp_path)
+    for key in ("0.weight", "1.weight"):
+        codes, scales = (state[layout.read.name_of(key, suffix)] for suffix in ("", *layout.read.scales))
+        decode = finegrained_fp8.Fp8Dequantize(None)._dequantize_one
+        assert torch.equal(read.get_parameter(key).dequantize(), decode(codes, scales, torch.float32)), key

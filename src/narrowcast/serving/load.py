@@ -32,7 +32,7 @@ from ..state import checked_recipe
 from ..upstream.fsdp import reshard
 from ..upstream.modules import own_buffers, own_parameters
 from .names import CheckpointNames
-from .read_formats import format_of, keys_of, read_formats
+from .read_formats import format_of, keys_of, read_formats, without_inputs
 
 INDEX, MODELOPT = "model.safetensors.index.json", "hf_quant_config.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
@@ -132,7 +132,7 @@ def _read_codes(
     formats = read_formats(config)
     state = model.state_dict(keep_vars=True)
     names = CheckpointNames(model, state)
-    tensors = names.in_model(_tensors(path), state)
+    tensors = without_inputs(names.in_model(_tensors(path), state), formats, state)
     keys = keys_of(tensors, formats)
     if not keys:
         elements = " (E4M3)" if formats[0].dtype == torch.float8_e4m3fn else ""

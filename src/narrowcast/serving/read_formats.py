@@ -7,7 +7,7 @@ of ``docs/serving.md`` is made from the records. Scales of inputs are not read: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..formats import (
     MXFP6,
     MXFP8,
     NVFP4,
+    NVFP4_BLOCK,
     SCALE_TILE_COLUMNS,
     SCALE_TILE_ROWS,
     Layout,
@@ -58,7 +59,7 @@ class ReadFormat:
         dtype: of the codes.
         codes: what the name of the codes adds to the weight's.
         scales: what the names of its scales add; one that begins with a dot stands in place of ``weight``.
-        inputs: names beside the weight of scales for the layer's input or for a KV cache; they are left out.
+        inputs: names of scales for a layer's input or for a KV cache; they are left out.
         buffers: returns row-wise buffers of a weight (N, K), given its name and its tensors by what their names add.
         recipe: the default of the layers.
         stacked: all experts of a layer are one tensor, the codes of a block in its last dim.
@@ -139,8 +140,6 @@ class ReadFormat:
                     f"{path} has {shown(owner + name)}, which changes the input or the output of a layer and which "
                     "load_quantized does not read; give a checkpoint without it"
                 )
-        for name in self.inputs:
-            tensors.pop(owner + name, None)
         return {suffix: tensors.pop(self.name_of(key, suffix)) for suffix in (self.codes, *self.scales)}
 
     @property
@@ -296,7 +295,7 @@ def _amax(fmt: ReadFormat, key: str, second: Tensor) -> Tensor:
     return torch.full_like(second, NVFP4_LARGEST) / second if is_reciprocal else second * NVFP4_LARGEST
 
 
-_INPUTS = ("input_scale", "k_scale", "v_scale")
+_INPUTS = ("input_scale", "input_global_scale", "q_scale", "k_scale", "v_scale")
 _TENSOR = ReadFormat(
     "stored", FLOAT8, torch.float8_e4m3fn, "", ("_scale",), _INPUTS, _eight_bits, Float8CurrentScaling
 )
@@ -308,7 +307,7 @@ _NVFP4 = ReadFormat(
     torch.uint8,
     "_packed",
     ("_scale", "_global_scale"),
-    ("input_global_scale",),
+    _INPUTS,
     _blocks,
     Float8CurrentScaling,
 )
@@ -316,7 +315,7 @@ _NVFP4 = ReadFormat(
 _MXFP4 = replace(_NVFP4, weights="mxfp4", layout=MXFP4, scales=("_scale",), recipe=Float8BlockScaling)
 _MXFP6 = replace(_MXFP4, weights="mxfp6", layout=MXFP6)
 _MXFP8 = replace(_MXFP4, weights="mxfp8", layout=MXFP8, dtype=torch.float8_e4m3fn, codes="")
-_OF_TRANSFORMERS = {"scales": ("_scale_inv",), "inputs": ("activation_scale",)}
+_OF_TRANSFORMERS: dict[str, Any] = {"scales": ("_scale_inv",), "inputs": ("activation_scale",)}
 
 
 @dataclass(frozen=True)
@@ -324,80 +323,88 @@ class PublicLayout:
     """A layout of quantized weights that a library writes.
 
     Args:
-        package: of the library.
+        package: of the library, or who publishes such files.
         config: what its ``quantization_config`` has: of compressed-tensors the format of a group and its weights.
         read: the tensors, and what they become.
-        what: of the values in the files, beyond what ``read`` says.
-        decoded_by: what decodes the files that tests compare with: the package, or the formula of its documentation.
+        what: of the files, beyond what ``read`` says.
+        compared: what tests compare the values with, beside the formula of the layout.
     """
 
     package: str
     config: dict[str, Any]
     read: ReadFormat
     what: str = ""
-    decoded_by: str = "its formula"
+    compared: str = ""
 
 
-def _fp8(read: ReadFormat, package: str = "transformers", what: str = "", **config: Any) -> PublicLayout:
-    return PublicLayout(package, {"quant_method": "fp8", **config}, read, what)
+def _fp8(
+    read: ReadFormat, package: str = "transformers", what: str = "", compared: str = "", **config: Any
+) -> PublicLayout:
+    return PublicLayout(package, {"quant_method": "fp8", **config}, read, what, compared)
 
 
 def _compressed(read: ReadFormat, format: str, **scheme: Any) -> PublicLayout:
     config = {"quant_method": "compressed-tensors", "format": format, **scheme}
-    return PublicLayout("compressed-tensors", config, read, decoded_by="the package")
+    return PublicLayout("compressed-tensors", config, read, compared=_DECODER)
 
 
 def _modelopt(read: ReadFormat, algorithm: str, what: str = "") -> PublicLayout:
-    return PublicLayout("nvidia-modelopt", {"quant_method": "modelopt", "quant_algo": algorithm}, read, what)
+    config = {"quant_method": "modelopt", "quant_algo": algorithm}
+    return PublicLayout("nvidia-modelopt", config, read, what, "its own files")
 
 
+_DECODER, _OF_HF = "its decoder", "the decoder of transformers"
 _TILE = [FLOAT8_BLOCK, FLOAT8_BLOCK]
 _E8M0 = "scales in fp32, bf16 or E8M0"
-_M_NVFP4 = replace(_NVFP4, codes="", scales=("_scale", "_scale_2"), inputs=_INPUTS)
-_M_MXFP4 = replace(_MXFP4, codes="", inputs=_INPUTS)
+_M_NVFP4 = replace(_NVFP4, codes="", scales=("_scale", "_scale_2"))
+_M_MXFP4 = replace(_MXFP4, codes="")
 
 LAYOUTS = (
-    PublicLayout(
-        "transformers",
-        {"quant_method": "mxfp4"},
-        replace(_MXFP4, codes="_blocks", scales=("_scales",), inputs=(), stacked=True),
-        "experts of gpt-oss",
-    ),
-    _fp8(replace(_TILES, **_OF_TRANSFORMERS), what=_E8M0, weight_block_size=_TILE),
-    _fp8(replace(_TILES, scales=(".scale",)), "DeepSeek", _E8M0, weight_block_size=_TILE),
+    _fp8(replace(_TILES, **_OF_TRANSFORMERS), what=_E8M0, compared=_DECODER, weight_block_size=_TILE),
+    _fp8(replace(_TILES, scales=(".scale",)), "DeepSeek", _E8M0, _OF_HF, weight_block_size=_TILE),
     _fp8(
         replace(_TILES, scales=(".qscale_weight",), inputs=("qscale_act",)),
         "Mistral",
+        _E8M0,
+        _OF_HF,
         weight_block_size=_TILE,
     ),
     _fp8(
         replace(_MXFP4, dtype=torch.int8, codes="", scales=(".scale",)),
         "DeepSeek",
-        "experts",
+        "codes in int8",
+        _OF_HF,
         expert_dtype="fp4",
     ),
-    _fp8(replace(_MXFP8, **_OF_TRANSFORMERS), weight_block_size=[1, MX_BLOCK]),
-    _fp8(replace(_TENSOR, **_OF_TRANSFORMERS), weight_block_size=None),
+    _fp8(replace(_MXFP8, **_OF_TRANSFORMERS), compared=_DECODER, weight_block_size=[1, MX_BLOCK]),
+    _fp8(replace(_TENSOR, **_OF_TRANSFORMERS), compared=_DECODER, weight_block_size=None),
     _fp8(_TENSOR, "vllm", weight_block_size=None),
     PublicLayout("fbgemm-gpu", {"quant_method": "fbgemm_fp8"}, replace(_CHANNEL, inputs=("input_scale_ub",))),
+    PublicLayout(
+        "transformers",
+        {"quant_method": "mxfp4"},
+        replace(_MXFP4, codes="_blocks", scales=("_scales",), inputs=(), stacked=True),
+        "all experts of a layer, decoded",
+        _DECODER,
+    ),
     _compressed(_TENSOR, "float-quantized", num_bits=8, strategy="tensor"),
     _compressed(_CHANNEL, "float-quantized", num_bits=8, strategy="channel"),
     _compressed(_TILES, "float-quantized", num_bits=8, strategy="block", block_structure=_TILE),
-    _compressed(_MXFP8, "mxfp8-quantized", num_bits=8, group_size=32),
-    _compressed(_MXFP6, "mxfp6-pack-quantized", num_bits=6, group_size=32),
-    _compressed(_MXFP4, "mxfp4-pack-quantized", num_bits=4, group_size=32),
-    _compressed(_NVFP4, "nvfp4-pack-quantized", num_bits=4, group_size=16),
+    _compressed(_MXFP8, "mxfp8-quantized", num_bits=8, group_size=MX_BLOCK),
+    _compressed(_MXFP6, "mxfp6-pack-quantized", num_bits=6, group_size=MX_BLOCK),
+    _compressed(_MXFP4, "mxfp4-pack-quantized", num_bits=4, group_size=MX_BLOCK),
+    _compressed(_NVFP4, "nvfp4-pack-quantized", num_bits=4, group_size=NVFP4_BLOCK),
     _modelopt(_TENSOR, "FP8"),
     _modelopt(_CHANNEL, "FP8_PER_CHANNEL_PER_TOKEN"),
     _modelopt(_TILES, "FP8_PB_WO"),
-    _modelopt(replace(_MXFP8, inputs=_INPUTS), "MXFP8"),
+    _modelopt(_MXFP8, "MXFP8"),
     _modelopt(_M_NVFP4, "NVFP4"),
     _modelopt(_M_NVFP4, "W4A16_NVFP4"),
     _modelopt(_M_NVFP4, "W4A8_NVFP4_FP8", "blocks of 32"),
     _modelopt(_M_MXFP4, "MXFP4"),
     _modelopt(_M_MXFP4, "W4A8_MXFP4_FP8"),
 )
-"""What is read; of two that fit, the first."""
+"""What is read; of two that fit a weight, the first."""
 
 _SAME = {"naive-quantized": "float-quantized"}
 """Formats of compressed-tensors with the same files."""
@@ -456,9 +463,9 @@ def read_formats(config: Any) -> list[ReadFormat]:
     )
     told = {name: wrong[name] for name in named if name in wrong} if isinstance(wrong, dict) else wrong
     raise ValueError(
-        f"the checkpoint's quantization_config is {shown(told or config)}; load_quantized reads FP8 with a scale "
-        "per tensor, per row or per 128 x 128, MXFP8, MXFP6, MXFP4 and NVFP4, as the page Serve and export lists them; "
-        "give such a checkpoint, or one in bf16 with weights="
+        f"the checkpoint's quantization_config is {shown(told or config)}; load_quantized reads FP8 (a scale per "
+        "tensor, row or 128 x 128), MXFP8, MXFP6, MXFP4 and NVFP4, as the page Serve and export lists them; give one "
+        "of these, or bf16 with weights="
     )
 
 
@@ -470,3 +477,13 @@ def format_of(key: str, tensors: dict[str, Tensor], formats: list[ReadFormat]) -
 def keys_of(tensors: dict[str, Tensor], formats: list[ReadFormat]) -> list[str]:
     """Return the names of all quantized weights."""
     return list(dict.fromkeys(key for one in formats for key in one.keys(tensors)))
+
+
+def without_inputs(
+    tensors: dict[str, Tensor], formats: list[ReadFormat], state: Container[str]
+) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors without the scales of inputs and KV caches, which the model does not have."""
+    left_out = {name for one in formats for name in one.inputs}
+    return {
+        key: one for key, one in tensors.items() if key in state or key.rpartition(".")[2] not in left_out
+    }
