@@ -28,9 +28,8 @@ GPUS = {
 HOST = 8  # GPUs that NVLink joins
 MEASURED = 2  # GPUs: the most of a step that was measured here
 ERROR = "plans of one and two GPUs were within 6% of measured steps"
-ERROR_DENSE = "expect 5 to 15% less; plans for thousands of GPUs were within 15% of reports"
+ERROR_DENSE = "expect 5 to 15% less"
 ERROR_EXPERTS = "expect a quarter less, or lower; the plan of a report from 2,048 GPUs was 23% too fast"
-RATIO_ERROR = "on one and two GPUs such ratios were within 4% of measured ones"
 
 
 class Rates(NamedTuple):

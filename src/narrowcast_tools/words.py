@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +55,13 @@ def _parameters(name: str) -> float:
     """Return the parameters that a model's name says, such as `8b` or `8b-slice`; 0 where it says none."""
     found = re.match(r"(\d+(?:\.\d+)?)([mb])\b", name.lower())
     return float(found[1]) * {"m": 1e6, "b": 1e9}[found[2]] if found else 0.0
+
+
+def tell(subject: str, text: str) -> None:
+    """Print a line, with the lines that continue it below its text."""
+    begin, columns = f"{subject:<12} ", max(shutil.get_terminal_size().columns, 40)
+    lines = textwrap.fill(begin + text, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
+    print(lines.rstrip(), flush=True)
 
 
 def follow_up(*words: object) -> str:

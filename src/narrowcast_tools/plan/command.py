@@ -8,11 +8,12 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..hardware import RATIO_ERROR, find_gpu
+from ..hardware import find_gpu
+from ..words import tell
 from .estimate import Estimate, gib
 from .layout import plan as search
 from .models import find_model
-from .show import margin, remark, tables, terms, title
+from .show import described, margin, remark, tables, terms
 
 
 def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
@@ -28,27 +29,32 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
     if json:
         typer.echo(jsons.dumps({**result.as_json(), "gpu": gpu}, indent=1))
         return 0
-    console = Console()
-    console.print(title(result, gpu), highlight=False)
+    memory = f"{gib(result.total_memory)} of {gib(find_gpu(gpu).memory)} per GPU"
+    tell("fits", f"{result.model} in {recipe} on {_counted(gpus, gpu)}: {memory}")
+    tell("speed", f"{_speed(result)}; {result.step:,.1f} s a step of {result.layout.batch:,} tokens")
+    if recipe != "bf16":
+        tell("than bf16", _beside_bf16(result, model, gpus, gpu, **layout))
+    tell("how sure", f"an estimate: {margin(gpus, experts=bool(find_model(model).experts))}")
+    tell("layout", described(result))
     if text := remark(gpus):
-        console.print(text, highlight=False)
+        tell("note", text)
+    console = Console()
     for table in tables(result):
         console.print()
         console.print(table)
     console.print()
     for term in terms(result):
         console.print(term, highlight=False)
-    off = margin(gpus, experts=bool(find_model(model).experts))
-    above = ", which FP8 can exceed" if recipe != "bf16" else ""
-    console.print(
-        f"\n{result.tokens_per_second:,.0f} tokens/s/GPU, an estimate: {off}."
-        f"\nMFU {result.mfu:.0%} of the bf16 peak{above}; {gib(result.total_memory)} of {gib(find_gpu(gpu).memory)}.",
-        highlight=False,
-    )
-    if recipe != "bf16":
-        console.print(_beside_bf16(result, model, gpus, gpu, **layout), highlight=False)
-    console.print("next: --json prints all numbers; --tp-size and --pp-size fix a layout")
+    typer.echo("next: try other --gpus or --recipe; --json prints all numbers, with MFU")
     return 0
+
+
+def _counted(gpus: int, gpu: str) -> str:
+    return f"{gpus:,} {gpu} {'GPU' if gpus == 1 else 'GPUs'}"
+
+
+def _speed(result: Estimate) -> str:
+    return f"{result.tokens_per_second:,.0f} tokens/s per GPU"
 
 
 def _beside_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: Any) -> str:
@@ -57,9 +63,6 @@ def _beside_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: An
     try:
         plain = search(model, gpus, "bf16", gpu, **layout)
     except ValueError:
-        return "In bf16 no layout fits these GPUs."
+        return "in bf16 no layout fits these GPUs"
     times = result.tokens_per_second / plain.tokens_per_second
-    return (
-        f"bf16 on the same GPUs: {plain.tokens_per_second:,.0f} tokens/s/GPU, so this is {times:.2f} times as fast; "
-        f"{RATIO_ERROR}."
-    )
+    return f"{times:.2f} times as fast; bf16 on the same GPUs: {_speed(plain)}"

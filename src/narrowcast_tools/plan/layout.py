@@ -68,7 +68,7 @@ def plan(
     base = Layout(gpus, batch_size * seq_len, seq_len, fp8_gather=gathers, **held)
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
-    refused = ""
+    refused, starved = "", False
     for t, p, e, recomputes, rows in product(
         # Experts split by TP would be narrower than the rates hold for: mixtures spread over EP instead.
         [tp_size] if tp_size else ([1] if shape.experts else [1, 2, 4, 8]),
@@ -82,6 +82,7 @@ def plan(
         try:
             check(shape, layout, recipe)
         except ValueError as error:
+            starved = starved if refused else batch_size < layout.fsdp * rows
             refused = refused or str(error)
             continue
         result = estimate(shape, layout, recipe, machine)
@@ -93,6 +94,11 @@ def plan(
         enough = CLOSE * max(result.tokens_per_second for result in fitting)
         near = [result for result in fitting if result.tokens_per_second >= enough]
         return min(near, key=lambda e: (e.layout.tp * e.layout.pp, e.layout.pp, e.layout.recompute, e.step))
+    if smallest is None and starved:
+        raise ValueError(
+            f"--gpus is {gpus:,}, and a step of {batch_size:,} x {seq_len:,} tokens has too few sequences to divide; "
+            f"use fewer --gpus, or --batch-size {gpus} or more"
+        )
     if smallest is None:
         raise ValueError(refused)
     missing = smallest.total_memory - RESERVE * machine.memory

@@ -25,7 +25,7 @@ def remark(gpus: int) -> str:
     if gpus < HOST or gpus % HOST == 0:
         return ""
     return (
-        f"note: a host has {HOST} GPUs, so {gpus} leave one in part empty; the estimate takes all links as those of "
+        f"a host has {HOST} GPUs, so {gpus} leave one in part empty; the estimate takes all links as those of "
         f"whole hosts. Use --gpus {gpus - gpus % HOST} or {gpus + HOST - gpus % HOST}."
     )
 
@@ -43,11 +43,11 @@ def terms(result: Estimate) -> list[str]:
     return [f"{name}: {told}" for name, told in TERMS.items() if any(part.startswith(name) for part in parts)]
 
 
-def title(result: Estimate, gpu: str) -> str:
-    """Return a one-line title of the plan."""
+def described(result: Estimate) -> str:
+    """Return the layout in words."""
     layout = result.layout
     return (
-        f"{result.model}, {result.recipe}, {layout.gpus} {gpu}: {layout}; {layout.micro_batches} "
+        f"{layout}; {layout.micro_batches} "
         f"microbatch{'es' if layout.micro_batches > 1 else ''} of {layout.micro_batch} x {layout.length} tokens"
         + (
             f", {layout.stages} pipeline stage{'s' if layout.stages > 1 else ''} per rank"

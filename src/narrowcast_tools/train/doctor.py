@@ -4,9 +4,7 @@ It needs no package of the extra ``train``, whose absence it reports.
 """
 
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from json import dumps
@@ -17,6 +15,7 @@ import narrowcast as nc
 from narrowcast._installed import ONLY_COMPILED, gpu_standing, installed, sm, versions
 from narrowcast.upstream.versions import GPU_TESTS, GPUS, OLDEST_TORCH
 
+from ..words import tell
 from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
 
@@ -58,15 +57,8 @@ def doctor(json: bool) -> int:
         print(dumps(content, indent=1))
     else:
         for subject, text in (*_answers(findings), ("", ""), *_details(findings)):
-            _show(subject, text)
+            tell(subject, text)
     return 0 if healthy else 1
-
-
-def _show(subject: str, text: str) -> None:
-    """Print a line, with the lines that continue it below its text."""
-    begin, columns = f"{subject:<12} ", max(shutil.get_terminal_size().columns, 40)
-    lines = textwrap.fill(begin + text, columns, subsequent_indent=len(begin) * " ", break_on_hyphens=False)
-    print(lines.rstrip(), flush=True)
 
 
 def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:

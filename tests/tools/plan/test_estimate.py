@@ -222,7 +222,14 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             "--gpus 8 --ep-size 8",
             "narrowcast: 8b has no experts; leave --ep-size out; the layout is FSDP 8 x TP 1 x PP 1 x EP 8 on 8 GPUs",
         ),
-        ("--gpus 4096 --batch-size 1", "raise --batch-size, --tp-size or --pp-size"),
+        (
+            "--gpus 4096 --batch-size 1",
+            "--gpus is 4,096, and a step of 1 x 8,192 tokens has too few sequences to divide; use fewer --gpus,",
+        ),
+        (
+            "--gpus 100000",
+            "a step of 2,048 x 8,192 tokens has too few sequences to divide; use fewer --gpus, or --batch-size 100000",
+        ),
         ("--gpus 8 --batch-size 0", "--batch-size is 0; it must be at least 1"),
         (
             "--model 405b --gpus 8",
@@ -272,7 +279,12 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture) -> No
     words = ["plan", "--model", "70b", "--gpus", "256", "--recipe", "block"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("70b, block, 256 h200", "optimizer state", "TP/SP collectives", "pipeline bubble", "MFU"):
+    for part in (
+        "70b in block on 256 h200 GPUs: ",
+        "optimizer state",
+        "TP/SP collectives",
+        "pipeline bubble",
+    ):
         assert part in shown
     assert cli.main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -283,7 +295,7 @@ def test_one_gpu_receives_nothing(capsys: pytest.CaptureFixture) -> None:
     words = "plan --gpus 1 --optimizer fused-stochastic --no-recompute --step-in-backward"
     assert cli.main(words.split()) == 0
     told = capsys.readouterr().out
-    assert "; 1 microbatch of 1 x 8192 tokens" in told
+    assert "; 1 microbatch of 1 x 8192 tokens" in " ".join(told.split())
     assert "received" not in told and "gather" not in told
     assert cli.main(["plan", "--gpus", "8"]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -302,13 +314,10 @@ def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> N
     many = next(at for at, (name, _) in enumerate(table) if name.startswith("Llama"))
     experts = next(at for at, (name, _) in enumerate(table) if name.startswith("DeepSeek"))
     assert (
-        f"estimate: plans of one and two GPUs were within {max(errors[:many])}% of measured steps."
+        f"estimate: plans of one and two GPUs were within {max(errors[:many])}% of measured steps"
         in told["2"]
     )
-    assert (
-        f"estimate: expect 5 to 15% less; plans for thousands of GPUs were within {max(errors[many:experts])}%"
-        in told["8"]
-    )
+    assert f"estimate: expect 5 to {max(errors[many:experts])}% less" in told["8"]
     assert (
         f"expect a quarter less, or lower; the plan of a report from 2,048 GPUs was {errors[experts]}% too fast"
         in told["671b"]
@@ -316,29 +325,11 @@ def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> N
     assert all(text.count("an estimate") == 1 and "docs/" not in text for text in told.values())
 
 
-def test_the_command_says_how_far_off_its_ratio_to_bf16_was(capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(["plan", "--gpus", "8"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    table = re.findall(
-        r"^\| (.*?) \| ([\d,]+) tokens/s \| ([\d,]+) tokens/s",
-        (ROOT / "docs" / "scaling.md").read_text(),
-        re.MULTILINE,
-    )
-    ratios, plain = [], 1.0
-    for name, *speeds in table:
-        measured, predicted = (float(speed.replace(",", "")) for speed in speeds)
-        if name.endswith("bf16"):
-            plain = predicted / measured
-        ratios.append(abs(predicted / measured / plain - 1))
-    assert len(ratios) == 7 and f"such ratios were within {100 * max(ratios):.0f}% of measured ones" in told
-
-
 def test_words_of_the_tables_are_explained_where_they_stand(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "--model", "70b", "--gpus", "256"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "8 pipeline stages per rank" in told and "exposed: communication that no computation hides" in told
     assert "pipeline bubble: a rank that waits" in told and "codes of shards" not in told
-    assert "of the bf16 peak, which FP8 can exceed;" in told
     assert cli.main(["plan", "--gpus", "8", "--recipe", "bf16"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "FP8" not in told and "pipeline" not in told
@@ -347,11 +338,11 @@ def test_words_of_the_tables_are_explained_where_they_stand(capsys: pytest.Captu
 def test_the_command_says_what_bf16_does_on_the_same_gpus(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "--gpus", "8"]) == 0
     told = re.search(
-        r"bf16 on the same GPUs: ([\d,]+) tokens/s/GPU, so this is ([\d.]+) times", capsys.readouterr().out
+        r"([\d.]+) times as fast; bf16 on the same GPUs: ([\d,]+) tokens/s", capsys.readouterr().out
     )
     assert told is not None
     plain, own = plan("8b", 8, "bf16").tokens_per_second, plan("8b", 8).tokens_per_second
-    assert told.groups() == (f"{plain:,.0f}", f"{own / plain:.2f}")
+    assert told.groups() == (f"{own / plain:.2f}", f"{plain:,.0f}")
     assert cli.main(["plan", "--gpus", "8", "--recipe", "bf16"]) == 0
     assert "on the same GPUs" not in capsys.readouterr().out
 
