@@ -269,6 +269,15 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
             "LayerNormMLP got 'mxfp8' as a positional argument; write LayerNormMLP(hidden_size, ffn_hidden_size, "
             "recipe='mxfp8')",
         ),
+        (
+            lambda: nc.recipe.recipe_from_name(None),
+            "name is None, of type NoneType; use one of 'delayed', 'current', 'rowwise', 'block', 'mxfp8', 'nvfp4', "
+            "'mxfp6', 'mxfp4', 'tensorwise', 'rowwise_with_gw_hp'",
+        ),
+        (
+            lambda: nc.CudaRNGStatesTracker().add("x", "y"),
+            "seed is 'y', of type str; use a whole number",
+        ),
         (lambda: nc.Linear(64, 64, "yes"), "bias is 'yes', of type str; use True or False"),
         (
             lambda: nc.convert(nn.Linear(2, 2), "current", ["0"]),

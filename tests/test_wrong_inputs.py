@@ -231,6 +231,12 @@ def test_a_path_that_cannot_be_written_is_named(write: Any, tmp_path: Path) -> N
     assert raised.value.errno and "given'" in str(raised.value) and raised.value.__cause__ is not None
 
 
+def test_a_page_needs_a_path() -> None:
+    model = nc.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    with pytest.raises(TypeError, match="^path is 3, of type int; pass a path"):
+        nc.receipt(model).to_html(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("device", ["mps", "xpu", "hpu", "cuda:99", torch.device("mps")], ids=str)
 @pytest.mark.parametrize(
     "make",

@@ -95,6 +95,10 @@ def test_what_does_not_fit_is_refused() -> None:
     apply = nc.apply_rotary_pos_emb
     with pytest.raises(ValueError, match="tensor_format"):
         apply(t, freqs, "bhsd")
+    with pytest.raises(
+        ValueError, match=r"^t has shape \(6, 8\); tensor_format='sbhd' takes 4 dims: s, b, h, d$"
+    ):
+        apply(t[:, 0, 0], freqs)
     with pytest.raises(ValueError, match="cu_seqlens"):
         apply(t[:, 0], freqs, "thd")
     with pytest.raises(ValueError, match="6 positions and freqs angles for 5"):

@@ -295,7 +295,10 @@ def check_rotary(
             tensor(label, given)
     thd = tensor_format == "thd"
     if t.dim() != (3 if thd else 4):
-        raise ValueError(f"t has shape {shape_of(t)}, which is not {', '.join(tensor_format)}")
+        raise ValueError(
+            f"t has shape {shape_of(t)}; tensor_format={shown(tensor_format)} takes {3 if thd else 4} dims: "
+            f"{', '.join(tensor_format)}"
+        )
     if thd and cu_seqlens is None:
         raise ValueError("tensor_format='thd' needs cu_seqlens, the sums of the sequences' lengths")
     if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > t.shape[-1]:

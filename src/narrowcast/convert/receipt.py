@@ -248,6 +248,7 @@ class Receipt:
 
     def to_html(self, path: str | Path) -> None:
         """Write a page with a picture of the FLOPs and the table; it needs no other file."""
+        _checks.path("path", path)
         page = as_html(self)
         with _checks.writing(path):
             Path(path).write_text(page, encoding="utf-8")

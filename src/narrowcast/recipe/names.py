@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .. import _keywords
-from .._checks import of_number_format, shown
+from .._checks import of_number_format, shown, typed
 from .base import Recipe
 from .block import Float8BlockScaling, NVFP4BlockScaling
 from .current import Float8CurrentScaling
@@ -44,8 +44,10 @@ def recipe_from_name(name: str, **fields: Any) -> Recipe:
         **fields: of the recipe, such as ``emulate``; the others keep their defaults.
     Raises:
         ValueError: no recipe has this name.
-        TypeError: the recipe has no such field.
+        TypeError: the name is no text, or the recipe has no such field.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {typed(name)}; {_KNOWN}")
     name, preset = ALIASES.get(name, (name, {}))
     cls = NAMES.get(name)
     if cls is None:

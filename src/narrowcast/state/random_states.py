@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._checks import a_kind, shown
+from .._checks import a_kind, shown, whole
 from .._device import default_device
 from .._tracing import refuse_in_graphs
 
@@ -68,8 +68,10 @@ class CudaRNGStatesTracker:
         """Begin a state of this name.
 
         Raises:
+            TypeError: the seed is no whole number.
             RuntimeError: the seed or the name is taken.
         """
+        whole(seed=seed)
         if seed in self._seeds:
             raise RuntimeError(
                 f"the seed {seed} is taken by another state; use one of its own for {shown(name)}"
