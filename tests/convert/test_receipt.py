@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
 import sys
@@ -228,6 +229,18 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
     assert f">{receipt.gemms[0].flops_share:.1%}</text>" in told, "a part says how large it is"
     assert "width: share of the FLOPs per token" in told
     assert not any("src" in one or "href" in one for _, one in tags)
+
+
+def test_a_narrow_console_breaks_names_at_dots_and_underscores() -> None:
+    rich, inner = pytest.importorskip("rich.console"), nn.ModuleDict()
+    inner["query_key_value_projection"] = nn.Linear(64, 192)
+    receipt = nc.receipt(nc.convert(nn.ModuleDict({"self_attention": inner}), CURRENT))
+    with io.StringIO() as file:
+        rich.Console(width=80, file=file).print(receipt)
+        lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    names = [line.split()[0] for line in lines[2:] if line.strip()]
+    assert names[:2] == ["self_attention.query_", "key_value_projection"]
 
 
 def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ..recipe import Recipe, linear_plan
 from .decisions import Decision, decisions_so_far, norms_so_far
 from .find import Found, FoundNorm, Weight, gemm_modules
 from .recording import NamedWeight, RanGemms, Recorder, codes_of
-from .show import as_html, as_rich, as_text
+from .show import as_html, as_text
 from .stored import DECODED, stored_bytes
 
 _MULTIPLES = {"tensor": 16, "1x128": 128, "128x128": 128}
@@ -221,8 +221,9 @@ class Receipt:
     def __str__(self) -> str:
         return as_text(self)
 
-    def __rich__(self) -> Any:
-        return as_rich(self)
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yield the text as wide as a console of ``rich``."""
+        yield console.render_str(as_text(self, options.max_width), markup=False, emoji=False, highlight=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the model, as plain values."""

@@ -1,4 +1,4 @@
-"""A receipt as text, as a table of ``rich``, and as a page with a picture."""
+"""A receipt as text, and as a page with a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._checks import counted
 from .._table import aligned
@@ -31,9 +31,9 @@ _BUDGET = (
 _COLORS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#b5b5b5"}
 
 
-def as_text(receipt: Receipt) -> str:
-    """Return the table and its totals, without a package, as wide as the terminal; equal layers are one row."""
-    width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+def as_text(receipt: Receipt, width: int = 0) -> str:
+    """Return the table and its totals, without a package; equal layers are one row. ``width``: 0 is the terminal's."""
+    width = width or shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
     lines = _fitted(_folded(receipt.gemms), width) if receipt.gemms else []
     totals = (
         textwrap.wrap(line, width, subsequent_indent="  ")
@@ -41,19 +41,6 @@ def as_text(receipt: Receipt) -> str:
         for line in text.split("\n")
     )
     return "\n".join([*lines, *itertools.chain.from_iterable(totals)])
-
-
-def as_rich(receipt: Receipt) -> Any:
-    """Return a renderable of ``rich``; equal layers are one row."""
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table()
-    for index, title in enumerate(_HEAD):
-        table.add_column(title, justify="right" if index in _RIGHT else "left", overflow="fold")
-    for row in _folded(receipt.gemms):
-        table.add_row(*row, style="dim" if row[3] == "kept" else "")
-    return Group(table, *_totals(receipt))
 
 
 def _folded(gemms: Sequence[GemmRecord]) -> list[tuple[str, ...]]:
@@ -138,9 +125,12 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
 
 
 def _wrapped_name(name: str, width: int) -> list[str]:
-    """Return a module's name in lines that end at its dots."""
+    """Return a module's name in lines that end at its dots, or at underscores of a long part."""
     lines = [""]
-    for part in re.findall(r"[^.]*\.?", name):
+    parts = re.findall(r"[^.]*\.?", name)
+    for part in itertools.chain.from_iterable(
+        [part] if len(part) <= width else re.findall(r"[^_]*_?", part) for part in parts
+    ):
         if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
         lines[-1] += part
