@@ -240,7 +240,7 @@ def test_a_narrow_console_breaks_names_at_dots_and_underscores() -> None:
         lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     names = [line.split()[0] for line in lines[2:] if line.strip()]
-    assert names[:2] == ["self_attention.query_", "key_value_projection"]
+    assert names[:3] == ["self_attention.", "query_key_value_", "projection"]
 
 
 def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
