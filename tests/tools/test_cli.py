@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -456,6 +457,21 @@ def test_an_interrupt_between_runs_names_the_command_that_continues(
     monkeypatch.undo()
     monkeypatch.chdir(text_file.parent)
     assert train(text_file, "--recipe", "bf16,current", "--out", "run", "--resume") == 0
+
+
+def test_what_follows_an_interrupted_text_has_a_line_of_its_own(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def texts(*arguments: object, **options: object) -> Iterator[str]:
+        yield "some "
+        raise KeyboardInterrupt
+
+    assert train(text_file, "--out", "run") == 0
+    capsys.readouterr()
+    monkeypatch.setattr("narrowcast_tools.train.commands.Answer.texts", texts)
+    assert main(["generate", "run"]) == 130
+    printed = capsys.readouterr()
+    assert printed.out == "some \n" and printed.err.splitlines()[-1] == "narrowcast: interrupted"
 
 
 SIGNALLED_TRAINING = """
