@@ -35,7 +35,7 @@ from .attention import (
     apply_rotary_pos_emb,
 )
 from .compat import onnx_export
-from .convert import convert, fuse_adapters, merge_adapters, receipt, revert, train_merged
+from .convert import convert, fuse_adapters, merge_adapters, receipt, revert, train_merged, weights_map
 from .formats import DType
 from .graphs import make_graphed_callables
 from .inspect import bisect, watch
@@ -252,6 +252,7 @@ __all__ = [
     "state",
     "train_merged",
     "watch",
+    "weights_map",
 ]
 
 _keywords.check_public(sys.modules[__name__])

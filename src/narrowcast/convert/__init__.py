@@ -4,6 +4,7 @@ from .adapters import fuse_adapters, merge_adapters, train_merged
 from .convert import convert, revert
 from .receipt import GemmRecord, Memory, NormRecord, Receipt, receipt
 from .recording import RanGemm, RanGemms
+from .weights_map import weights_map
 
 __all__ = [
     "GemmRecord",
@@ -18,4 +19,5 @@ __all__ = [
     "receipt",
     "revert",
     "train_merged",
+    "weights_map",
 ]

@@ -34,6 +34,8 @@ class DequantizingTensor(Tensor):
     _high_precision_init_val: Tensor | None = None
     _of_parameter: bool = False
     """Whether it has the attributes of the parameter that it was made from."""
+    _keeps_codes: bool = False
+    """Whether ``to`` its own dtype keeps the codes: accelerate calls that on what it puts into a module."""
     _HANDLERS: ClassVar[dict[Any, Handler]] = {}
     """Operators that work on the codes, with what runs in their place: ``handler(func, *args, **kwargs)``."""
 
@@ -126,6 +128,8 @@ class DequantizingTensor(Tensor):
             for a in given
             if isinstance(a, (torch.dtype, Tensor))
         ]
+        if self._keeps_codes and args == (self.dtype,) and not kwargs.keys() - {"non_blocking"}:
+            return self
         return self.dequantize(dtype=dtypes[0]).to(*args, **kwargs) if dtypes else super().to(*args, **kwargs)
 
     def float(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -46,10 +46,17 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
             ``fake_dtype``; ``fp8_dtype``, ``fp4_dtype``, ``is_2D_scaled`` or a field of the quantizer select the
             quantizer if none is given.
         requires_grad: as for any tensor.
+        value: instead of all but ``requires_grad``: a tensor of this class, of which a parameter is made, as
+            ``nn.Parameter`` does; accelerate calls the class of a parameter so.
+    Raises:
+        TypeError: ``value`` is another tensor.
+        ValueError: there is no buffer.
     """
 
     def __new__(
         cls,
+        value: Tensor | None = None,
+        /,
         *,
         quantizer: QuantizerValue | None = None,
         fake_dtype: torch.dtype = torch.float32,
@@ -58,6 +65,8 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         requires_grad: bool = False,
         **buffers: Any,
     ) -> QuantizedTensor:
+        if value is not None:
+            return _parameter_of(cls, value, requires_grad)
         if quantizer is None or "dtype" in buffers:
             quantizer, fake_dtype = cls._understood(quantizer, fake_dtype, buffers)
         present = [buffer for buffer in buffers.values() if isinstance(buffer, Tensor)]
@@ -78,6 +87,8 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
 
     def __init__(
         self,
+        value: Tensor | None = None,
+        /,
         *,
         quantizer: QuantizerValue | None = None,
         fake_dtype: torch.dtype = torch.float32,
@@ -86,6 +97,8 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
         requires_grad: bool = False,
         **buffers: Any,
     ) -> None:
+        if value is not None:
+            return
         if quantizer is None or "dtype" in buffers:
             quantizer, fake_dtype = self._understood(quantizer, fake_dtype, buffers)
         self._quantizer = quantizer
@@ -291,6 +304,21 @@ class QuantizedTensor(ShardedRows, QuantizedTensorStorage, DequantizingTensor):
     def _told(self) -> dict[str, Any]:
         self._quantizer._value_text()  # type: ignore[attr-defined]  # its value, if it has one, is final from now on
         return flatten_context(type(self), self.requires_grad, self._quantizer, self._dtype)
+
+
+def _parameter_of(cls: type[QuantizedTensor], value: Any, requires_grad: bool) -> Any:
+    """
+    Raises:
+        TypeError: the value is no tensor of this class.
+    """
+    if type(value) is not cls:
+        raise TypeError(
+            f"{cls.__name__} is made of {a_kind(value)}, which has no codes. If accelerate does it, with the decoded "
+            "values of a state dict, give cpu_offload or dispatch_model state_dict=narrowcast.weights_map(model)"
+        )
+    parameter = torch.nn.Parameter(value, requires_grad)
+    vars(parameter).pop("_keeps_codes", None)
+    return parameter
 
 
 class _Context(dict[str, Any]):
