@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from convert.models import Llama4TextExperts
 from recipes import DEVICE
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from narrowcast.serving.read_formats import LAYOUTS, PublicLayout, layouts_of, p
 
 from .test_export import six_bits, stack
 from .test_load import unchanged
+from .test_weights import Experts
 
 SIZES = (256, 384, 160)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -290,6 +292,34 @@ def test_experts_of_gpt_oss_are_decoded_into_their_parameter(tmp_path: Path) -> 
         assert torch.equal(held.float().cpu(), value) and not held.requires_grad
         assert model.get_parameter(f"experts.{name}_bias").eq(1).all()
     assert nc.receipt(model).gemms[0].decision == "converted"
+
+
+@pytest.mark.parametrize("kind", ["transformers", "fbgemm"])
+def test_stacked_experts_in_fp8_are_decoded_into_their_parameter(kind: str, tmp_path: Path) -> None:
+    """Tiles of (E, N, K) beside ``gate_up_proj``, and a scale per column of (E, K, N), as FBGEMM has for Llama 4."""
+    generator, state, values = torch.Generator().manual_seed(0), {}, {}
+    experts = Experts(3, 96, 160) if kind == "transformers" else Llama4TextExperts(3, 96, 160)
+    model = nn.ModuleDict({"experts": experts}).to(DEVICE, torch.bfloat16)
+    for name, parameter in experts.named_parameters():
+        codes = torch.randn(parameter.shape, generator=generator).mul_(60).to(torch.float8_e4m3fn)
+        rows, columns = codes.shape[1:]
+        if kind == "transformers":
+            scale = torch.rand(3, -(-rows // 128), -(-columns // 128), generator=generator) / 64 + 2**-10
+            whole = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]
+        else:
+            scale = whole = torch.rand(3, 1, columns, generator=generator) / 64 + 2**-10
+        suffix = "_scale_inv" if kind == "transformers" else "_scale"
+        state |= {f"experts.{name}": codes, f"experts.{name}{suffix}": scale}
+        values[name] = (codes.float() * whole).bfloat16()
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    config = {"quant_method": "fbgemm_fp8"}
+    if kind == "transformers":
+        config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    nc.load_quantized(model, tmp_path)
+    for name, value in values.items():
+        held = model.get_parameter(f"experts.{name}")
+        assert torch.equal(held.cpu(), value) and not held.requires_grad
 
 
 def test_the_page_has_the_records() -> None:

@@ -257,25 +257,35 @@ def test_experts_that_stay_are_named_for_transformers_and_for_servers(tmp_path: 
     assert torch.equal(ours.model.layers[0].mlp.experts.gate_up_proj, own.gate_up_proj)
 
 
-@pytest.mark.parametrize("kind", ["Phi3", "GptOss", "Llama4"])
+@pytest.mark.parametrize("kind", ["Phi3", "GptOss", "GraniteMoe", "Llava", "Llama4"])
 @pytest.mark.parametrize(
     ("format", "name"), [("hf-fp8-block128", "block"), ("nvfp4", "nvfp4"), ("mxfp6", "mxfp6")]
 )
 def test_exports_of_fused_projections_and_of_other_experts_load_back(
     kind: str, format: str, name: str, tmp_path: Path
 ) -> None:
-    """The same files again, but for experts that a recipe of eight bits runs."""
+    """The same files again, but for experts that a recipe of eight bits runs; under names that Transformers changes."""
     sizes = CONFIG | {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "pad_token_id": 0}
     more = {"num_experts_per_tok": 1, "num_local_experts": 3, "head_dim": 32, "intermediate_size_mlp": 256}
     config = {
         "Phi3": lambda: transformers.Phi3Config(**sizes),
         "GptOss": lambda: transformers.GptOssConfig(**sizes | more),
         "Llama4": lambda: transformers.Llama4TextConfig(**sizes | more),
+        "GraniteMoe": lambda: transformers.GraniteMoeConfig(
+            **sizes, num_local_experts=3, num_experts_per_tok=2
+        ),
+        "Llava": lambda: transformers.LlavaConfig(
+            text_config={"model_type": "llama", **sizes},
+            vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 64}
+            | {"intermediate_size": 128, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
+            image_token_index=70,
+        ),
     }[kind]()
     models = []
     for seed in range(2):
         torch.manual_seed(seed)
-        models.append(getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16())
+        name_of = f"{kind}For{'ConditionalGeneration' if kind == 'Llava' else 'CausalLM'}"
+        models.append(getattr(transformers, name_of)(config).bfloat16())
     model, again = models
     nc.convert(model, RECIPES[name], blocks=True)
     path = nc.export(model, tmp_path / "out", format=format).path

@@ -8,7 +8,7 @@ names of their state dict; experts are then named as those of Qwen and DeepSeek.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -72,18 +72,25 @@ class CheckpointNames:
         names = list(self._holders.get(key, ()))
         return names[0] if len(names) == 1 else None
 
-    def in_model(self, tensors: dict[str, Tensor], state: Iterable[str]) -> dict[str, Tensor]:
+    def in_model(self, tensors: dict[str, Tensor], state: Collection[str]) -> dict[str, Tensor]:
         """Return a checkpoint's tensors under the model's names; those beside a weight follow it."""
-        owners = {}
-        for key in state:
-            name = self.of(key)
-            if name is not None and name.rpartition(".")[2] == key.rpartition(".")[2]:
-                owners[name.rpartition(".")[0]] = key.rpartition(".")[0]
-        renamed = {}
-        for name, tensor in tensors.items():
+        known = {name: key for key in state if (name := self.of(key)) is not None}
+        owners = {
+            name.rpartition(".")[0]: key.rpartition(".")[0]
+            for name, key in known.items()
+            if name.rpartition(".")[2] == key.rpartition(".")[2]
+        }
+
+        def renamed(name: str) -> str:
             owner, dot, last = name.rpartition(".")
-            renamed[name if name in state else owners.get(owner, owner) + dot + last] = tensor
-        return renamed
+            weight = f"{owner}{dot}weight"
+            if name in state or name in known:
+                return name if name in state else known[name]
+            if weight in known and last.startswith("weight"):
+                return known[weight] + last.removeprefix("weight")
+            return owners.get(owner, owner) + dot + last
+
+        return {renamed(name): tensor for name, tensor in tensors.items()}
 
     def of_experts(self, key: str, experts: int, one_by_one: bool = False) -> list[list[str]] | None:
         """Return the names of stacked experts (E, N, K), for each expert those of its equal parts by rows.

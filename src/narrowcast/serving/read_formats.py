@@ -169,17 +169,26 @@ class ReadFormat:
         return zeros | {final: last.float().masked_fill(last.float() == 0, 1.0)}
 
     def decode(self, key: str, found: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the values of a weight (N, K), or of stacked experts (E, K, N), which no layer stores as codes."""
-        lead = found[self.codes].shape[:2]
-        if self.stacked:
-            found = {
-                suffix: one.flatten(0, 1).flatten(1) if one.dim() > 2 else one
-                for suffix, one in found.items()
-            }
-        values = self.assemble(
-            key, found, self.shape_of(found[self.codes]), dtype, self.recipe()
-        ).dequantize()
-        return values.view(*lead, -1).transpose(1, 2).contiguous() if self.stacked else values
+        """Return the values of a weight (N, K), or of all experts of a layer, which no layer stores as codes."""
+        codes, scale = found[self.codes], found[self.scales[0]]
+        if self.stacked:  # (E, N, blocks, bytes), of a parameter (E, K, N)
+            flat = {suffix: one.flatten(0, 1).flatten(1) for suffix, one in found.items()}
+            values = self._values(key, flat, dtype).view(*codes.shape[:2], -1)
+            return values.transpose(1, 2).contiguous()
+        if codes.dim() == 3 and all(len(one) == len(codes) for one in found.values() if one.dim()):
+            return torch.stack(
+                [
+                    self.decode(key, {suffix: one[i] for suffix, one in found.items()}, dtype)
+                    for i in range(len(codes))
+                ]
+            )
+        if self.layout is FLOAT8_ROWS and scale.dim() == 2 and len(scale) == 1 < len(codes):  # (K, N)
+            return self._values(key, {suffix: one.t() for suffix, one in found.items()}, dtype).t()
+        return self._values(key, found, dtype)
+
+    def _values(self, key: str, found: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        weight = self.assemble(key, found, self.shape_of(found[self.codes]), dtype, self.recipe())
+        return weight.dequantize()  # type: ignore[no-any-return]
 
     def assemble(
         self, key: str, found: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, recipe: Recipe
