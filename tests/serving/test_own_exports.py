@@ -119,6 +119,27 @@ def test_experts_one_by_one_have_the_values_of_the_files(
     assert run(again).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["qwen", "llama4"])
+def test_experts_in_high_precision_load_beside_weights_that_are_quantized(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mixture(kind)
+    tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    files = {key: value for key, value in tensors.items() if not key.startswith("experts")}
+    for name, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+        stacked = tensors[f"experts.{name}"]
+        stacked = stacked.transpose(1, 2) if kind == "llama4" else stacked
+        for i in range(3):
+            for part, rows in zip(parts, stacked[i].chunk(len(parts))):
+                files[f"experts.{i}.{part}.weight"] = rows.cpu().contiguous()
+    safetensors.torch.save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    torch.manual_seed(1)
+    again = nc.load_quantized(mixture(kind).requires_grad_(False), tmp_path, weights="mxfp8")
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(again.get_parameter(f"experts.{name}"), tensors[f"experts.{name}"])
+    assert [one.stored_as for one in nc.receipt(again).gemms if one.name == "proj"] == ["mxfp8"]
+
+
 def test_what_lacks_one_expert_changes_nothing(tmp_path: Path) -> None:
     model = mixture("qwen")
     tensors = written(mixture("qwen"), RECIPES["current"], run, tmp_path, "compressed-tensors")

@@ -157,11 +157,10 @@ def _read_codes(
         shape = (module.weight.shape[0], module.weight.shape[1])
         made[key] = fmt.assemble(key, found, shape, module.weight.dtype, own)
         layers.setdefault((fmt.weights, own), []).append(key.removesuffix(".weight"))
-    for stack in experts:
-        stack.join(tensors)
-    _check_tensors(model, tensors, [*made])
+    _check_tensors(model, tensors, [*made], experts)
     for key, weight in made.items():
         _put(model, key, nn.Parameter(weight, requires_grad=False))
+    _put_experts(model, tensors, experts)
     for key, value in tensors.items():
         _put(model, key, value)
     for key in decoded:
@@ -234,8 +233,11 @@ def _quantize_while_reading(
         plain = any(type(module) is nn.Linear for module in model.modules())
         raise _is_ours(ours[0]) if ours and not plain else nothing_to_store(weights)
     quantizers = {key: stored_quantizer(recipe, key.removesuffix(".weight"), weights) for key in chosen}
-    tensors = _tensors(path)
-    _check_tensors(model, tensors, [])
+    state = model.state_dict(keep_vars=True)
+    names = CheckpointNames(model, state)
+    tensors, experts = names.in_model(_tensors(path), state), _experts(model, names)
+    _check_tensors(model, tensors, [], experts)
+    _put_experts(model, tensors, experts)
     for key in list(tensors):
         value = tensors.pop(key)
         if key not in chosen:
@@ -430,13 +432,26 @@ def _linear_of(
     return module
 
 
-def _check_tensors(model: nn.Module, tensors: dict[str, Tensor], weights: list[str]) -> None:
+def _put_experts(model: nn.Module, tensors: dict[str, Tensor], experts: list[_Experts]) -> None:
+    """Store experts that came one by one, a parameter after the other; ``tensors`` loses them."""
+    for stack in experts:
+        stack.join(tensors)
+        if stack.key in tensors:
+            _put(model, stack.key, tensors.pop(stack.key))
+
+
+def _check_tensors(
+    model: nn.Module, tensors: dict[str, Tensor], weights: list[str], experts: list[_Experts]
+) -> None:
     """Raises:
     RuntimeError: the model or the checkpoint has what the other has not; names of a tied parameter count as one. Or
     the checkpoint cannot have what is on the meta device.
     ValueError: tensors of another shape, or of a dtype whose values are codes, or that do not fit.
     """
     state = model.state_dict(keep_vars=True)
+    tensors = {key: value.to("meta") for key, value in tensors.items()}
+    for stack in experts:
+        stack.join(tensors)
     empty = [key for key, value in model.named_buffers() if value.is_meta and key not in state]
     if empty:
         raise RuntimeError(
