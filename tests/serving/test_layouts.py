@@ -185,6 +185,21 @@ def test_ignored_modules_and_shards(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_model_of_transformers_leaves_out_is_not_read(tmp_path: Path) -> None:
+    """DeepSeek's checkpoints have a layer more, which predicts further tokens, and its model says that it leaves it."""
+    (layout,) = [
+        one for one in LAYOUTS if one.read.scales == ("_scale_inv",) and one.config.get("weight_block_size")
+    ][:1]
+    state, _ = written(layout, tmp_path)
+    more = {key.replace("1.", "2.", 1): value.clone() for key, value in state.items() if key.startswith("1.")}
+    safetensors.torch.save_file({**state, **more}, tmp_path / "model.safetensors")
+    unchanged(stack(*SIZES), tmp_path, "the model has no module '2'")
+    model: Any = stack(*SIZES)
+    model._keys_to_ignore_on_load_unexpected = {r"^2\..*", r"^0\..*"}  # what the model has is read
+    nc.load_quantized(model, tmp_path)
+    assert all(stored_as(layer) for layer in model)
+
+
 def test_layers_of_modelopt_may_differ(tmp_path: Path) -> None:
     first, second = (
         next(one for one in LAYOUTS if one.config.get("quant_algo") == name) for name in ("FP8", "NVFP4")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..upstream.modules import left_out_of_checkpoints
+
 _LOADING = "transformers.core_model_loading"
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 _ROOM = 2**20
@@ -73,7 +75,11 @@ class CheckpointNames:
         return names[0] if len(names) == 1 else None
 
     def in_model(self, tensors: dict[str, Tensor], state: Collection[str]) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors under the model's names; those beside a weight follow it."""
+        """Return a checkpoint's tensors under the model's names; those beside a weight follow it.
+
+        Those that the model of Transformers says that it leaves out, such as layers that predict further tokens, do not
+        come.
+        """
         known = {name: key for key in state if (name := self.of(key)) is not None}
         owners = {
             name.rpartition(".")[0]: key.rpartition(".")[0]
@@ -90,7 +96,13 @@ class CheckpointNames:
                 return known[weight] + last.removeprefix("weight")
             return owners.get(owner, owner) + dot + last
 
-        return {renamed(name): tensor for name, tensor in tensors.items()}
+        left_out, modules = left_out_of_checkpoints(self._model), {key.rpartition(".")[0] for key in state}
+        found = {renamed(name): tensor for name, tensor in tensors.items()}
+        return {
+            name: tensor
+            for name, tensor in found.items()
+            if name.rpartition(".")[0] in modules or not any(one.search(name) for one in left_out)
+        }
 
     def of_experts(self, key: str, experts: int, one_by_one: bool = False) -> list[list[str]] | None:
         """Return the names of stacked experts (E, N, K), for each expert those of its equal parts by rows.

@@ -304,7 +304,7 @@ def _amax(fmt: ReadFormat, key: str, second: Tensor) -> Tensor:
     return torch.full_like(second, NVFP4_LARGEST) / second if is_reciprocal else second * NVFP4_LARGEST
 
 
-_INPUTS = ("input_scale", "input_global_scale", "q_scale", "k_scale", "v_scale")
+_INPUTS = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 _TENSOR = ReadFormat(
     "stored", FLOAT8, torch.float8_e4m3fn, "", ("_scale",), _INPUTS, _eight_bits, Float8CurrentScaling
 )

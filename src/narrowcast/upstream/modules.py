@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -94,3 +95,10 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether a hook runs in the module's backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def left_out_of_checkpoints(model: nn.Module) -> list[re.Pattern[str]]:
+    """Return patterns of the tensors in a checkpoint that a model of Transformers leaves out."""
+    patterns: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    given = patterns if isinstance(patterns, (list, set, tuple)) else ()
+    return [re.compile(one) for one in given if isinstance(one, str)]
