@@ -14,6 +14,7 @@ import torch
 import transformers
 from compressed_tensors import compressors, quantization
 from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.quantization import qtensor
 from serving.test_export import stack
 from serving.test_layouts import SIZES, config_of, written
 from torch import Tensor, nn
@@ -72,6 +73,35 @@ def test_a_checkpoint_of_modelopt(name: str, algorithm: str, error: float, tmp_p
         values = read.get_parameter(key).dequantize().float()
         assert (values - value.float()).norm() <= error * value.float().norm(), key
     assert read(torch.arange(8)[None]).logits.isfinite().all()
+
+
+OF_MODELOPT = [one for one in LAYOUTS if one.package == "nvidia-modelopt"]
+
+
+@pytest.mark.parametrize("layout", OF_MODELOPT, ids=lambda one: one.config["quant_algo"])
+def test_modelopt_decodes_alike(layout: PublicLayout, tmp_path: Path) -> None:
+    """Any codes and scales, of sizes in whole tiles, which it decodes alone."""
+    sizes = (256, 384, 128)
+    state, _ = written(layout, tmp_path, sizes)
+    read = nc.load_quantized(stack(*sizes, dtype=torch.float32), tmp_path)
+    for key in ("0.weight", "1.weight"):
+        codes, found = state[key], read.get_parameter(key).dequantize()
+        how: dict[str, Any] = {"scale": state[f"{key}_scale"]}
+        kind = qtensor.FP8QTensor
+        if layout.read.weights == "nvfp4":
+            kind, block = qtensor.NVFP4QTensor, 32 if layout.what == "blocks of 32" else 16
+            how |= {"double_scale": state[f"{key}_scale_2"], "block_sizes": {-1: block}}
+        elif layout.read.weights == "mxfp4":
+            kind, how = qtensor.MXFP4QTensor, {**how, "block_sizes": {-1: 32}}
+        elif layout.read.weights == "mxfp8":
+            kind = qtensor.MXFP8QTensor
+        elif layout.read.weights == "fp8-channel":
+            how["scale"] = how["scale"][:, None]
+        elif layout.config["quant_algo"] == "FP8_PB_WO":
+            how = {"scale": how["scale"].squeeze((1, 3)), "block_sizes": {-1: 128, -2: 128}}
+        value = kind(found.shape, torch.float32, codes).dequantize(torch.float32, **how)
+        # NVFP4 multiplies three numbers, in an order of its own
+        torch.testing.assert_close(found, value, rtol=2**-22 if "double_scale" in how else 0, atol=0)
 
 
 def decompressed(tensors: dict[str, Tensor], scheme: Any, module: str) -> Tensor:

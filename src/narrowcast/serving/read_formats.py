@@ -359,7 +359,7 @@ def _compressed(read: ReadFormat, format: str, **scheme: Any) -> PublicLayout:
 
 def _modelopt(read: ReadFormat, algorithm: str, what: str = "") -> PublicLayout:
     config = {"quant_method": "modelopt", "quant_algo": algorithm}
-    return PublicLayout("nvidia-modelopt", config, read, what, "its own files")
+    return PublicLayout("nvidia-modelopt", config, read, what, f"{_DECODER}, its files")
 
 
 _DECODER, _OF_HF = "its decoder", "the decoder of transformers"
