@@ -8,8 +8,10 @@ traced code reads next is what that function left, guarded as if it had always b
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .upstream import opaque
-from .upstream.compiler import is_dynamo_loaded
+from .upstream.compiler import held_compiling, is_dynamo_loaded
 from .upstream.functionalization import current_mode
 from .upstream.tensors import count_modes
 
@@ -119,6 +121,7 @@ def once_differentiable(backward: Any) -> Any:
 
     Most backwards record no gradients, and then it only calls the backward.
     """
+    backward = held_compiling(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -135,6 +138,27 @@ def once_differentiable(backward: Any) -> Any:
         return refusing if isinstance(found, tuple) else refusing[0]
 
     return run
+
+
+_BY_KEY: dict[str, Any] = {}
+
+
+def give_key(value: Any, text: str) -> None:
+    """Set ``value.key``, which stands for a value in graphs, of this process and of those that read its caches.
+
+    Args:
+        text: the same for values that do the same, in every process; "" where nothing says so, and then no other
+            process has the key.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest() if text else uuid.uuid4().hex
+    key = f"{type(value).__name__}_{digest[:32]}"
+    _BY_KEY.setdefault(key, value)
+    object.__setattr__(value, "key", key)
+
+
+def by_key(key: str) -> Any:
+    """Return the value of a key."""
+    return _BY_KEY[key]
 
 
 record: Any = tuple.__new__

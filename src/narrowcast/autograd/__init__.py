@@ -14,6 +14,7 @@ from .gemms import fprop
 from .grouped_linear import grouped_linear
 from .groups import Groups
 from .linear import LinearFunction
+from .node import traced_adapted, traced_grouped, traced_linear, traced_program
 from .norm import NormSettings, normalize
 from .program import Activation, Linear, Norm, NormArgs, Program, ProgramArgs, ProgramFunction
 from .quantized_boundary import quantize_input_gradient, quantize_output

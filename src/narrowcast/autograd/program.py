@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._tracing import after, once_differentiable, record, slice_of
+from .._tracing import after, give_key, once_differentiable, record, slice_of
 from ..functional import (
     act,
     act_backward,
@@ -343,8 +343,11 @@ class Program:
     Programs are equal where they are one: of each kind of layer there is one, and its recordings are known by it.
     """
 
+    key: str  # for graphs
+
     def __init__(self, stages: Sequence[Stage], slots: int) -> None:
         self.stages, self.slots = tuple(stages), slots
+        give_key(self, repr((stages, slots)))
         self.linears = tuple([at for at, stage in enumerate(stages) if isinstance(stage, Linear)])
         self.others = tuple([at for at, stage in enumerate(stages) if not isinstance(stage, Linear)])
         self.linear_places: Any = slice_of(self.linears)

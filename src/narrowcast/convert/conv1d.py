@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .._determinism import DETERMINISM
-from ..autograd import LinearFunction
+from ..autograd import LinearFunction, traced_linear
 from ..functional import product
 from ..layers import LinearLayer, Stage, checked_input
 
@@ -35,4 +36,4 @@ class Conv1DLayer(LinearLayer):
             return product(x, weight.to(x.dtype), bias.to(x.dtype))
         plan = self._plan(recipe, stage, x.requires_grad, stored)
         args = self._fwd_args(stage, plan, x.dtype, weight, bias, None)
-        return LinearFunction.apply(weight, x, bias, args)
+        return (traced_linear if is_dynamo_compiling() else LinearFunction.apply)(weight, x, bias, args)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .._tracing import can_check
-from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear
+from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear, traced_grouped
 from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import check_format, grouped_buffers_of, plan_for_rows
@@ -172,7 +173,9 @@ class StackedExpertsLayer(LinearLayer):
             codes = self._kept_weight(stage.weight, plan.kept_weight, [stored.detach()])
         args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias, turns)
         groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
-        y = grouped_linear(x, splits, [weight], biases, args, groups)
+        y = (traced_grouped if is_dynamo_compiling() else grouped_linear)(
+            x, splits, [weight], biases, args, groups
+        )
         if watcher is not None and stage is self._stages[-1]:
             y = watcher.observe_gradient(self, stage, y, splits)
         return y

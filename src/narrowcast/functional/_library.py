@@ -304,17 +304,11 @@ def _check_values(given: Iterable[Any]) -> None:
             raise NotInGraph(value._not_a_value())
 
 
-def is_ours(quantizer: QuantizerValue) -> bool:
-    """Return whether only code of this package quantizes."""
-    parts = [value for value in vars(quantizer).values() if isinstance(value, QuantizerValue)]
-    return type(quantizer).__module__.startswith("narrowcast.") and all(map(is_ours, parts))
-
-
 def _recorded(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule by which a recording meets an operator: it notes what the implementation does."""
 
     def rule(mode: Recording, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(arg, QuantizerValue) and not is_ours(arg) for arg in args):
+        if any(isinstance(arg, QuantizerValue) and not arg._is_ours() for arg in args):
             mode.refuse()  # a user's code may depend on anything
         with mode:
             result = implementation(*args, **(kwargs or {}))

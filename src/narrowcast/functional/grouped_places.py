@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..formats import padded_rows, round_up
-from ._library import is_ours
 from .grouped_decoded import ALIGNMENT
 from .quantizer_value import BufferTable
 
@@ -48,7 +47,7 @@ class Direction(NamedTuple):
             RuntimeError: a GPU would be waited for at every call, for a quantizer of the user's.
         """
         found = self.layout != "split" or self.of_groups() is not None
-        if like.device.type != "cuda" or is_ours(self.quantizer) or found:
+        if like.device.type != "cuda" or self.quantizer._is_ours() or found:
             return
         raise RuntimeError(
             f"{type(self.quantizer).__name__} takes the rows of each group by themselves: a graph would wait for the "

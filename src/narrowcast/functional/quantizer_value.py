@@ -108,6 +108,11 @@ class QuantizerValue(opaque.Base):
         """Return the value as text, which :func:`quantizer_of_text` reads, or "" where it has none."""
         return ""
 
+    def _is_ours(self) -> bool:
+        """Return whether only code of this package quantizes."""
+        parts = [value for value in vars(self).values() if isinstance(value, QuantizerValue)]
+        return type(self).__module__.startswith("narrowcast.") and all(part._is_ours() for part in parts)
+
     @classmethod
     def _of_value(cls, items: tuple[tuple[str, Any], ...]) -> QuantizerValue:
         """Return the quantizer of this class with these field values, made without its constructor."""

@@ -101,6 +101,11 @@ class WeightGradStore:
             )
 
 
+def store_of(key: str) -> WeightGradStore:
+    """Return the store of a key."""
+    return _STORES[key]
+
+
 def _defer_wgrad(store: str, *fields: Any) -> Tensor:
     if store not in _STORES:
         raise RuntimeError(

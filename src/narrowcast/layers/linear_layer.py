@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .._checks import flags, function, shape_of, shown
 from .._determinism import DETERMINISM
@@ -31,6 +32,7 @@ from ..autograd import (
     add_to_main_grad_,
     compute_wgrad,
     concatenate,
+    traced_linear,
 )
 from ..functional import calibrate_, product, use_kept
 from ..functional.wgrad_store import WeightGradStore
@@ -503,7 +505,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         ):  # the gradient does not go autograd's way, or the product not PyTorch's
             plan = self._plan(None, stage, inp.requires_grad, weight)
             args = self._fwd_args(stage, plan, inp.dtype, weight, bias, is_first_microbatch)
-            return LinearFunction.apply(weight, inp, bias, args)  # type: ignore[no-any-return]
+            return (traced_linear if is_dynamo_compiling() else LinearFunction.apply)(weight, inp, bias, args)  # type: ignore[no-any-return]
         x = plain(inp)
         return product(x, plain(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
 

@@ -7,9 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .._tracing import in_eager
-from ..autograd import LinearFwdArgs, NormArgs, NormSettings, ProgramArgs, ProgramFunction, activate
+from ..autograd import (
+    LinearFwdArgs,
+    NormArgs,
+    NormSettings,
+    ProgramArgs,
+    ProgramFunction,
+    activate,
+    traced_program,
+)
 from ..layers import checked_input
 from ..layers.parameters import casts, check_hidden
 from ..recipe import LinearPlan, Recipe
@@ -139,4 +148,4 @@ def _prepared(
 def _run(plans: list[LinearPlan], operands: tuple[Any, ...]) -> Any:
     if any(plan.eager_only for plan in plans):
         return in_eager(ProgramFunction.apply, *operands)
-    return ProgramFunction.apply(*operands)
+    return (traced_program if is_dynamo_compiling() else ProgramFunction.apply)(*operands)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .._checks import flags
 from .._keywords import refuse_keywords
 from .._tracing import in_eager, refuse_in_transform
-from ..autograd import grouped_linear
+from ..autograd import grouped_linear, traced_grouped
 from ..functional import calibrate_
 from ..functional.collectives import group_name
 from ..layers import GroupedLinearLayer
@@ -207,7 +208,11 @@ class GroupedLinear(GroupedLinearLayer):
             plan, scales, x.dtype, needs_bias, covered, is_first_microbatch, out, dgrad_out
         )
         operands = (inp, splits, weights, added, args, groups)
-        y = in_eager(grouped_linear, *operands) if plan.eager_only else grouped_linear(*operands)
+        y = (
+            in_eager(grouped_linear, *operands)
+            if plan.eager_only
+            else (traced_grouped if is_dynamo_compiling() else grouped_linear)(*operands)
+        )
         return (y, biases) if self.return_bias else y
 
     def _calibrate(self, recipe: Recipe, x: Tensor, splits: Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import autograd
 from .._checks import flags, positive, text
@@ -19,6 +20,7 @@ from ..autograd import (
     ProgramFunction,
     quantize_input_gradient,
     quantize_output,
+    traced_program,
 )
 from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
@@ -199,7 +201,7 @@ class LayerNormLinear(NormLinearLayer):
         if plan.eager_only:
             result = in_eager(ProgramFunction.apply, *operands)
         else:
-            result = ProgramFunction.apply(*operands)
+            result = (traced_program if is_dynamo_compiling() else ProgramFunction.apply)(*operands)
         out, *beside = (result,) if isinstance(result, Tensor) else result
         normalized, beside = (beside[0], beside[1:]) if self.return_layernorm_output else (None, beside)
         if fp8_output:

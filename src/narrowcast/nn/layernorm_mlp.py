@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .. import autograd
 from .._activations import ACTIVATIONS, checked
 from .._checks import flags, positive, shape_of, text
 from .._keywords import refuse_keywords
 from .._tracing import in_eager, record
-from ..autograd import ActivationSettings, NormArgs, Program, ProgramArgs, ProgramFunction, activate
+from ..autograd import (
+    ActivationSettings,
+    NormArgs,
+    Program,
+    ProgramArgs,
+    ProgramFunction,
+    activate,
+    traced_program,
+)
 from ..layers import Stage, checked_input, parameter_device
 from ..layers.neutral import MLPOptions, check_neutral
 from ..layers.norm import norm_settings
@@ -255,7 +264,7 @@ class LayerNormMLP(NormLinearLayer):
         if plans[0].eager_only or plans[1].eager_only:
             result = in_eager(ProgramFunction.apply, *operands)
         else:
-            result = ProgramFunction.apply(*operands)
+            result = (traced_program if is_dynamo_compiling() else ProgramFunction.apply)(*operands)
         out, *beside = (result,) if isinstance(result, Tensor) else result
         if self._bias_behind:
             out = self._with_bias_behind(out, self.fc2_bias)

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .._checks import flags, positive, text
 from .._determinism import DETERMINISM
 from .._keywords import given_input
 from .._tracing import in_eager
-from ..autograd import AdaptedLinearFunction, LinearFunction, quantize_input_gradient, quantize_output
+from ..autograd import (
+    AdaptedLinearFunction,
+    LinearFunction,
+    quantize_input_gradient,
+    quantize_output,
+    traced_adapted,
+    traced_linear,
+)
 from ..layers import LinearLayer, Stage, checked_input, parameter_device
 from ..layers.neutral import OverlapOptions, check_neutral
 from ..layers.parameters import needs_recipe, parameter_dtype
@@ -243,7 +251,9 @@ class Linear(LinearLayer, nn.Linear):
         if not per_tensor or plan.backward_override is not None or plan.eager_only or plan.batch_invariant:
             return None
         args = self._fwd_args(stage, plan, inp.dtype, weight, self.bias, None)
-        return AdaptedLinearFunction.apply(weight, inp, self.bias, lora_a, lora_b, scaling, args)  # type: ignore[no-any-return]
+        return (traced_adapted if is_dynamo_compiling() else AdaptedLinearFunction.apply)(
+            weight, inp, self.bias, lora_a, lora_b, scaling, args
+        )  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -301,7 +311,9 @@ class Linear(LinearLayer, nn.Linear):
             if plan.eager_only:
                 out = in_eager(LinearFunction.apply, weight, inp, bias, args)
             else:
-                out = LinearFunction.apply(weight, inp, bias, args)
+                out = (traced_linear if is_dynamo_compiling() else LinearFunction.apply)(
+                    weight, inp, bias, args
+                )
             if self._bias_behind:
                 out = self._with_bias_behind(out, learned_bias)
             if fp8_output:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .._determinism import DETERMINISM, PROCESSES
-from .._tracing import refuse_in_one_graph, traced_local, while_tracing
+from .._tracing import give_key, refuse_in_one_graph, traced_local, while_tracing
 from ..quantizers import IdentityQuantizer, Operand, Quantizer
 from ..roles import QuantizerRole
 from .base import remember
@@ -82,6 +82,8 @@ class LinearPlan:
     saves_codes: bool = False
     few_rows: int = 0
     weight_once: LinearPlan | None = None
+
+    key: ClassVar[str] = ""  # for graphs; a trace gives it
 
     def __hash__(self) -> int:
         # in less time than that of every field; == tells apart what it does not
@@ -152,6 +154,10 @@ def _remember_while_tracing(context: Any) -> None:
         with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
     plan = getattr(recipe, key, None)
+    if plan is not None:
+        for one in filter(None, (plan, plan.weight_once)):
+            if not one.key:
+                give_key(one, _text(one))
     if plan is not None and plan.eager_only:
         refuse_in_one_graph(context, plan.eager_only)
 
@@ -262,6 +268,19 @@ def eager_only(quantizers: Iterable[Quantizer]) -> str:
     return ""
 
 
+def _text(plan: LinearPlan) -> str:
+    """Return what an autograd function reads of a plan as text; "" where a quantizer is a user's, of any code."""
+    texts = []
+    for one in fields(plan):
+        value = getattr(plan, one.name)
+        quantizers = (value.quantizer, value.shared) if isinstance(value, Operand) else ()
+        if not all(quantizer is None or quantizer._is_ours() for quantizer in quantizers):
+            return ""
+        if one.name not in ("delayed", "weight_once"):  # these are for the layer
+            texts.append(f"{one.name}={value!r}")
+    return ", ".join(texts)
+
+
 # processes of the batch-invariant mode; needs_input, needs_weight, save_original_input, hands_over
 _FLAGS = {most: tuple(f"_plan_{most}_{bits:05b}_" for bits in range(32)) for most in (0, *PROCESSES)}
 _IN_HIGH_PRECISION = {
@@ -275,3 +294,5 @@ _IN_HIGH_PRECISION = {
     for most, names in _FLAGS.items()
     for bits, flags in enumerate(names)
 }
+for _plan in _IN_HIGH_PRECISION.values():
+    give_key(_plan, _text(_plan))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from .private import entry, private
 
@@ -119,6 +120,45 @@ def never_compiled(function: _Function) -> _Function:
         code = function.__code__  # type: ignore[attr-defined]
         _SET_STRATEGY(code, _STRATEGY(_SKIP, _SKIP))
     return function
+
+
+_HOLDS = (
+    TorchVersion(torch.__version__) >= "2.13"
+)  # torch/_dynamo/convert_frame.py, for the whole compilation
+
+
+def held_compiling(function: _Function) -> _Function:
+    """Have ``torch.compiler.is_compiling`` hold in a function that a graph calls, while AOTAutograd runs it."""
+    if _HOLDS:
+        return function
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not is_tracer_running():
+            return function(*args)
+        old, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+        try:
+            return function(*args)
+        finally:
+            torch.compiler._is_compiling_flag = old
+
+    return run  # type: ignore[return-value]
+
+
+_CACHEABLE = entry(
+    "torch._inductor.config.unsafe_marked_cacheable_functions",
+    follows="torch/_functorch/_aot_autograd/autograd_cache.py, check_node_safe",
+    without="a second process traces and compiles graphs of narrowcast anew",
+    falls_back=True,
+)
+
+
+def mark_cacheable(functions: Sequence[Callable[..., Any]], rules: str) -> None:
+    """Have AOTAutograd's cache keep graphs that call these functions, as long as ``rules`` do not change."""
+    from torch._inductor import config
+
+    marked = getattr(config, "unsafe_marked_cacheable_functions", {})
+    marked.update({f"{function.__module__}.{function.__name__}": rules for function in functions})
 
 
 def may_choose_gemms() -> bool:
