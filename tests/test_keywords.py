@@ -320,6 +320,8 @@ def test_a_name_that_is_not_there_gets_the_nearest(package: Any, name: str, near
     told = f"^module {package.__name__!r} has no attribute {name!r}; did you mean {nearest}[?]$"
     with pytest.raises(AttributeError, match=told):
         getattr(package, name)
+    with pytest.raises(AttributeError, match="'HybridScaling'; it has DelayedScaling, Float8BlockScaling, "):
+        getattr(nc.recipe, "HybridScaling")  # noqa: B009
     assert not hasattr(package, "qqq") and not hasattr(package, "__linear__")
 
 

@@ -648,7 +648,7 @@ def test_flags_are_true_or_false(value: Any) -> None:
     }
     for kind, names in flags.items():
         for name in names:
-            with pytest.raises(ValueError, match=f"{kind.__name__}: {name} is {value!r}; use True or False"):
+            with pytest.raises(TypeError, match=f"{kind.__name__}: {name} is {value!r}; use True or False"):
                 kind(**{name: value})
 
 
@@ -715,6 +715,8 @@ def test_every_recipe_has_a_name() -> None:
     assert nc.recipe.recipe_from_name("tensorwise") == Float8CurrentScaling()
     with_bf16_wgrad = Float8RowwiseScaling(high_precision_wgrad=True, emulate=True)
     assert nc.recipe.recipe_from_name("rowwise_with_gw_hp", emulate=True) == with_bf16_wgrad
+    written = '{"": {"type": "rowwise_with_gw_hp", "emulate": true}}'
+    assert nc.recipe.recipes_from_json(written) == {"": with_bf16_wgrad}
 
 
 def test_a_recipe_is_taken_by_name_wherever_one_goes() -> None:

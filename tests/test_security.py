@@ -176,7 +176,7 @@ QPARAMS = CURRENT % '"fp8_quant_fwd_inp": {"type": "QParams", "amax_epsilon": %s
         ('{"": {"type": "os.system"}}', "has recipe type 'os.system'; use one of"),
         ('{"": {"type": "Recipe"}}', "has recipe type 'Recipe'; use one of"),
         ('{"": {"type": ["x"]}}', r"has recipe type \['x'\]; use one of"),
-        ('{"": 3}', "has recipe type None; use one of"),
+        ('{"": 3}', r"^'' is 3; use a name, null or an object with a \"type\"$"),
         (
             DELAYED % '"amax_history_len": 1000000000000',
             "amax_history_len is 1000000000000; use a whole number from 1 to 1048576",
@@ -200,14 +200,17 @@ QPARAMS = CURRENT % '"fp8_quant_fwd_inp": {"type": "QParams", "amax_epsilon": %s
         (CURRENT % '"fp8_quant_fwd_inp": {"type": "MMParams"}', "is MMParams; use QParams"),
         (
             CURRENT % '"fp8_quant_fwd_inp": {"type": "x"}',
-            r"has type 'x'; use one of \['MMParams', 'QParams'\]",
+            "has type 'x'; use one of 'MMParams', 'QParams'$",
         ),
-        (CURRENT % '"fp8_quant_fwd_inp": {"a": 1}', r"has type None; use one of"),
+        (
+            CURRENT % '"fp8_quant_fwd_inp": {"a": 1}',
+            r'has no "type"; use one of .*, as in {"type": "MMParams"}$',
+        ),
         (CURRENT % '"fp8_gemm_fprop": null', "use an object with the type 'MMParams'"),
         ("[]", "the recipes are a JSON list"),
-        ("{", "the recipes are no JSON"),
-        ("[" * 100_000, "the recipes are no JSON"),
-        ('{"a":' * 100_000, "the recipes are no JSON"),
+        ("{", "the recipes are not JSON"),
+        ("[" * 100_000, "the recipes are not JSON"),
+        ('{"a":' * 100_000, "the recipes are not JSON"),
         (" " * (2**24 + 1), "more than the 16777216 that are read"),
     ],
 )
@@ -222,16 +225,24 @@ WRITE = r'write an object from patterns to recipes, such as \{"": "current"\}$'
 @pytest.mark.parametrize(
     "text, match",
     [
-        ("", r"no JSON: Expecting value: .*; " + WRITE),
-        ("recipes.json", r"no JSON: .*; pass the text of the file$"),
+        ("", r"not JSON: Expecting value: .*; " + WRITE),
+        ("recipes.json", r"not JSON: .*; pass the text of the file$"),
         ('"current"', "the recipes are a JSON str; " + WRITE),
         (DELAYED % '"amax_history": 3', "has no field 'amax_history'; it has amax_history_len$"),
         (DELAYED % '"no": 3', "has no field 'no'; it has amax_compute_algo, amax_history_len, "),
         (
             '{"": {"type": "Float8CurrentScalin"}}',
-            r"'Float8CurrentScalin'; the nearest: 'Float8CurrentScaling'; use one of \['block', 'current', ",
+            "'Float8CurrentScalin'; the nearest: 'Float8CurrentScaling'; use one of 'delayed', .*'rowwise_with_gw_hp'$",
         ),
-        ('{"": ["current"]}', r"has recipe type None; use one of .*, as in \{\"type\": \"current\"\}$"),
+        ('{"": ["current"]}', r"^'' is \['current'\]; use a name, null or an object with a \"type\"$"),
+        (
+            '{"0": {"recipe": "current"}}',
+            r"""^'0' has no "type"; did you mean "type" for 'recipe'\? use one of 'de""",
+        ),
+        (
+            '{"0": {}}',
+            r"""^'0' has no "type"; use one of .*'rowwise_with_gw_hp', as in {"type": "delayed"}$""",
+        ),
         ('{"type": "DelayedScaling"}', r'For a recipe of all layers write \{"": \{"type": \.\.\.\}\}$'),
         (None, "text is None, of type NoneType; pass the text of recipes_to_json, or " + WRITE),
     ],

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ._checks import shown
+from ._checks import flags, shown
 
 HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers and quantizers take, and that what is quantized turns back to."""
@@ -92,21 +92,22 @@ def is_native(what: str) -> bool:
 
 
 def _answer(result: tuple[bool, str], return_reason: bool) -> bool | tuple[bool, str]:
+    flags(return_reason=return_reason)
     return result if return_reason else result[0]
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    """Return whether per-tensor FP8 GEMMs run natively here; with ``return_reason`` also why not."""
     return _answer(_native("FP8"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises."""
+    """Return whether 128-block FP8 GEMMs run natively here; with ``return_reason`` also why not."""
     return _answer(_native("128-block FP8"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+    """Return whether MXFP8 GEMMs run natively here; with ``return_reason`` also why not.
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
@@ -114,7 +115,7 @@ def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not. Never raises.
+    """Return whether NVFP4 GEMMs run natively here; with ``return_reason`` also why not.
 
     Native means that the library's GEMM is called; no release has run it on such a GPU.
     """
@@ -122,7 +123,7 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return whether bf16 matrix products run here; the CPU always can. Never raises."""
+    """Return whether bf16 matrix products run here; the CPU always can."""
     capability = get_device_compute_capability()
     if capability == (0, 0) or capability >= (8, 0):
         return _answer((True, ""), return_reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Collection, Iterator
 from types import ModuleType
@@ -210,7 +211,11 @@ def refuse_attribute(module: str, name: str) -> NoReturn:
         for one in room.__all__:
             known.setdefault(one.lower(), f"{room.__name__}.{one}")
     near = difflib.get_close_matches(name.lower(), known, 1, 0.75)
-    raise AttributeError(f"{told}; did you mean {known[near[0]]}?" if near else told)
+    if near:
+        raise AttributeError(f"{told}; did you mean {known[near[0]]}?")
+    kind = re.search("[A-Z][a-z]+$", name)  # such as Scaling
+    alike = [one for one in sys.modules[module].__all__ if kind and one.endswith(kind.group())]
+    raise AttributeError(f"{told}; it has {_listed(alike)}" if alike else told)
 
 
 def checked(name: str, value: Any) -> Any:

@@ -96,7 +96,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor_format"):
         apply(t, freqs, "bhsd")
     with pytest.raises(
-        ValueError, match=r"^t has shape \(6, 8\); tensor_format='sbhd' takes 4 dims: s, b, h, d$"
+        ValueError,
+        match=r"^t has shape \(6, 8\); tensor_format='sbhd' takes 4 dims: sequence, batch, heads, head dim$",
     ):
         apply(t[:, 0, 0], freqs)
     with pytest.raises(ValueError, match="cu_seqlens"):

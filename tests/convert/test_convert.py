@@ -299,7 +299,7 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     ("model", "recipe", "error", "match"),
     [
         (nn.Linear(4, 4), None, TypeError, "recipe is None"),
-        (nn.Linear(4, 4), "{fp8", ValueError, "^convert: recipe: the recipes are no JSON"),
+        (nn.Linear(4, 4), "{fp8", ValueError, "^convert: recipe: the recipes are not JSON"),
         (nn.Linear(4, 4), 8, TypeError, "convert: recipe is 8, of type int; pass one of"),
         (nn.Linear(4, 4), {"": CURRENT, "0": 8}, TypeError, "convert: '0': recipe is 8, of type int"),
         (
@@ -357,14 +357,14 @@ def replaced() -> nn.Linear:
     ("module", "reason"),
     [
         (OwnForward(32, 32), "OwnForward has a forward of its own"),
-        (OwnConv1D(32, 32), "a parameter of OwnConv1D, whose forward is not known"),
+        (OwnConv1D(32, 32), "a parameter that OwnConv1D uses in its own code, which convert does not know"),
         (weight_norm(nn.Linear(32, 32)), "parametrized"),
         (replaced(), "replaced on the instance"),
         (nn.Linear(32, 32, dtype=torch.float64), "torch.float64"),
         (nn.LazyLinear(32), "not known before its first forward"),
         (nn.Conv2d(3, 4, 2), "convolution"),
         (nn.MultiheadAttention(32, 4), "MultiheadAttention reads its weight itself"),
-        (nn.LSTM(32, 32), "a parameter of LSTM, whose forward is not known"),
+        (nn.LSTM(32, 32), "a parameter that LSTM uses in its own code, which convert does not know"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -445,7 +445,7 @@ def test_experts_that_are_not_known_are_told() -> None:
             self.w1 = nn.Parameter(torch.randn(4, 32, 16))
 
     receipt = nc.receipt(nc.convert(nn.Sequential(Mixture(), nn.Linear(8, 8)), CURRENT))
-    assert receipt.gemms[0].reason == "experts of Mixture, whose forward is not known"
+    assert receipt.gemms[0].reason == "experts that Mixture uses in its own code, which convert does not know"
     assert receipt.flops_covered < 0.1
 
 
@@ -648,5 +648,7 @@ def test_a_conversion_that_skips_everything_is_refused() -> None:
     model = Model()
     with pytest.raises(ValueError, match=r"convert would change nothing in this Model; .* and \d more: skip"):
         nc.convert(model, CURRENT, skip="**")
+    with pytest.raises(ValueError, match=r'more: skip, whose "" selects all modules\. narrowcast\.receipt'):
+        nc.convert(model, CURRENT, skip="")
     nc.convert(nc.convert(model, CURRENT), CURRENT, skip="**")
     assert nc.get_recipes(nc.convert(Model(), {"": CURRENT, "layers.0": None, "embed": None}))

@@ -85,7 +85,7 @@ def test_another_class_with_their_parts_is_not_taken_for_them() -> None:
             return inputs
 
     (found,) = nc.receipt(Others()).gemms
-    assert found.reason == "experts of Others, whose forward is not known"
+    assert found.reason == "experts that Others uses in its own code, which convert does not know"
 
 
 def test_a_layer_whose_weight_is_read_and_never_called_stays() -> None:

@@ -65,6 +65,8 @@ def test_a_recipe_is_set_up_by_assignment() -> None:
     assert kept == MXFP8BlockScaling()
     with pytest.raises(AttributeError, match="MXFP8BlockScaling has no field 'fp8_gemm_fprop'"):
         kept.fp8_gemm_fprop = MMParams(True)  # it would be no part of the value
+    with pytest.raises(AttributeError, match="DelayedScaling has no field 'marign'; did you mean margin[?]$"):
+        DelayedScaling().marign = 2  # type: ignore[attr-defined]
 
 
 def test_operands_of_nvfp4() -> None:

@@ -238,3 +238,5 @@ def test_the_capability_decides(capability: tuple[int, int], mxfp8: bool, nvfp4:
     assert (nc.is_mxfp8_available(), nc.is_nvfp4_available()) == (mxfp8, nvfp4)
     for available, found in ((nc.is_mxfp8_available, mxfp8), (nc.is_nvfp4_available, nvfp4)):
         assert bool(available(return_reason=True)[1]) is not found
+        with pytest.raises(TypeError, match="^return_reason is 'reason', of type str; use True or False$"):
+            available("reason")

@@ -192,10 +192,10 @@ def test_through_json() -> None:
     "text, message",
     [
         ("no json", "set_recipe: no recipe is named 'no json'; use one of .*'nvfp4'"),
-        ("{no json", "^set_recipe: recipe: the recipes are no JSON"),
+        ("{no json", "^set_recipe: recipe: the recipes are not JSON"),
         ("[1]", "JSON list"),
         ('{"": {"type": "FP8"}}', "recipe type 'FP8'"),
-        ('{"": 3}', "recipe type None"),
+        ('{"": 3}', "'' is 3"),
         ('{"": {"type": "MXFP8BlockScaling", "colour": 1}}', "no field 'colour'"),
     ],
 )

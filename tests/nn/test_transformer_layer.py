@@ -546,7 +546,7 @@ def test_what_is_not_there_is_told() -> None:
 
 def test_wrong_inputs_are_told() -> None:
     layer, x = make_layer(), torch.randn(LENGTH, BATCH, H, device=DEVICE)
-    with pytest.raises(ValueError, match="each must have 3 dims"):
+    with pytest.raises(ValueError, match="each must have 3 dims: sequence, batch, width "):
         layer(x[0])
     with pytest.raises(ValueError, match="encoder_output is missing with attention_type='cross'"):
         make_layer(layer_type="decoder")(x)

@@ -313,7 +313,7 @@ def test_configs_of_other_forms_are_refused(config: Any, match: str, tmp_path: P
 
 @pytest.mark.parametrize(
     "text, match",
-    [("[]", "is a JSON list"), ("{", "is no JSON"), (DEEP, "is no JSON"), ("\udcff", "is no JSON")],
+    [("[]", "is a JSON list"), ("{", "is not JSON"), (DEEP, "is not JSON"), ("\udcff", "is not JSON")],
 )
 def test_configs_that_are_no_objects_are_refused(text: str, match: str, tmp_path: Path) -> None:
     _, path = saved("current", tmp_path)

@@ -138,7 +138,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--preset", "7b"], ["'7b'; the nearest: '8b'; use one of tiny, 125m, 1b, 8b-slice"]),
         (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
         (["--keep-bf16", "lm_head"], ["narrowcast: --keep-bf16: 'lm_head' matches", "'lm_head' matches no"]),
-        (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "no JSON"]),
+        (["--recipe-table", "empty.txt"], ["--recipe-table empty.txt", "not JSON"]),
         (["--graphs"], ["--graphs", "--device is cpu", "leave --graphs out"]),
         (["--by-block"], ["--by-block", "add --compile"]),
         (["--seeds", "0"], ["--seeds is 0", "at least 1"]),
@@ -233,7 +233,7 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     losses = {run: json.loads(Path(f"c/{run}/result.json").read_text())["held_out_loss"] for run in runs}
     assert follow_up.endswith(f" generate c/{min(losses, key=losses.__getitem__)} --prompt 'Once upon '")
     assert "FP8 current" in printed and ", mean of 2 seeds, lowest to highest" in printed
-    assert "4 steps are too few to judge a recipe by its gap; take 240 or more." in printed
+    assert "4 steps are too few to rank recipes: losses differ by chance; take 240 or more." in printed
     files = {"loss.png", "losses.csv", "summary.csv", "results.json"}
     assert {path.name for path in Path("c").iterdir()} == runs | files
     assert len(Path("c/losses.csv").read_text().splitlines()) == 1 + 4 * 3

@@ -8,6 +8,12 @@ from .._checks import is_one_of, not_among, shape_of, shown, tensor
 from .._device import HIGH_PRECISION
 
 FORMATS = ("sbhd", "bshd", "thd")
+_DIMS = {"s": "sequence", "b": "batch", "t": "tokens", "h": "heads", "d": "head dim"}
+
+
+def dims_of(letters: str) -> str:
+    """Return the dims of a format in words, for messages."""
+    return ", ".join(_DIMS[letter] for letter in letters)
 
 
 def checked_format(qkv_format: str) -> str:
@@ -46,7 +52,7 @@ def check_tensors(
         if x.dim() != rank:
             raise ValueError(
                 f"{name} has shape {shape_of(x)}; qkv_format={shown(qkv_format)} takes {rank} dims: "
-                f"{list(qkv_format)}"
+                f"{dims_of(qkv_format)}"
             )
         if x.shape[-2] != count or x.shape[-1] != dim:
             raise ValueError(f"{name} has shape {shape_of(x)}; its last two dims must be ({count}, {dim})")

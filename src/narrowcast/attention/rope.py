@@ -31,7 +31,7 @@ from .._device import default_device
 from .._keywords import refuse_keywords
 from .._tracing import host_reads, once_differentiable
 from ..upstream.modules import keep_values, own_buffers
-from .formats import FORMATS
+from .formats import FORMATS, dims_of
 from .masks import packed
 
 
@@ -297,7 +297,7 @@ def check_rotary(
     if t.dim() != (3 if thd else 4):
         raise ValueError(
             f"t has shape {shape_of(t)}; tensor_format={shown(tensor_format)} takes {3 if thd else 4} dims: "
-            f"{', '.join(tensor_format)}"
+            f"{dims_of(tensor_format)}"
         )
     if thd and cu_seqlens is None:
         raise ValueError("tensor_format='thd' needs cu_seqlens, the sums of the sequences' lengths")

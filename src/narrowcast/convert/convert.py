@@ -148,7 +148,7 @@ def convert(
     given = [one for one in decisions if recipes.get(one.found.name)]
     wanted = [one for one in given if one.found.name in chosen - skipped]
     if policy is None and not any(norm.layer for norm in chosen_norms):
-        _check_converts(model, wanted or given or decisions)
+        _check_converts(model, wanted or given or decisions, skip)
     _apply(decisions, chosen_norms)
     for module in model.modules():
         unmerge_exactly(module, "base_layer", getattr(module, "base_layer", None))
@@ -220,7 +220,7 @@ def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:
         record_norm_reason(norm.module, norm.reason)
 
 
-def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
+def _check_converts(model: nn.Module, wanted: list[Decision], skip: Selectors) -> None:
     """
     Raises:
         ValueError: none of the modules with a recipe is converted.
@@ -231,6 +231,8 @@ def _check_converts(model: nn.Module, wanted: list[Decision]) -> None:
     for one in wanted:
         reasons.setdefault(one.reason, []).append(one.found.name or "the model")
     told = "; ".join(f"{some(names)}: {reason}" for reason, names in list(reasons.items())[:2])
+    if skip == "":
+        told += ', whose "" selects all modules'
     raise ValueError(
         f"convert would change nothing in this {type(model).__name__}; {told}. narrowcast.receipt(model) lists all"
     )

@@ -37,6 +37,7 @@ _HEADS = ("lm_head", "output", "head")
 # what sizes are padded to. A model that is this small throughout has no side that is thin beside the other.
 _THIN, _THIN_BESIDE = 32, 4
 
+_OWN_CODE = "uses in its own code, which convert does not know"
 COMPUTED = "its weight is computed by a parametrization"
 _FAST_PATH = "without gradients, torch's fast path for nn.TransformerEncoderLayer reads its weight itself"
 
@@ -263,10 +264,10 @@ def _look_at_parameters(name: str, module: nn.Module, parent: nn.Module | None) 
     ]
     kind = type(module).__name__
     if not any(weight.tensor.dim() == 3 for weight in weights):
-        return Found(name, module, weights, None, f"a parameter of {kind}, whose forward is not known")
+        return Found(name, module, weights, None, f"a parameter that {kind} {_OWN_CODE}")
     layer = next((one for one in EXPERTS if one.is_kind_of(module)), None)
     if layer is None:
-        return Found(name, module, weights, None, f"experts of {kind}, whose forward is not known")
+        return Found(name, module, weights, None, f"experts that {kind} {_OWN_CODE}")
     weights = _experts_weights(layer, module, weights)
     reason = _why_not_any(module, tuple(weight.name for weight in weights))
     return Found(name, module, weights, None if reason else layer, reason)

@@ -155,7 +155,9 @@ def _other_dtype(inp: Tensor, weight: Tensor) -> str:
         return ONE_BYTE
     if inp.dtype in HIGH_PRECISION:
         return "cast one of them or use torch.autocast"
-    if inp.is_floating_point() or inp.is_complex():
+    if inp.is_complex():
+        return "a layer multiplies real numbers: pass x.real or x.abs(), or torch.view_as_real(x)"
+    if inp.is_floating_point():
         return "cast the input, as torch.autocast does not"
     if inp.dtype == torch.bool:
         return (

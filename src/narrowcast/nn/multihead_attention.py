@@ -17,6 +17,7 @@ from ..attention import (
     apply_rotary_pos_emb,
     checked_format,
 )
+from ..attention.formats import dims_of
 from ..layers import parameter_device
 from ..layers.neutral import AttentionOptions, check_neutral
 from ..layers.parameters import parameter_dtype
@@ -365,7 +366,8 @@ class MultiheadAttention(OfParts):
             other = "" if encoder_output is None else f", encoder_output {shape_of(encoder_output)}"
             raise ValueError(
                 f"hidden_states has shape {shape_of(hidden_states)}{other}; with "
-                f"qkv_format={shown(self.qkv_format)} each must have {rank} dims"
+                f"qkv_format={shown(self.qkv_format)} each must have {rank} dims: "
+                f"{dims_of(self.qkv_format.removesuffix('hd'))}, width {self.hidden_size}"
             )
         for name, x in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
             if x is not None and x.shape[-1] != self.hidden_size:

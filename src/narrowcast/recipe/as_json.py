@@ -7,7 +7,7 @@ import difflib
 import enum
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .._checks import article, of_number_format, shown, typed
@@ -55,7 +55,7 @@ def recipes_from_json(text: str) -> dict[str, Recipe | None]:
         table = json.loads(text, object_pairs_hook=_object, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         remedy = "pass the text of the file" if str(text).endswith(".json") else _OBJECT
-        raise ValueError(f"the recipes are no JSON: {error}; {remedy}") from error
+        raise ValueError(f"the recipes are not JSON: {error}; {remedy}") from error
     if not isinstance(table, dict):
         raise ValueError(f"the recipes are a JSON {type(table).__name__}; {_OBJECT}")
     return {pattern: _recipe(value, pattern) for pattern, value in table.items()}
@@ -119,28 +119,35 @@ def _recipe(value: Any, pattern: str) -> Any:
         except ValueError as error:
             alone = '. For a recipe of all layers write {"": {"type": ...}}' if pattern == "type" else ""
             raise ValueError(f"{shown(pattern)}: {error}{alone}") from None
-    known = {**NAMES, **{alias: NAMES[name] for alias, (name, preset) in ALIASES.items() if not preset}}
+    if not isinstance(value, dict):
+        raise ValueError(f'{shown(pattern)} is {shown(value)}; use a name, null or an object with a "type"')
+    known = {**NAMES, **{alias: NAMES[name] for alias, (name, _) in ALIASES.items()}}
+    names = tuple(known)
     known |= {cls.__name__: cls for cls in _subclasses(Recipe) if cls is not Recipe}
-    cls, given = _class_and_fields(value, known, f"{shown(pattern)} has recipe type")
+    cls, given = _class_and_fields(value, known, names, shown(pattern), "recipe type")
     if cls._family == "custom":
         raise ValueError(f"{shown(pattern)}: {_NO_JSON}")
-    fields = {}
+    fields = dict(ALIASES[value["type"]][1]) if value["type"] in ALIASES else {}
     for name, default in _known_fields(cls, given, pattern).items():
         fields[name] = _field(given[name], default, f"{shown(pattern)}: {cls.__name__}.{name}")
     return _made(cls, fields, f"{shown(pattern)}: {cls.__name__}")
 
 
-def _class_and_fields(value: Any, known: dict[str, type], what: str) -> tuple[type, dict[str, Any]]:
-    kind = value.get("type") if isinstance(value, dict) else None
+def _class_and_fields(
+    value: dict[str, Any], known: dict[str, type], names: Collection[str], where: str, what: str
+) -> tuple[type, dict[str, Any]]:
+    use = f"use one of {', '.join(map(repr, names))}"
+    if "type" not in value:
+        key = next((key for key, one in value.items() if isinstance(one, str) and one in known), None)
+        meant = f'did you mean "type" for {shown(key)}? ' if key is not None else ""
+        example = json.dumps(next(iter(names)))
+        raise ValueError(f'{where} has no "type"; {meant}{use}, as in {{"type": {example}}}')
+    kind = value["type"]
     if not isinstance(kind, str) or kind not in known:
         lower, written = str(kind).lower(), {name.lower(): name for name in known}
         near = difflib.get_close_matches(lower, of_number_format(lower, written), 1, cutoff=0.8)
         alike = f"; the nearest: {shown(written[near[0]])}" if near else ""
-        absent = ', as in {"type": "current"}' if kind is None else ""
-        names = [name for name in sorted(known) if name.islower()] or sorted(
-            known
-        )  # classes have such names, too
-        raise ValueError(f"{what} {shown(kind)}{alike}; use one of {names}{absent}")
+        raise ValueError(f"{where} has {what} {shown(kind)}{alike}; {use}")
     return known[kind], {name: given for name, given in value.items() if name != "type"}
 
 
@@ -160,10 +167,11 @@ def _field(value: Any, default: Any, where: str) -> Any:
     """Return the value of a field, of the kind that its default is of."""
     if isinstance(default, Format):
         if value not in [one.value for one in Format]:
-            raise ValueError(f"{where} is {shown(value)}; use one of {[one.value for one in Format]}")
+            names = ", ".join(repr(one.name) for one in Format)
+            raise ValueError(f"{where} is {shown(value)}; use one of {names}")
         return Format(value)
     if isinstance(value, dict):
-        cls, given = _class_and_fields(value, _VALUES, f"{where} has type")
+        cls, given = _class_and_fields(value, _VALUES, _VALUES, where, "type")
         fields = {
             name: _field(given[name], known, f"{where}.{name}")
             for name, known in _known_fields(cls, given, where).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import functools
 import itertools
@@ -71,12 +72,12 @@ def check_flags(settings: Any, names: Sequence[str]) -> None:
     """Check fields that say yes or no: a text such as "no" would count as true.
 
     Raises:
-        ValueError: one that is neither True nor False.
+        TypeError: one that is neither True nor False.
     """
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, bool):
-            raise ValueError(f"{type(settings).__name__}: {name} is {shown(value)}; use True or False")
+            raise TypeError(f"{type(settings).__name__}: {name} is {shown(value)}; use True or False")
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,9 @@ class Recipe(Sealable):
     def _taken(self, name: str, value: Any) -> Any:
         names = [each.name for each in fields(self)]
         if name not in names:
-            raise AttributeError(f"{type(self).__name__} has no field {shown(name)}; fields: {names}")
+            near = difflib.get_close_matches(name, names, 1)
+            remedy = f"did you mean {near[0]}?" if near else f"it has {', '.join(names):.200}"
+            raise AttributeError(f"{type(self).__name__} has no field {shown(name)}; {remedy}")
         return value
 
     def _assigned(self, name: str) -> None:

@@ -40,7 +40,7 @@ def shape_of(folder: Path, start: ModelConfig) -> ModelConfig:
         found: dict[str, Any] = json.loads(config_text(folder))
     except ValueError as error:
         raise SettingsError(
-            f"--init: {folder / CONFIG} is no JSON ({error}); save the model again"
+            f"--init: {folder / CONFIG} is not JSON ({error}); save the model again"
         ) from error
     heads = found.get("num_attention_heads", 0)
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
