@@ -197,6 +197,13 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
     assert text.count("set_recipe gives it a recipe") == 1 and text.count(type(CURRENT).__name__) == 2
 
 
+def test_a_converted_layer_without_a_recipe_is_counted_apart() -> None:
+    model = nc.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), CURRENT)
+    nc.set_recipe(model[1], None)
+    receipt = nc.receipt(model)
+    assert "2 of 2 weights converted, 1 without a recipe\n" in str(receipt) and receipt.flops_covered == 0.5
+
+
 def test_json_and_text_tell_the_same() -> None:
     model = nn.Sequential(nn.Linear(32, 40), Conv1D(48, 40), nn.Conv2d(3, 4, 2))
     receipt = nc.receipt(nc.convert(model, CURRENT))

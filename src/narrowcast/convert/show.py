@@ -150,7 +150,8 @@ def _recipe_or_reason(one: GemmRecord) -> str:
 
 def _totals(receipt: Receipt) -> list[str]:
     memory = receipt.memory
-    converted = sum(one.decision == "converted" for one in receipt.gemms)
+    converted = [one for one in receipt.gemms if one.decision == "converted"]
+    plain = sum(not one.covered for one in converted)
     kept = [f"{one.name} ({one.reason})" for one in receipt.norms if one.decision == "kept"]
     norms = [
         f"norms: {len(receipt.norms) - len(kept)} converted" + (f"; kept: {', '.join(kept)}" if kept else "")
@@ -159,7 +160,8 @@ def _totals(receipt: Receipt) -> list[str]:
     before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
     return [
-        f"{receipt.model}: {converted} of {len(receipt.gemms)} weights {verb}",
+        f"{receipt.model}: {len(converted)} of {len(receipt.gemms)} weights {verb}"
+        + (f", {plain} without a recipe" if plain else ""),
         *(norms if receipt.norms else []),
         *(
             [f"did not run while recorded, and do not count: {', '.join(receipt.idle)}"]
