@@ -404,6 +404,10 @@ def test_records_go_to_files(tmp_path: Path) -> None:
         layer(torch.randn(32, 32)).sum().backward()
         whole.step()
         whole.plot(tmp_path / "whole.svg")
+    drawn = figure(whole.records)
+    drawn.draw_without_rendering()
+    panel, bar = drawn.axes[0].get_position(), drawn.axes[-1].get_position()
+    assert bar.width > 3 * panel.width, "the words below a scale stand side by side"
     assert "gray" not in (tmp_path / "whole.svg").read_text()
     assert "fc2_grad_output" in str(watch)
 

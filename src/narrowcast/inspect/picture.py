@@ -73,7 +73,7 @@ def figure(records: Sequence[Record]) -> Figure:
 
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
-    height = 3.2 + 0.46 * max(len(names), 4)
+    height = 3.2 + 0.46 * max(len(names), 8)  # lower panels would narrow the scales below them
     drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
     drawn.suptitle(textwrap.fill(_finding(records), 37), x=0, ha="left", weight="bold", size=_TITLE)
     low, high = min(_SIGNAL), max(_SIGNAL)
