@@ -91,7 +91,9 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     settings = {name: value for name, value in compared_fields(demo.config) if name != "recipe"}
     data = {"source": corpus.source, "files": corpus.files, "digest": corpus.digest}
     emulated = "" if "gpu" in facts else ON_A_CPU
-    told = f"{emulated}{demo.parameters:,} parameters, bytes of {corpus.source}. {machine.one_line(facts)}"
+    told = (
+        f"{emulated}{demo.parameters:,} parameters, bytes of {corpus.source}. {COMPARED} names the machine."
+    )
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command,

@@ -19,8 +19,7 @@ LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evalua
 ALLOWED = {"marker": "$\\mathbf{]}$", "color": "0.15", "markersize": 12, "markeredgewidth": 0, "linewidth": 0}
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
-TERMS = "Loss: on text not trained on. bf16: 16 bits; recipes: fewer."
-ON_A_CPU = "A CPU emulates the formats: losses as on a GPU, no speeds. "
+ON_A_CPU = "A CPU emulates the formats, with the losses of a GPU and not its speed. "
 
 
 def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> bytes:
@@ -51,7 +50,7 @@ def finding(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         return f"{rows[0].title} learns the text"
     if not judged(rows):
-        return "Losses beside bf16's, after too few steps to judge a recipe"
+        return "After too few steps to judge, losses differ by chance"
     if not above:
         most = math.ceil(10 * max(abs(row.gap_percent) for row in rows)) / 10
         none = "On average, no" if _several(rows) else "No"
@@ -75,7 +74,7 @@ def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
 def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = next(row for row in rows if row.recipe == BASELINE)
     (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
-    told = [_rule(rows), f"{TERMS} bf16's loss"]
+    told = [_rule(rows), "On text not trained on, bf16's loss"]
     told.append(f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}")
     told.append(f"nats per {unit}")
     if len(baseline.seeds) > 1:
@@ -136,11 +135,17 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         if several and row is not baseline:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
+        gap = gap if judged(rows) else f"{row.held_out_loss:.3f}"
         seeds = f"{len(row.seed_gaps)}" + (
             f" of {len(baseline.seeds)}" if row.seeds != baseline.seeds else ""
         )
         _beside(axes, place, gap, *([seeds] if several else []), color="0.15")
-    _beside(axes, -0.95, *(("mean", "seeds") if several else ("gap",)), color="0.35")
+    _beside(
+        axes,
+        -0.95,
+        *(("mean", "seeds") if several else ("gap",) if judged(rows) else ("loss",)),
+        color="0.35",
+    )
     axes.set_yticks(range(len(rows)), [row.title for row in rows], size=LETTERS)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(-bound, bound)

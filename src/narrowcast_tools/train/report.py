@@ -142,9 +142,9 @@ def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
     columns = {
         "recipe": [row.title for row in rows],
         "held-out loss": [_loss(row) for row in rows],
-        "gap to bf16": [_gap(row) for row in rows],
     }
     if judged(rows):
+        columns["gap to bf16"] = [_gap(row) for row in rows]
         columns["allowed"] = [_allowed(row) for row in rows]
     if timed:
         columns["tokens/s"] = [f"{row.tokens_per_second:,.0f}" for row in rows]
@@ -176,7 +176,7 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     if not judged(rows):
         steps = rows[0].held_out[-1][0]
         few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
-        said.append(f"{few} to judge a recipe by its gap; take {SHORTEST_JUDGED} or more.")
+        said.append(f"{few} to rank recipes: losses differ by chance; take {SHORTEST_JUDGED} or more.")
     if not timed:
         said.append("A CPU emulates the formats: it shows the losses of a GPU, and not its speed.")
     return said

@@ -130,14 +130,14 @@ def test_terminal_table(rows: list[Row]) -> None:
 
 def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None:
     short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
-    assert list(columns(short, timed=False)) == ["recipe", "held-out loss", "gap to bf16"]
+    assert list(columns(short, timed=False)) == ["recipe", "held-out loss"]
     assert remarks(short, timed=False) == [
-        "30 steps are too few to judge a recipe by its gap; take 240 or more.",
+        "30 steps are too few to rank recipes: losses differ by chance; take 240 or more.",
         "A CPU emulates the formats: it shows the losses of a GPU, and not its speed.",
     ]
     (row,) = compare([result("bf16", 2.0)])
     assert remarks([replace(row, held_out=[(1, 2.0)])], timed=True) == [
-        "1 step is too few to judge a recipe by its gap; take 240 or more."
+        "1 step is too few to rank recipes: losses differ by chance; take 240 or more."
     ]
     assert remarks(compare([result("bf16", 2.0)]), timed=True) == []
     drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
@@ -197,6 +197,7 @@ def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row])
     drawn = figures(lambda: draw(short, subtitle="short"))[0]
     assert "too few steps" in drawn.get_suptitle().replace("\n", " ") and not _marks(drawn.axes[0])
     assert "as equal" not in _foot(drawn)
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["2.000", "2.010", "loss"]
 
 
 def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
