@@ -53,6 +53,19 @@ def test_a_changed_row_changes_the_page(
     )
 
 
+def test_the_first_paragraph_has_the_speeds_of_the_table_and_the_chart(performance: ModuleType) -> None:
+    first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
+    speeds = [
+        row.speed
+        for section in performance.SECTIONS
+        if section.key in performance.HERO
+        for row in performance.measured(section)
+        if row.name == "delayed"
+    ]
+    told = f"trains {min(speeds):.2f} to {max(speeds):.2f} times as fast as bf16"
+    assert told in first and told in performance.finding(performance.drawn_panels("home"))
+
+
 def test_losses_of_readme_are_those_of_the_pages(performance: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text()
     gap, apart = re.search(

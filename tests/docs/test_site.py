@@ -47,7 +47,7 @@ def test_the_first_page_says_why_and_when_not() -> None:
     hooks = script("site_hooks")
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     shown = hooks.on_page_markdown((ROOT / "docs" / "index.md").read_text(), page)
-    assert "**For whom:**" in shown and "**When not:**" in shown and "| speed beside bf16" in shown
+    assert "**For whom:**" in shown and "**When not:**" in shown and "| times as fast as bf16" in shown
     assert hooks.tagline() in shown and hooks.tagline().startswith("narrowcast trains")
     assert "<!-- " not in shown.partition("\n## Start")[0].replace("<!-- how much -->", "").replace(
         "<!-- end of how much -->", ""
