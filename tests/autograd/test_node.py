@@ -16,6 +16,7 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast._tracing import give_key
+from narrowcast.autograd import node
 from narrowcast.quantizers import Float8CurrentScalingQuantizer
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Format, linear_plan
 from narrowcast.recipe.plan import LinearPlan, _text
@@ -101,6 +102,16 @@ out.square().sum().backward()
 found = torch._dynamo.utils.counters["aot_autograd"]
 print(json.dumps([found["autograd_cache_hit"], found["autograd_cache_bypass"], out.sum().item()]))
 """
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_keys_of_caches_have_the_launcher_of_kernels(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that finds all graphs in the cache puts no kernel into one, and must make the same keys."""
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(node, "start_kernels_statically", lambda: seen.append(True))
+    node._allow_in_graph(None)
+    assert seen == [True] * gpu
 
 
 @pytest.mark.inductor

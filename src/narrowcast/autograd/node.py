@@ -25,7 +25,7 @@ from torch import Tensor
 from .._tracing import by_key, while_tracing
 from .._version import __version__
 from ..functional.wgrad_store import store_of
-from ..upstream.compiler import held_compiling, mark_cacheable
+from ..upstream.compiler import held_compiling, mark_cacheable, start_kernels_statically
 from ..upstream.tensors import in_transform
 from .activation import ActivationSettings
 from .adapter import AdaptedLinearFunction
@@ -119,6 +119,8 @@ def _allow_in_graph(context: Any) -> None:
     torch.compiler.allow_in_graph(_NODES)
     switches = sorted(item for item in os.environ.items() if item[0].startswith("NARROWCAST_"))
     mark_cacheable(_NODES, f"narrowcast {__version__}, {_source()}, {switches}")
+    if torch.cuda.is_available():  # before a key of the cache is made, of which the option is a part
+        start_kernels_statically()
 
 
 @functools.cache

@@ -181,7 +181,7 @@ _POOL = entry(
 def start_kernels_statically() -> None:
     """Make graphs launch users' kernels as cheaply as Inductor's own.
 
-    Only the option's default changes, and only in processes that compile narrowcast for a GPU.
+    Only the option's default changes, and only in processes that compile narrowcast where there is a GPU.
     ``TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS=0`` and
     ``options={"static_launch_user_defined_triton_kernels": False}`` of ``torch.compile`` still win.
     """
