@@ -136,9 +136,9 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
             f"--ep-size is {layout.ep}; it must divide the {layout.fsdp * layout.cp} ranks of FSDP x CP",
         ),
         (
-            layout.micro_batches < 1,
-            f"{layout.batch} tokens are fewer than one microbatch per data-parallel rank needs "
-            f"({layout.fsdp * layout.micro_batch * layout.length}); raise --batch-size, --tp-size or --pp-size",
+            layout.batch % (layout.fsdp * layout.micro_batch * layout.length),
+            f"{layout.batch} tokens do not divide into microbatches of {layout.micro_batch} x {layout.length} for "
+            f"each of {layout.fsdp} data-parallel ranks; give a multiple of their product",
         ),
         (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
         (layout.saved_fp8 and recipe == "bf16", "saved activations in FP8 need an FP8 recipe"),
@@ -179,7 +179,6 @@ def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:
     shards = _shards(model, layout)
     sweep = shards * (3 * layout.state[0] + layout.state[1] + 2 * layout.state[2]) / gpu.copy
     result.seconds = {**busy, "pipeline bubble": bubble, "optimizer": sweep}
-    # What is left of a batch that does not divide is not trained.
     result.tokens_per_second = layout.micro_batches * layout.tokens / layout.tp / layout.pp / result.step
     result.mfu = result.tokens_per_second * model.flops(layout.length) / gpu.peak
     return result

@@ -6,17 +6,22 @@ from dataclasses import replace
 from itertools import product
 
 from ..hardware import BATCH, BATCH_PER_GPU, RESERVE, find_gpu, find_optimizer, find_rates
+from ..words import any_of
 from .estimate import Estimate, Layout, check, estimate, gib
 from .models import find_model
 
-SMALL = "fused-int8"  # the optimizer with fp32 masters that holds least
 CLOSE = 0.97  # relative to the fastest: closer than the model's error, so take the simpler layout
 
 
+class DoesNotFitError(ValueError):
+    """No layout's memory fits; the message says how much is missing."""
+
+
 def default_batch_size(gpus: int, seq_len: int) -> int:
-    """Return the sequences of a step that suit so many GPUs: the same number for each, if possible."""
+    """Return the sequences of a step that suit so many GPUs: the same number for each, or for each few of them."""
     sequences = min(max(BATCH_PER_GPU // seq_len, 1) * gpus, max(BATCH // seq_len, 1))
-    return sequences - sequences % gpus if sequences > gpus else sequences
+    shares = (gpus // few for few in (1, 2, 4, 8, 16, 32, 64, 128) if gpus % few == 0)
+    return next((sequences - sequences % share for share in shares if share <= sequences), sequences)
 
 
 def plan(
@@ -45,7 +50,8 @@ def plan(
     `nc.optimizers.step_in_backward`.
 
     Raises:
-        ValueError: an unknown name; numbers that do not divide; or nothing fits, with the bytes that are missing.
+        ValueError: an unknown name, or numbers that do not divide.
+        DoesNotFitError: nothing fits.
     """
     shape, machine, _ = find_model(model), find_gpu(gpu), find_rates(recipe)
     if saved_activations not in (None, "fp8"):
@@ -61,6 +67,7 @@ def plan(
         raise ValueError(
             f"--gpus is {gpus}; the experts of {model} are split over 8 GPUs or more: use a multiple of 8"
         )
+    asked = batch_size
     if batch_size is None:
         batch_size = 1 if step_in_backward else default_batch_size(gpus, seq_len)
     gathers = fp8_gather if fp8_gather is not None else recipe != "bf16"
@@ -68,7 +75,8 @@ def plan(
     base = Layout(gpus, batch_size * seq_len, seq_len, fp8_gather=gathers, **held)
     fitting: list[Estimate] = []
     smallest: Estimate | None = None
-    refused, starved = "", False
+    refused = ""
+    units: list[int] = []  # sequences of whose multiples a layout takes a batch
     for t, p, e, recomputes, rows in product(
         # Experts split by TP would be narrower than the rates hold for: mixtures spread over EP instead.
         [tp_size] if tp_size else ([1] if shape.experts else [1, 2, 4, 8]),
@@ -79,11 +87,14 @@ def plan(
     ):
         stages = 1 if p == 1 else max(1, min(8, shape.layers // p // 2))
         layout = replace(base, tp=t, pp=p, ep=e, stages=stages, recompute=recomputes, micro_batch=rows)
+        unit = max(layout.fsdp, 1) * rows
         try:
-            check(shape, layout, recipe)
+            check(shape, replace(layout, batch=max(batch_size // unit, 1) * unit * seq_len), recipe)
         except ValueError as error:
-            starved = starved if refused else batch_size < layout.fsdp * rows
             refused = refused or str(error)
+            continue
+        if batch_size % unit:
+            units.append(unit)
             continue
         result = estimate(shape, layout, recipe, machine)
         if smallest is None or result.total_memory < smallest.total_memory:
@@ -94,30 +105,21 @@ def plan(
         enough = CLOSE * max(result.tokens_per_second for result in fitting)
         near = [result for result in fitting if result.tokens_per_second >= enough]
         return min(near, key=lambda e: (e.layout.tp * e.layout.pp, e.layout.pp, e.layout.recompute, e.step))
-    if smallest is None and starved:
-        raise ValueError(
-            f"--gpus is {gpus:,}, and a step of {batch_size:,} x {seq_len:,} tokens has too few sequences to divide; "
-            f"use fewer --gpus, or --batch-size {gpus} or more"
+    if smallest is None and units:
+        unit = min(units)
+        sizes = [size for size in (batch_size // unit * unit, (batch_size // unit + 1) * unit) if size]
+        of_default = f"--gpus is {gpus:,}; no such layout divides its default --batch-size {batch_size:,}"
+        told = (
+            f"--batch-size is {asked:,}; no such layout of --gpus {gpus:,} divides it"
+            if asked
+            else of_default
         )
+        raise ValueError(f"{told}; use --batch-size {any_of(sizes)}, or another multiple of {unit}")
     if smallest is None:
         raise ValueError(refused)
-    missing = smallest.total_memory - RESERVE * machine.memory
-    remedies = ["more --gpus", "a shorter --seq-len"]
-    if sum(base.state) > sum(find_optimizer(SMALL)):
-        remedies.insert(1, f"--optimizer {SMALL}")
-    if not base.saved_fp8 and recipe != "bf16":
-        remedies.insert(-1, "--saved-activations fp8")
-    fixed = {
-        "--tp-size": tp_size,
-        "--pp-size": pp_size,
-        "--ep-size": ep_size,
-        "--no-recompute": recompute is False,
-    }
-    given = " and ".join(name for name, value in fixed.items() if value)
-    raise ValueError(
+    room = RESERVE * machine.memory
+    raise DoesNotFitError(
         f"{model} does not fit {gpus} {gpu} {'GPU' if gpus == 1 else 'GPUs'}: "
-        f"the smallest layout tried ({smallest.layout}"
-        f"{', recomputing' if smallest.layout.recompute else ''}) needs {gib(missing)} more than the "
-        f"{gib(RESERVE * machine.memory)} that a GPU can use; {f'leave {given} out, or ' if given else ''}"
-        f"use {', '.join(remedies[:-1])} or {remedies[-1]}"
+        f"the smallest layout tried ({smallest.layout}{', recomputing' if smallest.layout.recompute else ''}) "
+        f"needs {gib(smallest.total_memory - room)} more than the {gib(room)} that a GPU can use"
     )

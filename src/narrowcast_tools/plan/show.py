@@ -1,33 +1,44 @@
-"""An estimate as tables for a terminal."""
+"""An estimate in lines for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from rich.table import Table
-
-from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, HOST, MEASURED
-from ..tables import make_table
-from .estimate import Estimate, gib
+from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, GIB, HOST, MEASURED
+from .estimate import Estimate
 
 GIGA = 1e9
-TERMS = {
-    "codes of shards": "FP8 copies that the backward gathers again",
-    "not at the same time": "gradients come as activations go, so the smaller of the two is subtracted",
-    "exposed": "communication that no computation hides",
-    "pipeline bubble": "a rank that waits for the others of its pipeline",
+WORDS = {
+    "logits, or a layer's": "logits or a layer's",
+    "norms, activations, copies": "norms, activations and copies",
+    "codes of shards": "FP8 copies for the backward",
+    "gathered parameters": "whole layers' parameters",
+    "full gradients": "a whole layer's gradients",
+    "parameter shards": "parameters",
+    "gradient shards": "gradients",
+    "not at the same time": "not held at the same time",
+    "FSDP all-gather": "parameters",
+    "FSDP reduce-scatter": "gradients",
+    "TP/SP collectives": "TP",
+    "slowed by overlap": "slowed by communication",
+    "exposed: ": "waiting for ",
+    "pipeline bubble": "waiting for the pipeline",
 }
-"""Parts of a plan whose names do not say what they are, by their beginnings."""
+"""Parts of a plan in plain words, by their beginnings."""
 
 
-def remark(gpus: int) -> str:
-    """Return which part of a host's GPUs a plan leaves out; "" for whole hosts and for less than one."""
-    if gpus < HOST or gpus % HOST == 0:
-        return ""
-    return (
-        f"a host has {HOST} GPUs, so {gpus} leave one in part empty; the estimate takes all links as those of "
-        f"whole hosts. Use --gpus {gpus - gpus % HOST} or {gpus + HOST - gpus % HOST}."
-    )
+def remarks(gpus: int, batch_size: int | None) -> Iterator[str]:
+    """Yield what is odd about the numbers that were asked for."""
+    if gpus > HOST and gpus % HOST:
+        yield (
+            f"a host has {HOST} GPUs, so {gpus} leave one in part empty; the estimate takes all links as those of "
+            f"whole hosts. Use --gpus {gpus - gpus % HOST} or {gpus + HOST - gpus % HOST}."
+        )
+    if batch_size and batch_size % gpus and gpus % batch_size:
+        yield (
+            f"--batch-size {batch_size} does not divide over {gpus} GPUs, which rules the simplest layouts out; a "
+            f"multiple of {gpus} may be faster."
+        )
 
 
 def margin(gpus: int, *, experts: bool) -> str:
@@ -35,12 +46,6 @@ def margin(gpus: int, *, experts: bool) -> str:
     if experts:
         return ERROR_EXPERTS
     return ERROR if gpus <= MEASURED else ERROR_DENSE
-
-
-def terms(result: Estimate) -> list[str]:
-    """Return a line for each part of the tables that needs one."""
-    parts = [name for name, value in {**result.memory, **result.seconds}.items() if value]
-    return [f"{name}: {told}" for name, told in TERMS.items() if any(part.startswith(name) for part in parts)]
 
 
 def described(result: Estimate) -> str:
@@ -62,20 +67,27 @@ def described(result: Estimate) -> str:
     )
 
 
-def tables(result: Estimate) -> list[Table]:
-    """Return memory, bytes received if any, and time of a step, part by part, of one GPU."""
+def parts(result: Estimate) -> dict[str, str]:
+    """Return memory, bytes received if any, and time of a step, by their largest parts of one GPU."""
     step, received = result.step, sum(result.wire.values())
-    wire = _table("received per step", result.wire, lambda size: f"{size / GIGA:,.1f} GB", received)
-    return [
-        _table("memory", result.memory, gib, result.total_memory),
-        *([wire] if received else []),
-        _table("time of a step", result.seconds, lambda t: f"{t:,.3f} s {t / step:6.1%}", step),
-    ]
+    told = {"memory": _listed(result.memory, lambda size: f"{size / GIB:,.1f}", "GiB")}
+    if received:
+        told["received"] = _listed(result.wire, lambda size: f"{size / GIGA:,.1f}", "GB a step")
+    return {
+        **told,
+        "time": _listed(result.seconds, lambda seconds: f"{100 * seconds / step:.1f}", "% of a step"),
+    }
 
 
-def _table(name: str, parts: dict[str, float], told: Callable[[float], str], total: float) -> Table:
-    table = make_table((name, "per GPU"), footers=("total", told(total)))
-    for part, value in parts.items():
-        if value:
-            table.add_row(part, told(value))
-    return table
+def _listed(sizes: dict[str, float], shown: Callable[[float], str], unit: str) -> str:
+    """Return the parts that are not 0 when shown, largest first."""
+    listed = sorted(
+        ((size, name) for name, size in sizes.items() if float(shown(size).replace(",", ""))), reverse=True
+    )
+    return f"{unit}: " + ", ".join(f"{_worded(name)} {shown(size)}" for size, name in listed)
+
+
+def _worded(name: str) -> str:
+    return next(
+        (words + name.removeprefix(part) for part, words in WORDS.items() if name.startswith(part)), name
+    )
