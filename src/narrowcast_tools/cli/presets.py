@@ -4,15 +4,17 @@ import typer
 from rich.console import Console
 
 from ..tables import make_table
-from ..words import follow_up
+from ..words import follow_up, tell
 
 TABLE = (
     ("", "tiny", "125m", "1b", "8b-slice", "8b"),
     ("layers", "4", "12", "16", "4", "32"),
-    ("width/hidden", "256/704", "768/2048", "2048/8192", "4096/14336", "4096/14336"),
+    ("width", "256", "768", "2048", "4096", "4096"),
+    ("hidden", "704", "2048", "8192", "14336", "14336"),
     ("heads/KV", "4/2", "12/12", "32/8", "32/8", "32/8"),
     ("parameters", "3.1M", "85.3M", "974.2M", "874.5M", "8,030.3M"),
-    ("training state", "0.05 GiB", "1.27 GiB", "14.52 GiB", "13.03 GiB", "45.81 GiB"),
+    ("state, GiB", "0.05", "1.27", "14.52", "13.03", "45.81"),
+    ("peak, GiB", "0.1", "3.3", "20.4", "14.6", "66.4"),
     ("batch x tokens", "8x128", "8x1024", "4x2048", "4x2048", "1x8192"),
     ("TFLOP/step", "0.02", "4.65", "51.15", "44.58", "421.65"),
     ("steps", "300", "1500", "1000", "1000", "1000"),
@@ -28,4 +30,6 @@ def presets() -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+    tell("state", "weights, gradients and optimizer")
+    tell("peak", "what narrowcast plan expects of a step in bf16 on one GPU; eager code holds more")
     typer.echo(follow_up("train", "--preset", "125m", "--data", "PATH"))
