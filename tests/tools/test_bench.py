@@ -61,7 +61,7 @@ def test_the_picture_has_no_empty_panel(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["some"], "suite is 'some'; use one of layers, models, all, tiny or account"),
+        (["some"], "SUITE is 'some'; use one of layers, models, all, tiny or account"),
         (["tiny", "--only", "Conv"], "--only is 'Conv', which no work of suite 'tiny' has in its name"),
         (
             ["--device", "cpu", "--only", "Conv"],

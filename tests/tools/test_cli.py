@@ -132,8 +132,12 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--steps", "2.5"], ["--steps is '2.5'; use a whole number"]),
         (["--steps=abc"], ["--steps is 'abc'; use a whole number"]),
         (["--speed", "9"], ["--speed", "--help"]),
-        (["--resume"], ["narrowcast: run does not exist; give the folder of a run"]),
-        (["--out", "text.txt"], ["text.txt", "--out"]),
+        (
+            ["--resume"],
+            ["narrowcast: run does not exist; give the folder of a run", "; or leave --resume out"],
+        ),
+        (["--out", "text.txt"], ["--out is text.txt, and text.txt is a file; give --out another folder"]),
+        (["--out", "text.txt/run"], ["--out is text.txt/run, and text.txt is a file; give --out another"]),
         (["--seed", str(2**64)], ["--seed is 18446744073709551616", "below 2^64"]),
         (["--preset", "7b"], ["'7b'; the nearest: '8b'; use one of tiny, 125m, 1b, 8b-slice"]),
         (["--accumulate", "3"], ["--accumulate is 3", "divide --batch-size 2"]),
@@ -263,6 +267,30 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
         == 1
     )
     assert "note: not compared: no bf16 run among them" in told
+
+
+def test_fewer_steps_shorten_the_warmup_and_a_resumed_run_keeps_its_own(
+    text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    at = TINY.index("--warmup")
+    words = ["train", "--data", str(text_file), *TINY[:at], *TINY[at + 2 :], "--recipe"]
+    for recipes, out, runs in (
+        ("bf16", "one", ("one",)),
+        ("bf16,mxfp8", "two", ("two/bf16-0", "two/mxfp8-0")),
+    ):
+        warmups = {}
+        for more in (["--steps", "13"], ["--steps", "26", "--resume"]):
+            assert main([*words, recipes, "--out", out, *more]) == 0
+            results = [json.loads(Path(run, "result.json").read_text()) for run in runs]
+            assert {result["settings"]["steps"] for result in results} == {int(more[1])}
+            warmups[more[1]] = [result["settings"]["warmup"] for result in results]
+        assert warmups == {steps: [2] * len(runs) for steps in ("13", "26")}
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--warmup" not in told and "extended from 13 to 26 steps" in told
+    line = fails_on_one_line(
+        capsys, text_file.parent, [*words, "bf16", "--out", "one", "--resume", "--warmup", "3"]
+    )
+    assert "says --steps" not in line and "this command says --warmup 3; pass --warmup 2" in line
 
 
 def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
@@ -791,7 +819,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["generate", "run", "--graphs"], 2, "--compile is not given; add --compile"),
         (["generate", "absent"], 2, "absent does not exist; give the folder of a run of narrowcast train"),
         (["generate", __file__], 2, "holds no checkpoint that can be read; give the folder of a run"),
-        (["bench", "some"], 2, "suite is 'some'; use one of layers, models, all, tiny or account"),
+        (["bench", "some"], 2, "SUITE is 'some'; use one of layers, models, all, tiny or account"),
         (["bench", "tiny", "--recipe", "fp7"], 2, "--recipe is 'fp7'; use one of delayed"),
         (["bench", "layers", "--only", "Conv"], 2, "--only is 'Conv', which no work of suite 'layers' has"),
         (["bench", "--device", "tpu"], 2, "--device is 'tpu'; use one of auto, cpu or cuda"),

@@ -84,7 +84,7 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         ([given["optimizer"]], OPTIMIZERS, "--optimizer"),
         ([given["head_recipe"]], HEADS, "--head-recipe"),
         ([given["model"]], ACCOUNT_MODELS, "--model of bench account"),
-        ([suite] if suite else [], (*SUITES, "account"), "suite"),
+        ([suite] if suite else [], (*SUITES, "account"), "SUITE"),
         ([device], DEVICES, "--device"),
     )
     for words, known, option in checks:

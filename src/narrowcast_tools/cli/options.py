@@ -173,7 +173,10 @@ Steps = Annotated[int | None, _of_preset("Optimizer steps.", SCHEDULE)]
 BatchSize = Annotated[int | None, _of_preset("Sequences per step.", SCHEDULE)]
 SeqLen = Annotated[int | None, _of_preset("Tokens per sequence.", SCHEDULE)]
 LearningRate = Annotated[float | None, _of_preset("Peak learning rate.", SCHEDULE)]
-Warmup = Annotated[int | None, _of_preset("Steps of linear warmup. A cosine follows.", SCHEDULE)]
+Warmup = Annotated[
+    int | None,
+    _of_preset("Steps of linear warmup. A cosine follows. Fewer --steps shorten the preset's.", SCHEDULE),
+]
 WeightDecay = Annotated[float | None, _of_preset("Weight decay, on matrices only.", SCHEDULE)]
 Clip = Annotated[float | None, _of_preset("Largest gradient norm. inf: do not clip.", SCHEDULE)]
 EvalEvery = Annotated[int | None, _of_preset("Steps between evaluations.", SCHEDULE)]

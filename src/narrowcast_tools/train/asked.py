@@ -13,7 +13,7 @@ from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints, require_folder
 from .names import MODES, device_word, one_of, recipe_name, recipe_names
-from .presets import DEMO, QUICK, find_preset, with_steps
+from .presets import DEMO, QUICK, find_preset, fitting_warmup, with_steps
 
 MOST_SEEDS = 1000
 MOST_TOKENS, MOST_SAMPLES = 100_000, 1000  # to generate: their keys and values stay in memory
@@ -54,7 +54,7 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
             f"--seeds is {seeds}, the runs to compare per recipe; it must be at least 1 and at most {MOST_SEEDS}"
         )
     if given["resume"] and given["out"] is not None:
-        require_folder(given["out"])
+        require_folder(given["out"], "leave --resume out")
     start, recipes = find_preset(given["preset"]), recipe_names(given["recipe"])
     device_word(given["device"])
     if given["parallel"] is not None:
@@ -75,7 +75,8 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
     else:
         config_text(Path(given["init"]))
     first = "bf16" if recipes == [AUTO] else recipes[0]
-    later = {"recipe": first, "recipe_table": None, "device": None, "model": shape}
+    warmup = fitting_warmup(start, given["steps"]) if given["warmup"] is None else given["warmup"]
+    later = {"warmup": warmup, "recipe": first, "recipe_table": None, "device": None, "model": shape}
     return override(start, **{**taken(given, start), **later}), recipes
 
 

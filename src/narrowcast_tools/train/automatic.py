@@ -15,7 +15,7 @@ BLOCK = "blocks.0."
 
 
 def choose(config: TrainConfig, *, alone: bool) -> tuple[TrainConfig, str]:
-    """Return the settings with the recipe of `auto`, and the choice in words; "" on a CPU, where nothing is faster.
+    """Return the settings with the recipe of `auto`, and the choice in words.
 
     Layers that lose are added to `keep_bf16`, so that the run's folder says what was chosen.
 
@@ -24,7 +24,9 @@ def choose(config: TrainConfig, *, alone: bool) -> tuple[TrainConfig, str]:
         alone: one process makes the run. Several would time their parts apart, and stay in bfloat16.
     """
     if config.device == "cpu":
-        return config, ""
+        return config, (
+            "auto: bf16; a CPU gains nothing from fewer bits, which it emulates; to compare: --recipe bf16,current"
+        )
     native, reason = CHOICES[RECIPE].availability()
     if not native:
         return config, f"auto: bf16; {reason}"

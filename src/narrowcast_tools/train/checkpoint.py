@@ -12,8 +12,10 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -138,11 +140,7 @@ def load(path: Path) -> Checkpoint:
             that of another step.
     """
     try:
-        description = json.loads(_bytes_of_file(path / DESCRIPTION, at_most=LARGEST_DESCRIPTION))
-        if description["format"] != FORMAT:
-            raise DamagedCheckpoint(f"format {description['format']}, this version reads {FORMAT}")
-        if description.pop("sha256") != _sum_of(description):
-            raise DamagedCheckpoint(f"{DESCRIPTION} was altered (its SHA-256 differs)")
+        description = _describe(path)
         if path.name != _name_of(description["step"]):
             raise DamagedCheckpoint(f"it holds step {description['step']}, which is not its folder's name")
         tensors = {
@@ -154,9 +152,26 @@ def load(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
 
 
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the newest checkpoint whose description can be read; empty if there is none."""
+    for path in steps_in(folder):
+        with suppress(DamagedCheckpoint, *DAMAGE):
+            return _describe(path)["meta"]["settings"]
+    return {}
+
+
 def steps_in(folder: Path) -> list[Path]:
     """Return the run's checkpoint folders, newest first."""
     return sorted(folder.glob(f"{PREFIX}[0-9]*"), reverse=True)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    description = json.loads(_bytes_of_file(path / DESCRIPTION, at_most=LARGEST_DESCRIPTION))
+    if description["format"] != FORMAT:
+        raise DamagedCheckpoint(f"format {description['format']}, this version reads {FORMAT}")
+    if description.pop("sha256") != _sum_of(description):
+        raise DamagedCheckpoint(f"{DESCRIPTION} was altered (its SHA-256 differs)")
+    return description
 
 
 def _write(folder: Path, step: int, meta: dict, tensors: TensorFiles) -> None:

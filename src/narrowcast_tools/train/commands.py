@@ -16,13 +16,14 @@ from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
+from .checkpoint import saved_settings
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, TrainConfig, override
 from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
 from .errors import SettingsError
-from .folder import COMPARED, run_folder
+from .folder import CHECKPOINTS, COMPARED, run_folder
 from .generate import Answer, load_trained
 from .pace import format_pace
 from .pretrained import shape_of
@@ -89,13 +90,18 @@ def train(
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(seeds)]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
-    kept["intro"] = describe_runs(config, corpus, recipes, seeds)
+    kept["intro"] = "; ".join(filter(None, (describe_runs(config, corpus, recipes, seeds), choice)))
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
+        if resume and context.params["warmup"] is None:  # other steps would scale it
+            places = [folder, *(folder / run_name(one) for one in configs)]
+            saved = (saved_settings(place / CHECKPOINTS).get("warmup") for place in places)
+            own = next((warmup for warmup in saved if warmup is not None), None)
+            configs = [override(one, warmup=own) for one in configs]
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
-        if choice:
-            progress.note(choice)
         if len(configs) == 1:
-            _train_one(folder, config, corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept)
+            _train_one(
+                folder, configs[0], corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept
+            )
             return
         if resume and not any((folder / run_name(config)).exists() for config in configs):
             raise SettingsError(

@@ -50,14 +50,17 @@ def runs_below(folder: Path) -> str:
     return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
 
 
-def require_folder(path: Path) -> None:
+def require_folder(path: Path, otherwise: str = "") -> None:
     """Check that the folder of a run is there.
+
+    Args:
+        otherwise: what may be done instead of giving one that is, for the message.
 
     Raises:
         SettingsError: it is not.
     """
     if not path.exists():
-        raise SettingsError(_absent(path))
+        raise SettingsError(f"{_absent(path)}{f'; or {otherwise}' if otherwise else ''}")
 
 
 def require_checkpoints(path: Path) -> None:
@@ -112,6 +115,8 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _take_lock(folder)
     except OSError as error:
+        if out is not None and (file := next((path for path in (out, *out.parents) if path.is_file()), None)):
+            raise SettingsError(f"--out is {out}, and {file} is a file; give --out another folder") from error
         raise SettingsError(
             f"cannot make or write the folder {out or RUNS} ({error.strerror}); give --out another one"
         ) from error

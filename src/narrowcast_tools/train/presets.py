@@ -81,6 +81,11 @@ def find_preset(name: str) -> TrainConfig:
     return PRESETS[one_of(PRESETS, name, "--preset")]
 
 
+def fitting_warmup(start: TrainConfig, steps: int | None) -> int:
+    """Return the warmup of a preset for another number of steps: of fewer at most a sixth, as `with_steps` has."""
+    return start.warmup if steps is None or steps >= start.steps else min(start.warmup, max(0, steps // 6))
+
+
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
     """Return the settings for another number of steps, with a warmup and evaluations that fit into it."""
     every = max(1, steps // 8)

@@ -60,12 +60,17 @@ def test_all_of_them_or_none(times: dict[int, tuple[float, float]]) -> None:
     assert config == replace(CONFIG, recipe="current") and told.startswith("auto: current; ")
 
 
+ON_A_CPU = (
+    "auto: bf16; a CPU gains nothing from fewer bits, which it emulates; to compare: --recipe bf16,current"
+)
+
+
 def test_where_nothing_is_timed(
     monkeypatch: pytest.MonkeyPatch, times: dict[int, tuple[float, float]]
 ) -> None:
     table = replace(CONFIG, recipe_table='{"head": null}')
     for config, alone, told in (
-        (replace(CONFIG, device="cpu"), True, ""),
+        (replace(CONFIG, device="cpu"), True, ON_A_CPU),
         (CONFIG, False, "auto: bf16, since no layers are timed with --parallel"),
         (table, True, "auto: bf16, since no layers are timed with --recipe-table"),
     ):

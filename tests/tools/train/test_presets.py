@@ -12,7 +12,7 @@ from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.flops import flops_per_token
 from narrowcast_tools.train.memory import bytes_of_weight, expected_peak, parameters_of
-from narrowcast_tools.train.presets import PRESETS, find_preset
+from narrowcast_tools.train.presets import PRESETS, find_preset, fitting_warmup
 
 MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5, "8b": 8030.3}
 
@@ -69,3 +69,12 @@ def test_the_table_shows_each(
     lines = [line.split() for line in text.splitlines()]
     assert all(" ".join(row).split() in lines for row in TABLE), "no number is folded"
     assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("next:"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(None, 40), (900, 40), (300, 40), (240, 40), (200, 33), (20, 3), (4, 0)]
+)
+def test_the_warmup_of_fewer_steps(steps: int | None, warmup: int) -> None:
+    """It stays the preset's while it is no more than a sixth of the steps."""
+    assert fitting_warmup(PRESETS["tiny"], steps) == warmup
+    assert all(fitting_warmup(preset, preset.steps - 1) == preset.warmup for preset in PRESETS.values())
