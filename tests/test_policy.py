@@ -88,7 +88,7 @@ def test_errors_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     layers = model()
     for error, message, options in (
-        (ValueError, "policy is 'fastest'; use one of None, auto", {"policy": "fastest", "rows": 8}),
+        (ValueError, "policy is 'fastest'; use one of None, 'auto'", {"policy": "fastest", "rows": 8}),
         (ValueError, "rows=None; give the rows", {"policy": "auto"}),
         (RuntimeError, "torch sees none", {"policy": "auto", "rows": 8}),
     ):

@@ -198,9 +198,9 @@ def test_a_value_that_is_no_choice_is_told_the_nearest_one() -> None:
     choices = ("LayerNorm", "RMSNorm")
     assert (
         _checks.not_among("rmsnrom", choices)
-        == "'rmsnrom'; the nearest: 'RMSNorm'; use one of LayerNorm or RMSNorm"
+        == "'rmsnrom'; the nearest: 'RMSNorm'; use one of 'LayerNorm' or 'RMSNorm'"
     )
-    assert _checks.not_among(3, choices) == "3; use one of LayerNorm or RMSNorm"
+    assert _checks.not_among(3, choices) == "3; use one of 'LayerNorm' or 'RMSNorm'"
 
 
 def sampled(model: torch.nn.Module) -> Any:

@@ -77,8 +77,7 @@ def typed(value: Any) -> str:
 
 def not_among(value: Any, choices: Iterable[Any]) -> str:
     """Return for a message a value that is not among the choices, the text that it looks like, and the choices."""
-    names = [str(choice) for choice in choices]
-    known = {name.lower(): name for name in names}
+    known = {str(choice).lower(): choice for choice in choices}
     alike: list[str] = []
     if isinstance(value, str):
         fitting = of_number_format(value.lower(), known)
@@ -86,7 +85,7 @@ def not_among(value: Any, choices: Iterable[Any]) -> str:
             fitting if _FORMAT.search(value.lower()) else difflib.get_close_matches(value.lower(), fitting, 1)
         )
     near = f"; the nearest: {', '.join(shown(known[one]) for one in alike)}" if alike else ""
-    *others, last = names
+    *others, last = [repr(one) if isinstance(one, str) else str(one) for one in known.values()]
     use = f"one of {', '.join(others)} or {last}" if others else last
     return f"{shown(value)}{near}; use {use}"
 

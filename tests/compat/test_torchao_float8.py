@@ -136,7 +136,7 @@ def test_wrong_values() -> None:
         CastConfig(ScalingType.DISABLED, ScalingGranularity.AXISWISE)
     with pytest.raises(ValueError, match="target_dtype is torch.float16"):
         CastConfig(target_dtype=torch.float16)
-    with pytest.raises(ValueError, match="use one of tensorwise, rowwise"):
+    with pytest.raises(ValueError, match="use one of 'tensorwise', 'rowwise'"):
         Float8LinearConfig.from_recipe_name("blockwise")
     with pytest.raises(TypeError, match="config is a str"):
         convert_to_float8_training(model(), config="rowwise")  # type: ignore[arg-type]

@@ -162,7 +162,8 @@ def test_what_cannot_be_raises() -> None:
         nc.convert(nn.Linear(8, 8), CURRENT, weights="stored")
     with pytest.raises(
         ValueError,
-        match="weights is 'fp8'; the nearest: 'fp8-channel'; use one of plain, stored, nvfp4, mxfp4, mxfp6, mxfp8 or ",
+        match="weights is 'fp8'; the nearest: 'fp8-channel'; use one of 'plain', 'stored', 'nvfp4', 'mxfp4', "
+        "'mxfp6', 'mxfp8' or 'fp8-channel'$",
     ):
         nc.convert(nn.Linear(8, 8), CURRENT, weights="fp8")  # type: ignore[arg-type]
     model = frozen(32, 32)

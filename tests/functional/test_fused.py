@@ -148,7 +148,7 @@ def test_traced(dynamic: bool) -> None:
     [
         (
             lambda x, q: F.act(x, "swiglo"),
-            "activation is 'swiglo'; the nearest: 'swiglu'; use one of gelu",
+            "activation is 'swiglo'; the nearest: 'swiglu'; use one of 'gelu'",
         ),
         (lambda x, q: F.act(x[:, :5], "swiglu"), "needs an even last dim"),
         (lambda x, q: F.act(x, "clamped_swiglu", [1.0]), "takes 3 parameters"),

@@ -145,7 +145,7 @@ def test_relu_makes_a_copy(device: torch.device) -> None:
 
 def test_refuses(device: torch.device) -> None:
     x = torch.ones(2, 3, device=device)
-    with pytest.raises(ValueError, match="activation is 'tanh'; use one of gelu, qgelu"):
+    with pytest.raises(ValueError, match="activation is 'tanh'; use one of 'gelu', 'qgelu'"):
         kernels.activation.forward(x, "tanh")
     with pytest.raises(ValueError, match="swiglu has no parameter 'limit'; it takes none"):
         kernels.activation.forward(x, "swiglu", limit=1.0)

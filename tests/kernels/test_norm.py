@@ -213,7 +213,7 @@ def test_refuses(device: torch.device) -> None:
     x, weight, rstd = (torch.ones(size, device=device) for size in ((2, 4), 4, 2))
     gamma = {"zero_centered_gamma": False}
     with pytest.raises(
-        ValueError, match="unknown normalization 'BatchNorm'; use one of LayerNorm or RMSNorm"
+        ValueError, match="unknown normalization 'BatchNorm'; use one of 'LayerNorm' or 'RMSNorm'"
     ):
         kernels.norm.statistics(x, eps=EPS, normalization="BatchNorm")
     with pytest.raises(ValueError, match="rank 0"):

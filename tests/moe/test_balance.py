@@ -105,7 +105,7 @@ def test_logits_are_fp32(autocast: bool) -> None:
 
 def test_bad_arguments() -> None:
     probs, routing = draw()
-    with pytest.raises(ValueError, match="policy is 'random'; use one of probs or position"):
+    with pytest.raises(ValueError, match="policy is 'random'; use one of 'probs' or 'position'"):
         nc.moe_drop_tokens(probs, routing, 3, "random")
     with pytest.raises(ValueError, match="use a divisor of the 6 experts"):
         nc.moe_drop_tokens(probs, routing, 3, experts_per_group=4)

@@ -186,7 +186,7 @@ def test_traces() -> None:
 
 def test_refuses() -> None:
     x = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="activation is 'tanh'; use one of gelu, qgelu"):
+    with pytest.raises(ValueError, match="activation is 'tanh'; use one of 'gelu', 'qgelu'"):
         activation.forward(x, "tanh")
     with pytest.raises(ValueError, match="swiglu has no parameter 'limit'; it takes none"):
         activation.forward(x, "swiglu", limit=1.0)

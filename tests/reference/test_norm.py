@@ -132,7 +132,7 @@ def test_strides() -> None:
 def test_refuses() -> None:
     x, weight, rstd = torch.ones(2, 4), torch.ones(4), torch.ones(2)
     with pytest.raises(
-        ValueError, match="unknown normalization 'BatchNorm'; use one of LayerNorm or RMSNorm"
+        ValueError, match="unknown normalization 'BatchNorm'; use one of 'LayerNorm' or 'RMSNorm'"
     ):
         norm.statistics(x, eps=EPS, normalization="BatchNorm")
     with pytest.raises(ValueError, match="rank 0"):

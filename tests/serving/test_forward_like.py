@@ -314,7 +314,7 @@ def test_wrong_inputs() -> None:
         ValueError, match="format='hf-fp8-block128' is not one of engine='compressed-tensors'"
     ):
         nc.serving.forward_like(trained("vllm", "fp8-tensor"), "compressed-tensors")
-    with pytest.raises(ValueError, match="engine is 'trt'; use one of vllm"):
+    with pytest.raises(ValueError, match="engine is 'trt'; use one of 'vllm'"):
         nc.serving.forward_like(nn.Linear(4, 4), "trt")
     with pytest.raises(ValueError, match="format is 'int8'"):
         nc.serving.forward_like(nn.Linear(4, 4), "vllm", format="int8")

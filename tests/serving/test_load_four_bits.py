@@ -257,7 +257,8 @@ def test_what_cannot_be_asked_for_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is in high precision; pass weights="):
         nc.load_quantized(model, plain)
     with pytest.raises(
-        ValueError, match="weights is 'nf4'; use one of stored, nvfp4, mxfp4, mxfp6, mxfp8 or fp8-channel"
+        ValueError,
+        match="weights is 'nf4'; use one of 'stored', 'nvfp4', 'mxfp4', 'mxfp6', 'mxfp8' or 'fp8-channel'",
     ):
         nc.load_quantized(model, plain, weights="nf4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="finds no frozen weight"):

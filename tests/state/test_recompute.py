@@ -490,7 +490,7 @@ def test_what_checkpoint_does_not_do_is_named() -> None:
         TypeError, match=r"^checkpoint\(<lambda>, ...\) takes no 'factor'; it takes .* x, scale"
     ):
         nc.checkpoint(lambda x, scale=1: x * scale, x, factor=2)
-    with pytest.raises(ValueError, match="^determinism_check is 'x'; use one of default or none"):
+    with pytest.raises(ValueError, match="^determinism_check is 'x'; use one of 'default' or 'none'"):
         nc.checkpoint(torch.sin, x, determinism_check="x")
     with pytest.raises(TypeError, match=r"^function is None, .* such as a layer: checkpoint\(layer, x\)"):
         nc.checkpoint(None, x)
