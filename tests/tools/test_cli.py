@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -267,6 +268,19 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
         == 1
     )
     assert "note: not compared: no bf16 run among them" in told
+
+
+def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
+    text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert train(text_file, "--recipe", "bf16", "--out", "run") == 0
+    assert main(["compare", "run", "--out", "c"]) == 0
+    told = capsys.readouterr().out
+    assert "One recipe, nothing to compare; train another with --recipe." in told
+    assert "gap" not in told and "CPU emulates" not in told and Path("c/loss.png").exists()
+    assert main(["generate", "run", "--tokens", "2", "--device", "cpu"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "note: 4 steps are too few for text that can be read; train 240 or more" in told
 
 
 def test_fewer_steps_shorten_the_warmup_and_a_resumed_run_keeps_its_own(
@@ -703,6 +717,23 @@ def test_help(capsys: pytest.CaptureFixture) -> None:
     assert "doctor" in capsys.readouterr().out
     assert main(["demo", "--help"]) == 0
     assert "--write-docs" not in capsys.readouterr().out, "it writes this package's own page"
+
+
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_can_be_read_in_60_columns(
+    option: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of names and values left 20 columns for the text, in stairs of one word a line."""
+    monkeypatch.setenv("COLUMNS", "60")
+    for name in NAMES if option == "--help" else ["train"]:
+        assert main([name, option]) == 0
+        told = capsys.readouterr().out
+        assert "…" not in told
+        lines = told.partition(" Examples:")[0].splitlines()
+        assert max(map(len, lines)) <= 60
+        begins = [match.end() for line in lines if (match := re.match(r"│ (\* +)?--\S+ +(-\w +)?", line))]
+        assert begins and max(begins) <= 31, (name, max(begins))
+    assert option == "--help" or "Off: --no-tie-embeddings." in " ".join(told.replace("│", " ").split())
 
 
 WITHOUT_PYTORCH = """

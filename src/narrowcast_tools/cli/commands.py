@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import runpy
+import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,11 +22,16 @@ from ..train.asked import Choice, compare_settings, demo_settings, generate_sett
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
+NARROW = 72  # columns
 _ALL, _HELP = "narrowcast.help-all", "narrowcast.help"
 
 
 def _shown(params: list[Any]) -> list[Any]:
-    """Return parameters for the help: without types of Python, and without `--no-...` of flags that are off."""
+    """Return parameters for the help: without types of Python, and without `--no-...` of flags that are off.
+
+    A narrow terminal has no column of values: they stand before the text.
+    """
+    narrow = shutil.get_terminal_size().columns < NARROW
     shown = [copy.copy(param) for param in params]
     for param in shown:
         if param.param_type_name == "argument":
@@ -37,6 +43,11 @@ def _shown(params: list[Any]) -> list[Any]:
             param.metavar = ""
             if param.default is False:
                 param.secondary_opts = []
+            elif narrow and param.secondary_opts:
+                param.help, param.secondary_opts = f"{param.help} Off: {param.secondary_opts[0]}.", []
+        elif narrow:
+            param.help = f"{param.metavar}: {param.help}" if param.metavar else param.help
+            param.metavar = ""
     return shown
 
 

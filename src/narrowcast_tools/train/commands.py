@@ -30,7 +30,7 @@ from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table
-from .report import Row, remarks, terminal_table
+from .report import SHORTEST_JUDGED, Row, remarks, terminal_table, too_few
 from .session import describe_runs, run_in, run_name, series
 from .tokens import TOKENIZER, load_tokens
 
@@ -181,6 +181,8 @@ def generate(
     trained = load_trained(run, device=place, recipe=recipe, emulate=emulate)
     answer = Answer(trained, prompt, tokens, samples=samples)
     progress = make_progress(Console(stderr=True))
+    if trained.config.init == RANDOM and (few := too_few(trained.step)):
+        progress.note(f"{few} for text that can be read; train {SHORTEST_JUDGED} or more")
     if answer.remark:
         progress.note(answer.remark)
     begun = False

@@ -72,12 +72,12 @@ class Run:
                 progress.note(note)
         self.first_step = len(self.history.train)
 
-    def train(self, title: str = "", further: int | None = 0) -> RunResult:
+    def train(self, title: str = "", further: int = 0) -> RunResult:
         """Run the remaining steps, with evaluations and saves.
 
         Args:
             title: of the run in its progress; empty for its recipe.
-            further: steps of the runs after this one, for the time left; None as `Progress.begin` takes it.
+            further: steps of the runs after this one, for the time left, as `Progress.begin` takes them.
 
         Raises:
             TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.

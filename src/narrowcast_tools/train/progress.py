@@ -23,11 +23,8 @@ TIMED_STEPS = 2  # least number for the time left: the first step compiles and w
 class Progress:
     """The output of a run; this one prints nothing, as in all but one of several processes."""
 
-    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
-        """The run begins, or goes on, at ``done`` of ``total`` steps; runs after it have ``further`` steps.
-
-        None: there are such runs, and this one's speed does not say how long they take.
-        """
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+        """The run begins, or goes on, at ``done`` of ``total`` steps; later ones take as long as ``further`` steps."""
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
         """A step is done. ``evaluates``: the held-out text is tried next."""
@@ -48,10 +45,10 @@ class _Layout:
     def __init__(self, width: int) -> None:
         self._width = width
         self._several = False
-        self._further: int | None = 0
+        self._further: int = 0
         self._begin = 0
 
-    def begin(self, begin: int, further: int | None) -> None:
+    def begin(self, begin: int, further: int) -> None:
         """A run begins, whose lines have ``begin`` characters before the figures."""
         self._begin, self._further = begin, further
         self._several = self._several or further != 0
@@ -67,7 +64,7 @@ class _Layout:
         told = f"loss {loss:<{LOSS}}  {f'held-out {held_out}' if held_out else '':<{len('held-out ') + LOSS}}"
         told += f"  left {_time(per_step, steps)}"
         if self._several:
-            told += f", all {_time(per_step, None if self._further is None else steps + self._further)}"
+            told += f", all {_time(per_step, steps + self._further)}"
         parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
         for width, part in zip(SPEED, [*parts, *3 * [""]]):
             if self._begin + len(told) + 2 + max(width, len(part)) > self._width:
@@ -76,9 +73,9 @@ class _Layout:
         return told
 
 
-def _time(per_step: float | None, steps: int | None) -> str:
+def _time(per_step: float | None, steps: int) -> str:
     """Return the time of some steps in `TIME` characters."""
-    if per_step is None or steps is None:
+    if per_step is None:
         return f"{'-':>{TIME}}"
     seconds = per_step * steps
     minutes = int(seconds) // 60
@@ -93,7 +90,7 @@ class Bar(Progress):
         self._console = console
         self._layout = _Layout(console.width)
 
-    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         title = f"{title:<{TITLE}} "
         self._layout.begin(len(title) + NARROWEST_BAR + len(f"{total}/{total}") + 3, further)
         # A new one for each run: one that starts again prints the lines of the runs before it once more.
@@ -148,7 +145,7 @@ class Lines(Progress):
         self._loss = "-"
         self._pace = Pace(0.0)
 
-    def begin(self, title: str, *, done: int, total: int, further: int | None = 0) -> None:
+    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         self._title, self._total = title, total
         self._layout.begin(len(self._begin_of(done)), further)
         self._loss, self._pace, self._timed = "-", Pace(0.0), None

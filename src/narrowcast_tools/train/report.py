@@ -128,9 +128,14 @@ def rows_to_json(rows: Sequence[Row]) -> list[dict]:
     return [{**asdict(row), "within": row.within} for row in rows]
 
 
+def too_few(steps: int) -> str:
+    """Return such as "4 steps are too few", for the begin of a sentence; "" of enough."""
+    return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few" * (steps < SHORTEST_JUDGED)
+
+
 def judged(rows: Sequence[Row]) -> bool:
     """Return whether the runs are long enough to compare their gaps with what is allowed."""
-    return rows[0].held_out[-1][0] >= SHORTEST_JUDGED
+    return not too_few(rows[0].held_out[-1][0])
 
 
 def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
@@ -143,7 +148,7 @@ def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
         "recipe": [row.title for row in rows],
         "held-out loss": [_loss(row) for row in rows],
     }
-    if judged(rows):
+    if len(rows) > 1 and judged(rows):
         columns["gap to bf16"] = [_gap(row) for row in rows]
         columns["allowed"] = [_allowed(row) for row in rows]
     if timed:
@@ -173,11 +178,11 @@ def _allowed(row: Row) -> str:
 def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     """Return what a table leaves out and why, a sentence each."""
     said = []
-    if not judged(rows):
-        steps = rows[0].held_out[-1][0]
-        few = f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few"
+    if len(rows) == 1:
+        said.append("One recipe, nothing to compare; train another with --recipe.")
+    elif few := too_few(rows[0].held_out[-1][0]):
         said.append(f"{few} to rank recipes: losses differ by chance; take {SHORTEST_JUDGED} or more.")
-    if not timed:
+    if not timed and len(rows) > 1:
         said.append("A CPU emulates the formats: it shows the losses of a GPU, and not its speed.")
     return said
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from narrowcast_tools.train import session
 from narrowcast_tools.train.comparison import compare_runs, write_comparison
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.data import Corpus
@@ -108,6 +109,18 @@ def test_runs_without_checkpoints(
         series(tmp_path, [light], corpus, progress, resume=False)
     series(tmp_path, [replace(light, steps=3)], corpus, progress, resume=True)
     assert json.loads(report.read_text())["settings"]["steps"] == 3
+
+
+def test_the_time_of_all_runs_is_told_from_the_first(
+    config: TrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a dash through the first run, bf16's, which emulates nothing."""
+    told = []
+    monkeypatch.setattr(session, "run_in", lambda *args, further, **kept: told.append(further))
+    configs = [replace(config, recipe=name, steps=100) for name in ("bf16", "current", "nvfp4")]
+    series(tmp_path, configs, corpus, Progress(), resume=False)
+    series(tmp_path, [replace(one, device="cuda") for one in configs], corpus, Progress(), resume=False)
+    assert told == [2 * 100 * session.EMULATED, 100, 0, 200, 100, 0]
 
 
 def test_a_text_that_is_drawn_more_than_once_is_told(

@@ -172,7 +172,7 @@ def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytes
         Console(file=io.StringIO(), force_terminal=True, width=120),
     )
     for output in (Lines(plain), Bar(shown)):
-        for title, further in (("bf16", None), ("delayed", 300), ("current", 0)):
+        for title, further in (("bf16", 600), ("delayed", 300), ("current", 0)):
             output.begin(title, done=0, total=300, further=further)
             output.evaluated(0, 5.545)
             for done in (1, 2, 100, 200, 300):
@@ -187,7 +187,7 @@ def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytes
     for told in (lines, bars):
         for word in ("loss ", "held-out ", "left ", ", all ", " tok/s", " GiB"):
             assert len({line.index(word) for line in told if word in line}) == 1, word
-    assert "left 5h36m, all     -" in lines[3]
+    assert "left 5h36m, all   22h" in lines[3]
 
 
 def test_formats() -> None:

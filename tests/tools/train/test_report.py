@@ -21,6 +21,7 @@ from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
 from narrowcast_tools.train.picture import ALLOWED, draw, spread
 from narrowcast_tools.train.report import (
+    SHORTEST_JUDGED,
     Row,
     columns,
     compare,
@@ -136,10 +137,10 @@ def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None
         "A CPU emulates the formats: it shows the losses of a GPU, and not its speed.",
     ]
     (row,) = compare([result("bf16", 2.0)])
-    assert remarks([replace(row, held_out=[(1, 2.0)])], timed=True) == [
+    assert remarks([replace(row, held_out=[(1, 2.0)])] * 2, timed=True) == [
         "1 step is too few to rank recipes: losses differ by chance; take 240 or more."
     ]
-    assert remarks(compare([result("bf16", 2.0)]), timed=True) == []
+    assert remarks(compare([result("bf16", 2.0)]) * 2, timed=True) == []
     drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
     assert drawn.get_legend() is None
 
@@ -312,3 +313,11 @@ def test_the_page_has_the_command_for_readers(rows: list[Row], config: TrainConf
         }
         page = compose(rows, command=f"narrowcast demo {option} --seed 3", **arguments)
         assert "```sh\nnarrowcast demo --seed 3\n```" in page
+
+
+def test_a_recipe_alone_has_no_gap(rows: list[Row]) -> None:
+    """The table had a column of gaps with a dash in it."""
+    alone = [replace(rows[0], held_out=[(0, 5.545), (SHORTEST_JUDGED, 2.0)])]
+    assert list(columns(alone, timed=False)) == ["recipe", "held-out loss"]
+    assert remarks(alone, timed=False) == ["One recipe, nothing to compare; train another with --recipe."]
+    assert remarks(rows[:1], timed=True) == remarks(alone, timed=False)
