@@ -60,7 +60,7 @@ def draw() -> None:
     """Draw the KL of the rows, a strip of dots per run; their rewards are too close to draw."""
     with ROWS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(WIDTH, 6.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
     axes = figure.subplots()
     rewards: dict[str, list[float]] = {}
     for place, name in enumerate(RUNS):

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from performance_chart import Bar, Panel, svg
 
+from narrowcast_tools.colors import in_both_schemes
+
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 CHARTS = DOCS / "assets" / "perf"
@@ -457,6 +459,11 @@ def finding(panels: Sequence[Panel]) -> str:
     return f"FP8 with {RECIPES[fastest]} trains {' to '.join(told)} times as fast as bf16"
 
 
+def heading(panels: Sequence[Panel]) -> str:
+    """Return a chart's finding, after what was measured where that is one thing."""
+    return f"{panels[0].title}: {finding(panels)}" if len(panels) == 1 else finding(panels)
+
+
 def drawn_panels(name: str) -> list[Panel]:
     """Return the panels of a chart: a section's, or for README the rows of its table."""
     if name == "home":
@@ -482,8 +489,8 @@ def charts() -> dict[str, str]:
     fastest = max(bar.speed for panels in pictures.values() for one in panels for bar in one.bars)
     return {
         f"{name}-{scheme}.svg": svg(
-            finding(panels),
-            panels,
+            heading(panels),
+            panels if name == "home" else [one._replace(title="") for one in panels],
             scheme,
             [
                 *terms(panels),
@@ -499,11 +506,6 @@ def charts() -> dict[str, str]:
         for name, panels in pictures.items()
         for scheme in ("light", "dark")
     }
-
-
-def picture(path: str, alternative: str) -> str:
-    """Return the Markdown of a picture; ``site_hooks.py`` adds the one for dark pages."""
-    return f"![{alternative}]({path}-light.svg)"
 
 
 HEAD = """# Performance
@@ -629,7 +631,7 @@ def losses() -> str:
     alternative = (
         "Gap to bf16's held-out loss by recipe and seed, and its mean over the steps, 85M parameters"
     )
-    drawn = picture("assets/losses-h200", alternative)
+    drawn = in_both_schemes("assets/losses-h200", alternative)
     return LOSSES.format(
         gap=gaps["delayed"],
         apart=apart,
@@ -672,7 +674,9 @@ def account() -> list[str]:
     run = (
         f"{device}, PyTorch {torch}, narrowcast {narrowcast}, {date}. Rows: `benchmarks/results/account.csv`."
     )
-    drawn = picture("assets/account", "Milliseconds of a step by group of kernels, bf16 and three recipes")
+    drawn = in_both_schemes(
+        "assets/account", "Milliseconds of a step by group of kernels, bf16 and three recipes"
+    )
     return [*lines, "", run, "", drawn, "", ACCOUNT_NOTES]
 
 
@@ -684,7 +688,8 @@ def kernels() -> str:
         "activation": "SwiGLU that quantizes its result, and its peers",
     }
     drawn = {
-        name: picture(f"../benchmarks/results/{name}", alternative) for name, alternative in told.items()
+        name: in_both_schemes(f"../benchmarks/results/{name}", alternative)
+        for name, alternative in told.items()
     }
     return KERNELS.format(**drawn)
 
@@ -697,9 +702,9 @@ def page() -> str:
         lines += [caption(section), ""]
         if section.key in CHARTED:
             lines += [
-                picture(
+                in_both_schemes(
                     f"assets/perf/{section.key}",
-                    f"{SHORT[section.key]}. {finding(drawn_panels(section.key))}",
+                    heading(drawn_panels(section.key)),
                 ),
                 "",
             ]
@@ -759,8 +764,8 @@ def with_table(path: Path, name: str, table: str) -> str:
 def with_alternative(text: str, name: str) -> str:
     """Return a page with what its chart shows, for readers who do not see it."""
     told = f"{finding(drawn_panels(name))} on an NVIDIA H200, beside torchao; longer is faster"
-    pattern = rf'!\[[^]]*\](?=\(assets/perf/{name}-)|(?<=perf/{name}-light.svg" width="480" )alt="[^"]*"'
-    return re.sub(pattern, lambda found: f"![{told}]" if found[0][0] == "!" else f'alt="{told}"', text)
+    pattern = rf'(perf/{name}-light\.svg"(?: width="480")? alt=)"[^"]*"'
+    return re.sub(pattern, lambda found: f'{found[1]}"{told}"', text)
 
 
 def files() -> dict[Path, str]:

@@ -17,6 +17,7 @@ LINE, LETTERS, HEADING = 15, 11.5, 15
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
+GROUND = {"light": "white", "dark": "#0d1117"}  # of a file that is opened alone
 
 
 class Bar(NamedTuple):
@@ -61,7 +62,7 @@ def svg(heading: str, panels: list[Panel], scheme: str, told: Sequence[str], fas
     Args:
         heading: what they show, above them.
         panels: groups of bars, all in one unit.
-        scheme: "light" or "dark", the page that the picture is for; the background is transparent.
+        scheme: "light" or "dark", the page that the picture is for.
         told: what their terms mean and where they were measured, below them; each text begins a line.
         fastest: the speed of the longest bar in all pictures, which have one scale.
     """
@@ -89,9 +90,9 @@ def svg(heading: str, panels: list[Panel], scheme: str, told: Sequence[str], fas
             y += LINE
             parts.append(_text(0, y, line, FAINT[scheme]))
     wide, high = WIDTH + 2 * MARGIN, y + 5 + 2 * MARGIN
-    ground = ' style="background: white"' if scheme == "light" else ""  # where the page is dark all the same
     head = (
-        f'<svg{ground} xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN} {-MARGIN} {wide} {high:g}" '
+        f'<svg style="background: {GROUND[scheme]}" xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="{-MARGIN} {-MARGIN} {wide} {high:g}" '
         f'width="{wide * 1.5:g}" height="{high * 1.5:g}" font-family="{FONT}" font-size="{LETTERS}" role="img">'
     )
     return "\n".join([head, f"<title>{escape(heading, quote=False)}</title>", *parts, "</svg>", ""])

@@ -30,9 +30,8 @@ from narrowcast_tools.train.report import compare
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
-    "Why it takes longer under a recipe is not explained.\n"
-    "narrowcast bench account --model 1b --optimizer FusedAdam --head-recipe current --in-parts: "
-    "{device}, torch {torch}, narrowcast {narrowcast}, {date}"
+    "Why attention takes longer under a recipe is not explained.\n"
+    "A 1B Llama on one {device}, torch {torch}, narrowcast {narrowcast}, {date}"
 )
 H200 = (
     "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "

@@ -20,7 +20,10 @@ BESIDE = (
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")
 
-SCHEMED = re.compile(r"(!\[[^\]]*\]\([\w./-]+)-light\.svg\)")
+SCHEMED = re.compile(
+    r'<picture>\n *<source [^>]*srcset="([\w./-]+)-dark\.svg">\n'
+    r' *<img src="\1-light\.svg"[^>]* alt="([^"]*)">\n</picture>'
+)
 
 
 def web_address(remote: str) -> str | None:
@@ -103,13 +106,13 @@ def with_links(markdown: str, page: str) -> str:
 
 
 def in_both_schemes(markdown: str) -> str:
-    """Return Markdown with the picture of dark pages beside each one of light pages, of which the site shows one."""
-    return SCHEMED.sub(r"\1-light.svg#only-light)\n\1-dark.svg#only-dark)", markdown)
+    """Return Markdown whose pictures follow the site's scheme, which readers choose, and not that of their system."""
+    return SCHEMED.sub(r"![\2](\1-light.svg#only-light)\n![\2](\1-dark.svg#only-dark)", markdown)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Show README on the first page, name files by links, and keep links that leave ``docs/`` inside the site."""
-    return with_links(in_both_schemes(_inside(markdown, page)), page.file.src_uri)
+    return with_links(_inside(in_both_schemes(markdown), page), page.file.src_uri)
 
 
 def _inside(markdown: str, page: Any) -> str:

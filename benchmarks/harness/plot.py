@@ -52,7 +52,7 @@ FORMATS = {
 }
 EXPLAINED = {"unfused": "narrowcast, two kernels (unfused)"}
 MARKS = ("D", "o", "s", "^", "v")  # of peers: color alone does not distinguish them
-BAR = 0.6  # of a row
+BAR, ABOVE, BELOW = 0.46, 0.18, 0.28  # of a row: the bar, and how far it and the marks are from the middle
 
 Row = dict[str, str]
 
@@ -107,7 +107,7 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         operation, _, made = kernel.rpartition(" -> ")
         kernels[operation].setdefault(made, {})[peer] = row
     heights = [len(one) for one in kernels.values()]
-    figure = Figure(figsize=(WIDTH, 0.26 * sum(heights) + 0.55 * len(heights) + 3.9), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.3 * sum(heights) + 0.4 * len(heights) + 0.5), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, operation in zip(panels, operations):
         axes.set_title(operations[operation], loc="left", size=LETTERS, weight="bold")
@@ -120,14 +120,21 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         (float(row["us_p80"]) - float(row["us_p20"])) / float(row["us_p50"]) for row in found.values()
     )
     foot = (
-        f"Bold: narrowcast's microseconds. Medians; the 20th and the 80th percentile are at most {apart:.1%} apart. "
-        f"Tensor: {size}, {where['name']}. Codes are written along rows and along columns. "
-        "Least time: a copy moves the kernel's bytes in it."
+        f"Bold: narrowcast's microseconds, the median; 20th and 80th percentile at most {apart:.1%} apart. "
+        f"Tensor: {size}, {where['name']}, coded along rows and columns. Least time: a copy of the kernel's bytes. "
+        f"{_unmeasured(peers)}"
         f"\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"narrowcast {where['narrowcast']}{day(where['commit'])}"
     )
     tell(figure, f"{title}: {_finding(kernels, peers[1:])}", foot, _legend(peers))
     return figure
+
+
+def _unmeasured(peers: Sequence[str]) -> str:
+    """Return which other libraries' kernels have no rows."""
+    absent = {"te": "Transformer Engine", "torchao": "torchao", "liger": "Liger"}
+    named = [title for peer, title in absent.items() if peer not in peers]
+    return f"No measurement here: {', '.join(named)}." if named else ""
 
 
 def _finding(kernels: dict[str, dict[str, dict[str, Row]]], peers: Sequence[str]) -> str:
@@ -158,18 +165,18 @@ def _panel(axes: Axes, kernels: dict[str, dict[str, Row]], peers: Sequence[str],
     for y, of_format in enumerate(kernels.values()):
         row = of_format[""]
         time = float(row["us_p50"])
-        axes.barh(y, time, height=BAR, color=OURS, alpha=0.45, linewidth=0)
+        axes.barh(y - ABOVE, time, height=BAR, color=OURS, alpha=0.45, linewidth=0)
         # the share of a copy's bandwidth is that of the least time
-        axes.barh(y, time * min(float(row["share"]), 1.0), height=BAR, color=OURS, linewidth=0)
+        axes.barh(y - ABOVE, time * min(float(row["share"]), 1.0), height=BAR, color=OURS, linewidth=0)
         for mark, peer in zip(MARKS, peers[1:]):
             if peer in of_format:
-                axes.plot(float(of_format[peer]["us_p50"]), y, mark, **_mark(peer))
+                axes.plot(float(of_format[peer]["us_p50"]), y + BELOW, mark, **_mark(peer))
         told = f"{time:.0f}" if time >= 100 else f"{time:.1f}"
         right = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
         axes.annotate(told, (1, y), (36, 0), ha="right", size=LETTERS, weight="bold", **right)
     names = [re.sub(r"(\d)x(\d)", "\\1\N{MULTIPLICATION SIGN}\\2", FORMATS[name]) for name in kernels]
     axes.set_yticks(range(len(names)), names, size=LETTERS)
-    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_ylim(len(names) - 0.4, -0.5)
 
 
 def _mark(peer: str) -> dict[str, object]:

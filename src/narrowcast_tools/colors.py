@@ -48,3 +48,16 @@ def color_of(contender: str, *, dark: bool = False) -> str:
     found = [(contender.index(name), name) for name in named if name in contender]
     colors = named[min(found)[1]] if found else PLAIN
     return PEERS.get(package, colors)[dark]
+
+
+def in_both_schemes(path: str, alternative: str) -> str:
+    """Return the Markdown of a picture, of which light pages and dark ones show a file each.
+
+    Args:
+        path: of ``<path>-light.svg`` and ``<path>-dark.svg``.
+        alternative: what the picture shows, for readers who do not see it.
+    """
+    return (
+        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">\n'
+        f'  <img src="{path}-light.svg" alt="{alternative}">\n</picture>'
+    )

@@ -1,10 +1,9 @@
-"""Pictures as SVG for light pages and for dark ones, on transparent ground."""
+"""Pictures as SVG for light pages and for dark ones."""
 
 from __future__ import annotations
 
 import io
 import re
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,31 +11,59 @@ import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.image import imread, imsave
+from matplotlib.textpath import text_to_path
 
 from .colors import DARK
 
 # matplotlib measures DejaVu Sans, which is wide: labels of the others fit the room that it leaves.
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, 'DejaVu Sans', sans-serif"
-WHITE = 'style="background: white"'
+# of a file that is opened alone, or on a page of the other scheme
+GROUND = {
+    scheme: f'style="background: {color}"' for scheme, color in (("light", "white"), ("dark", "#0d1117"))
+}
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 WIDTH = 4.3  # inches of a figure: a phone, which shows it 330 pixels wide, then has a pixel per point
 MARGIN, ENLARGED = 8, 1.6  # points around a figure, and pixels of a wide page per point
 LETTERS, TITLE = 11, 13  # points: the smallest letters, and those of a finding
+LINE, KEY = 1.2, 1.5  # the height of a line and of a legend's row, as multiples of their letters
+
+
+def wrap(text: str, points: float, size: float = LETTERS, weight: str = "normal") -> str:
+    """Break lines, and words that are too long for one, where they would be wider than so many points."""
+    font = FontProperties(size=size, weight=weight)
+
+    def fits(line: str) -> bool:
+        wide, _, _ = text_to_path.get_text_width_height_descent(line, font, ismath=False)
+        return wide <= 0.96 * points  # images have letters that end on pixels, and wider ones
+
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines.append("")
+        for word in line.split():
+            joined = f"{lines[-1]} {word}" if lines[-1] else word
+            if lines[-1] and not fits(joined):
+                lines.append(joined := word)
+            lines[-1] = joined
+            while not fits(joined) and len(joined) > 1:
+                end = next(end for end in range(len(joined) - 1, 0, -1) if end == 1 or fits(joined[:end]))
+                lines[-1:] = [joined[:end], joined := joined[end:]]
+    return "\n".join(lines)
 
 
 def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), columns: int = 1) -> None:
     """Write a finding and a legend above a figure, and below it what its terms mean and where it was measured.
 
     Args:
-        figure: laid out with constraints, which leave room for all.
+        figure: laid out with constraints; it grows by the height of what is written.
         finding: a sentence for readers who know no term of this package.
         foot: its lines are wrapped to the figure's width.
         keys: labeled parts for the legend; none without one.
         columns: of the legend.
     """
     points = figure.get_figwidth() * 72
-    title = textwrap.fill(finding, int(points / (0.63 * TITLE)))  # bold letters are wider
+    title = wrap(finding, points, TITLE, "bold")
     if keys:
         figure.legend(
             handles=keys,
@@ -52,8 +79,11 @@ def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), c
         )
     else:
         figure.suptitle(title, x=0, ha="left", size=TITLE, weight="bold")
-    wrapped = [textwrap.fill(line, int(points / (0.53 * LETTERS))) for line in foot.splitlines()]
-    figure.supxlabel("\n".join(wrapped), x=0, ha="left", size=LETTERS, color="0.35")
+    told = wrap(foot, points)
+    figure.supxlabel(told, x=0, ha="left", size=LETTERS, color="0.35")
+    height = LINE * TITLE * len(title.splitlines()) + LINE * LETTERS * len(told.splitlines())
+    height += KEY * LETTERS * -(-len(keys) // columns)
+    figure.set_figheight(figure.get_figheight() + height / 72)
 
 
 def png(figure: Figure) -> bytes:
@@ -106,6 +136,6 @@ def dark(light: str) -> str:
 
 
 def write(light: str, folder: Path, stem: str) -> None:
-    """Write ``<stem>-light.svg``, on white where the page is dark all the same, and ``<stem>-dark.svg``."""
-    (folder / f"{stem}-light.svg").write_text(light.replace("<svg ", f"<svg {WHITE} ", 1))
-    (folder / f"{stem}-dark.svg").write_text(dark(light))
+    """Write ``<stem>-light.svg`` and ``<stem>-dark.svg``, each on the ground of its pages."""
+    for scheme, text in (("light", light), ("dark", dark(light))):
+        (folder / f"{stem}-{scheme}.svg").write_text(text.replace("<svg ", f"<svg {GROUND[scheme]} ", 1))

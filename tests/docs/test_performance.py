@@ -42,7 +42,8 @@ def test_a_changed_row_changes_the_page(
         "**1.53 times as fast as bf16, under current scaling.** `FusedAdam` makes it 1.55 times."
     )
     assert picture.startswith(
-        "![Training step, four layers of the 8B shape, two GPUs. FP8 with current scaling trains 1.53 times"
+        '  <img src="assets/perf/fsdp-light.svg" alt="Training step, four layers of the 8B shape, two GPUs: FP8 with '
+        "current scaling trains 1.53 times"
     )
     assert row == "| delayed | 68.5 | 1.35 | 10.12 |"
     home = performance.charts()["home-dark.svg"]

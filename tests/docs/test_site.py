@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from narrowcast_tools.colors import in_both_schemes
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,9 +40,22 @@ def test_the_site_links_the_repository_it_was_cloned_from(remote: str, address: 
 
 
 def test_a_page_shows_the_picture_of_its_color_scheme() -> None:
-    assert script("site_hooks").in_both_schemes("a\n\n![x y](assets/z-light.svg)\n") == (
-        "a\n\n![x y](assets/z-light.svg#only-light)\n![x y](assets/z-dark.svg#only-dark)\n"
+    told = in_both_schemes("../assets/z", "x y")
+    assert script("site_hooks").in_both_schemes(f"a\n\n{told}\n") == (
+        "a\n\n![x y](../assets/z-light.svg#only-light)\n![x y](../assets/z-dark.svg#only-dark)\n"
     )
+
+
+def test_every_page_has_its_pictures_in_both_schemes() -> None:
+    """GitHub showed white pictures on its dark pages."""
+    hooks = script("site_hooks")
+    for page in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "results" / "LOG.md"]:
+        told = page.read_text()
+        assert "-light.svg)" not in told, (
+            f"{page.name}: write what narrowcast_tools.colors.in_both_schemes returns"
+        )
+        shown = hooks.in_both_schemes(told)
+        assert "<picture" not in shown and shown.count("#only-dark") == told.count("<picture>")
 
 
 def test_the_first_page_says_why_and_when_not() -> None:

@@ -408,8 +408,28 @@ def test_records_go_to_files(tmp_path: Path) -> None:
     drawn.draw_without_rendering()
     panel, bar = drawn.axes[0].get_position(), drawn.axes[-1].get_position()
     assert bar.width > 3 * panel.width, "the words below a scale stand side by side"
-    assert "gray" not in (tmp_path / "whole.svg").read_text()
     assert "fc2_grad_output" in str(watch)
+    told = (tmp_path / "whole.svg").read_text()
+    assert "gray" not in told and ">no record<" not in told, "a gradient of ones has no error, and a record"
+
+
+@pytest.mark.parametrize("layer", ["{}", "model.layers.{}.self_attn.long_query_projection"])
+def test_words_of_a_small_picture_are_apart(layer: str) -> None:
+    """Two layers and one step left a scale on which its words and ticks were printed on each other."""
+    pytest.importorskip("matplotlib")
+    records = [
+        Record(0, layer.format(index), operand, 1.0, 0.002, 0.0, 31.0)
+        for index in (10, 11)
+        for operand in ("input", "weight", "grad_output")
+    ]
+    drawn = figure(records)
+    drawn.draw_without_rendering()
+    for bar in drawn.axes[-2:]:
+        for texts in (bar.texts, bar.get_xticklabels()):
+            boxes = [text.get_window_extent() for text in texts if text.get_text()]
+            assert len(boxes) > 1 and all(one.x1 < other.x0 for one, other in zip(boxes, boxes[1:]))
+    names = [name.get_text() for name in drawn.axes[0].get_yticklabels()]
+    assert all(str(index) in name for index, name in zip((10, 11), names)), "elided in the middle"
 
 
 def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
@@ -436,7 +456,10 @@ def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
     assert [text.get_text() for axes in panels for text in axes.texts] == [
         "Underflow: values rounded to 0",
         "all 0%",
+        "no record",
     ], told
+    words = [text.get_text() for axes in figure(good).axes[:3] for text in axes.texts]
+    assert words == ["usual", "Signal to quantization noise (SQNR), dB", "usual", "no record"]
 
 
 def test_a_watched_model_that_turns_back_trains_and_converts_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _KINDS = ("input", "weight", "grad_output")
 _MOST_LOST, _LEAST_SQNR = 0.1, 8.0
 _LETTERS, _TITLE, _WIDTH = 11, 13, 4.3  # points, and inches: a phone shows a pixel per point
+_USUAL = (16, 33)
 # What stands out should be looked at: too little SQNR, and too much, since one value that dwarfs the rest has nearly
 # all of the signal. What is usual, from NVFP4's 16 dB to E4M3's 31, is clear, on light pages and on dark ones.
 _SIGNAL = {
@@ -38,9 +40,9 @@ _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]
     (
         "Signal to quantization noise (SQNR), dB",
         False,
-        lambda one: one.sqnr,
+        lambda one: one.sqnr if math.isfinite(one.sqnr) else _USUAL[1],  # no error at all is no outlier
         (8, 16, 24, 32, 40),
-        ("much error", "usual", "an outlier"),
+        ("noisy", "usual", "unusual"),
     ),
     (
         "Underflow: values rounded to 0",
@@ -73,7 +75,13 @@ def figure(records: Sequence[Record]) -> Figure:
 
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
-    height = 3.2 + 0.46 * max(len(names), 8)  # lower panels would narrow the scales below them
+    parts = zip(*(layer.split(".")[:-1] for layer, _ in names))
+    shared = "".join(f"{part[0]}." for part in itertools.takewhile(lambda part: len(set(part)) == 1, parts))
+    labels = [f"{layer.removeprefix(shared)} {stage}".strip() for layer, stage in names]
+    labels = [
+        label if len(label) <= 20 else f"{label[:6]}\N{HORIZONTAL ELLIPSIS}{label[-13:]}" for label in labels
+    ]
+    height = 4.8 + 0.36 * max(len(names), 5)
     drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
     drawn.suptitle(textwrap.fill(_finding(records), 37), x=0, ha="left", weight="bold", size=_TITLE)
     low, high = min(_SIGNAL), max(_SIGNAL)
@@ -99,18 +107,17 @@ def figure(records: Sequence[Record]) -> Figure:
             axes.set_title(
                 f"\n{kind}" if axes is not row[0] else f"\n\n{kind}", fontsize=_LETTERS, loc="left"
             )
-            if share and found and max(found) < _SEEN:
-                told = f"below {_SEEN:.0%}" if max(found) else "all 0%"
+            if told := _in_words(found, share):
                 where = {"ha": "center", "va": "center", "fontsize": _LETTERS, "color": "0.35"}
                 axes.text(0.5, 0.5, told, transform=axes.transAxes, **where)
-            axes.set_yticks(
-                range(len(names)), [f"{layer} {stage}".strip() for layer, stage in names], fontsize=_LETTERS
-            )
+            axes.set_yticks(range(len(names)), labels, fontsize=_LETTERS)
             labeled = range(0, len(steps), max(1, len(steps) // 2))
             axes.set_xticks(list(labeled), [str(steps[index]) for index in labeled], fontsize=_LETTERS)
             axes.tick_params(axis="x", labelbottom=True)
         above = {"xytext": (0, 25), "textcoords": "offset points", "fontsize": _LETTERS, "weight": "bold"}
-        row[0].annotate(title, (0, 1), xycoords="axes fraction", **above).set_in_layout(False)  # over the row
+        row[0].annotate(title, (0, 1), xycoords=("figure fraction", "axes fraction"), **above).set_in_layout(
+            False
+        )  # over the row
         row[1].set_xlabel("step", fontsize=_LETTERS)
         bar = drawn.colorbar(
             row[0].images[0],
@@ -127,12 +134,24 @@ def figure(records: Sequence[Record]) -> Figure:
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # hundreds of parts otherwise
     gaps = "; gray: no record" if missing else ""
+    within = f" of {shared[:-1]}" if shared else ""
     foot = (
-        f"Down: layers. Across: sampled steps{gaps}.\nThe panels are what a layer's GEMMs multiply.\n"
+        f"Down: layers{within}. Across: sampled steps{gaps}.\nThe panels are what a layer's GEMMs multiply.\n"
+        f"Unusual: above {_USUAL[1]} dB. One value that dwarfs the\nrest has nearly all of the signal.\n"
         f"narrowcast {__version__}, torch {torch.__version__}"
     )
     drawn.supxlabel(foot, x=0, ha="left", fontsize=_LETTERS, color="0.35")
     return drawn
+
+
+def _in_words(found: Sequence[float], share: bool) -> str:
+    """Return what a panel in which nothing stands out has."""
+    if not found:
+        return "no record"
+    if share:
+        return (f"< {_SEEN:.0%}" if max(found) else "all 0%") if max(found) < _SEEN else ""
+    low, high = _USUAL
+    return "usual" if low <= min(found) and max(found) <= high else ""
 
 
 def _finding(records: Sequence[Record]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from matplotlib.patches import Patch
 from rich.table import Table
 
 from ..colors import color_of
-from ..schemes import LETTERS, WIDTH, png, tell
+from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from ..tables import make_table
 from .account import GROUPS, Account, Ceilings, Row
 
@@ -42,6 +41,14 @@ DRAWN = {
     "gaps": "other, GPU idle",
 }
 """The bar that a picture has for a group, if it is not one of its own."""
+BAR, GAP = 0.165, 0.11  # inches: a contender's bar with its number, and the gap between groups
+NAMES = 84  # points: the width of a group's name
+SCALES = {
+    "delayed": "from earlier steps (delayed)",
+    "current": "of the tensor itself (current)",
+    "rowwise": "of its rows (row-wise)",
+    "block": "of blocks of 128 values (128-block)",
+}
 
 
 def share_of_floor(row: Row) -> float | None:
@@ -110,21 +117,21 @@ def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
             changed["optimizer"] = f"PyTorch's AdamW → {choice}"
     panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
     panels = [names for names in panels if names]
-    rows = 0.26 * len(groups) + 0.19 * len(groups) * len(accounts)
-    figure = Figure(figsize=(WIDTH, 3.6 + 0.3 * len(panels) + rows), dpi=190, layout="constrained")
+    rows = (BAR * len(accounts) + GAP) * len(groups)
+    figure = Figure(figsize=(WIDTH, 0.3 + 0.4 * len(panels) + rows), dpi=190, layout="constrained")
     shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
     drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
     for axes, names in zip(drawn, panels):
         _bars(axes, accounts, names)
     if changed:
-        drawn[0].set_title("What the recipe changes, milliseconds", loc="left", size=LETTERS, weight="bold")
+        drawn[0].set_title("What the recipe changes, ms", loc="left", size=LETTERS, weight="bold")
         told = f"Other changes: {', '.join(changed.values())}"
-        drawn[-1].set_title(textwrap.fill(told, 44), loc="left", size=LETTERS, weight="bold")
+        title = wrap(told, 72 * WIDTH - NAMES, weight="bold")
+        drawn[-1].set_title(title, loc="left", size=LETTERS, weight="bold")
     keys = [Patch(color=_color(one), label=_total(one)) for one in accounts]
     foot = (
-        "Bars are milliseconds; shorter is better. Parts are rounded, so they may not add up to the step.\n"
-        "bf16: 16 bits. Recipes: GEMMs in 8 or 4, with scales from earlier steps (delayed), of the tensor itself "
-        "(current), or of blocks of 128 values. Attention is in bf16 everywhere."
+        f"Shorter is better. {_terms(accounts)} Attention is in bf16 everywhere. Rounded parts may not add up to "
+        "the step."
     )
     tell(figure, _finding(accounts), f"{foot}\n{caption}", keys)
     return figure
@@ -136,42 +143,54 @@ def shown_ms(row: Row) -> float:
 
 
 def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> None:
-    """Draw a bar per contender below the name of each group."""
-    high = 0.19 / (0.26 + 0.19 * len(accounts))  # a group is 1 high, its name included
+    """Draw a bar per contender beside the name of each group."""
+    high = BAR / (GAP + BAR * len(accounts))  # of a group, which is 1 high
     for index, one in enumerate(accounts):
         times: dict[str, float] = defaultdict(float)
         for row in one.rows:
             times[DRAWN.get(row.group, row.group)] += shown_ms(row)
         fused = times[DRAWN["casts"]] and all(row.group != "activations" for row in one.rows)
-        places = [place + 1 - (len(accounts) - index - 0.5) * high for place in range(len(groups))]
+        places = [place + (index - (len(accounts) - 1) / 2) * high for place in range(len(groups))]
         lengths = [times[name] for name in groups]
         axes.barh(places, lengths, 0.9 * high, color=_color(one), label=one.contender)
         for name, place, length in zip(groups, places, lengths):
             told = ", activations are in the casts" if fused and name == DRAWN["activations"] else ""
             axes.text(length, place, f" {length:.1f}{told}" if length else " 0", va="center", size=LETTERS)
-    for place, name in enumerate(groups):
-        axes.text(0, place + 0.5 * (1 - len(accounts) * high), name, va="center", size=LETTERS)
     axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set_yticks(range(len(groups)), [wrap(name, NAMES) for name in groups], size=LETTERS)
+    axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     axes.margins(x=0.14)
-    axes.set_ylim(len(groups), 0)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
 
 
 def _finding(accounts: Sequence[Account]) -> str:
-    """Return the title: the fastest step beside the first, and where most of the difference is."""
+    """Return the title: what the fastest step has besides its recipe, its time, and what the GEMMs save."""
     first, fastest = accounts[0], min(accounts, key=lambda one: one.step_ms)
     if fastest is first:
         return "Where the time of a training step goes"
-    times = {row.group: row.ms for row in fastest.rows}
-    saved = {True: 0.0, False: 0.0}
-    for row in first.rows:
-        saved[row.group.startswith("GEMM")] += row.ms - times.get(row.group, 0.0)
-    most = "matrix products" if saved[True] > saved[False] else "other kernels"
-    bits, plain = (_bits(one.contender.partition(",")[0]) for one in (fastest, first))
+    recipe, *choices = fastest.contender.split(", ")
+    made = [f"a head in {_bits(one[8:])}" if one.startswith("head in ") else one for one in choices]
+    named = " and ".join(filter(None, [", ".join([_named(recipe), *made[:-1]]), *made[-1:]]))
+    before, after = (
+        sum(row.ms for row in one.rows if row.group.startswith("GEMM")) for one in (first, fastest)
+    )
+    less = f"; matrix products take {before - after:.1f} ms less" if after < before else ""
     return (
-        f"A training step takes {fastest.step_ms:.1f} ms in {bits}, {first.step_ms:.1f} ms in {plain}; "
-        f"{most} save most"
+        f"Under {named}, a step takes {fastest.step_ms / first.step_ms:.2f} of {first.contender}'s time{less}"
+    )
+
+
+def _terms(accounts: Sequence[Account]) -> str:
+    """Return what the recipes of the picture are, for readers who know none."""
+    recipes = [one.contender.partition(",")[0] for one in accounts[1:]]
+    bits = sorted({{"mxfp6": 6, "mxfp4": 4, "nvfp4": 4}.get(recipe, 8) for recipe in recipes}, reverse=True)
+    scales = [SCALES[recipe] for recipe in recipes if recipe in SCALES]
+    told = f", with scales {', '.join(scales)}" if scales else ""
+    return (
+        f"bf16: 16 bits. Recipes: GEMMs in {' or '.join(map(str, bits))}{told}."
+        if recipes
+        else "bf16: 16 bits."
     )
 
 

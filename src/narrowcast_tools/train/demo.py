@@ -121,6 +121,6 @@ def _write_document(demo: Demo, facts: dict[str, str | int], picture: str, comma
         parameters=demo.parameters,
         machine=facts,
         command=command,
-        picture=f"assets/{path.stem}-light.svg",
+        picture=f"assets/{path.stem}",
     )
     write_bytes(path, text.encode())

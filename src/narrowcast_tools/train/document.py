@@ -4,6 +4,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 
+from ..colors import in_both_schemes
 from .config import TrainConfig
 from .data import Corpus
 from .machine import one_line
@@ -32,7 +33,7 @@ def compose(
     Args:
         machine: what `machine.describe` returned.
         command: the command line that made the page.
-        picture: path of the picture for light pages, relative to the page.
+        picture: path of the picture relative to the page, without its scheme and ending.
     """
     model = config.model
     mode = "compiled" if config.compile else "eager"
@@ -75,7 +76,7 @@ def compose(
             f"{config.seq_len} bytes. The gap compares it with bf16; a gap below zero is better than bf16. "
             f"{allowed}{speed}".strip()
         ),
-        f"![Held-out loss per recipe and gap to bf16]({picture})",
+        in_both_schemes(picture, "Gap to bf16's held-out loss per recipe"),
         _wrap(_remarks(rows, timed=timed)),
         "\n".join(_wrap(f"- {fact}", indent="  ") for fact in facts),
     )

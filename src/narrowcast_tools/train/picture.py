@@ -12,11 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ..colors import color_of
-from ..schemes import LETTERS, WIDTH, png, tell
+from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
-ALLOWED = {"marker": "$\\mathbf{]}$", "color": "0.15", "markersize": 12, "markeredgewidth": 0, "linewidth": 0}
+# above a recipe's dots, where it covers none
+ALLOWED = {"marker": "v", "color": "0.15", "markersize": 6, "markeredgewidth": 0, "linewidth": 0}
+NAMES = 84  # points: the width of a recipe's name
+TOP = -0.6  # where the rows begin; the first is at 0
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 ON_A_CPU = "A CPU emulates the formats, with the losses of a GPU and not its speed. "
@@ -35,11 +38,16 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         subtitle: what was trained, where.
         unit: what a token is called.
     """
-    last = 0.9 + 0.3 * len(rows)
-    drawn = Figure(figsize=(WIDTH, last + 5.1), dpi=285, layout="constrained")
-    ends, curves = drawn.subplots(2, 1, height_ratios=[last, 2.4])
-    _draw_last_gaps(ends, rows)
-    _draw_gaps(curves, rows)
+    if len(rows) == 1:
+        drawn = Figure(figsize=(WIDTH, 2.6), dpi=285, layout="constrained")
+        _draw_losses(drawn.subplots(), rows[0], unit)
+    else:
+        lines = [wrap(row.title, NAMES).count("\n") + 1 for row in rows]
+        last, steps = (0.17 * max(lines) + 0.13) * len(rows), max(1.8, 0.17 * sum(lines))
+        drawn = Figure(figsize=(WIDTH, last + steps + 1.9), dpi=285, layout="constrained")
+        ends, curves = drawn.subplots(2, 1, height_ratios=[last, steps])
+        _draw_last_gaps(ends, rows)
+        _draw_gaps(curves, rows)
     tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", _keys(rows))
     return drawn
 
@@ -48,13 +56,14 @@ def finding(rows: Sequence[Row]) -> str:
     """Return the title: whether the recipes' losses count as equal to bf16's."""
     above = [row.title for row in rows if not row.within]
     if len(rows) == 1:
-        return f"{rows[0].title} learns the text"
+        (_, first), (_, last) = rows[0].held_out[0], rows[0].held_out[-1]
+        return f"{rows[0].title} learns the text" if last < first else f"Held-out loss of {rows[0].title}"
     if not judged(rows):
         return "After too few steps to judge, losses differ by chance"
     if not above:
-        most = math.ceil(10 * max(abs(row.gap_percent) for row in rows)) / 10
+        most = math.ceil(10 * max(row.gap_percent for row in rows)) / 10
         none = "On average, no" if _several(rows) else "No"
-        return f"{none} recipe's final loss differs from bf16's by more than {most:.1f}%"
+        return f"{none} recipe's final loss is more than {most:.1f}% above bf16's"
     return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 
@@ -110,7 +119,7 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
         keys.append(Line2D([], [], marker="o", markersize=6, label=one, **mark))
         mean = "mean of a recipe's seeds"
         keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label=mean, **mark))
-    if any(percent < _bound(rows) for percent in _allowed(rows)):
+    if len(rows) > 1 and any(percent < _bound(rows) for percent in _allowed(rows)):
         keys.append(Line2D([], [], label="largest gap that counts as equal", **ALLOWED))
     return keys
 
@@ -124,14 +133,14 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
         if allowed and row.tolerance_percent is not None and row.tolerance_percent < bound:
-            axes.plot(row.tolerance_percent, place, **ALLOWED)
+            axes.plot(row.tolerance_percent, place - 0.4, **ALLOWED)
         dot = {
             "color": color,
             "markersize": 6 if several else 7,
             "alpha": 0.6 if several else 1,
             "markeredgewidth": 0,
         }
-        axes.plot(row.seed_gaps, [place] * len(row.seed_gaps), "o", **dot)
+        axes.plot(row.seed_gaps, [place + lane for lane in _lanes(row.seed_gaps, 0.09 * bound)], "o", **dot)
         if several and row is not baseline:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
@@ -142,12 +151,13 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         _beside(axes, place, gap, *([seeds] if several else []), color="0.15")
     _beside(
         axes,
-        -0.95,
+        TOP,
         *(("mean", "seeds") if several else ("gap",) if judged(rows) else ("loss",)),
         color="0.35",
+        above=7,
     )
-    axes.set_yticks(range(len(rows)), [row.title for row in rows], size=LETTERS)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [wrap(row.title, NAMES) for row in rows], size=LETTERS)
+    axes.set_ylim(len(rows) - 0.5, TOP)
     axes.set_xlim(-bound, bound)
     told = "right of 0: worse than bf16"
     if len(rows) > 1 and not several:
@@ -155,7 +165,18 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel(told, size=LETTERS)
 
 
-def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
+def _lanes(gaps: Sequence[float], apart: float) -> list[float]:
+    """Return how far below its row each dot is drawn, so that dots that coincide are seen apart."""
+    last = {lane: -math.inf for lane in (0.0, 0.2, -0.2)}
+    placed = [0.0] * len(gaps)
+    for index in sorted(range(len(gaps)), key=gaps.__getitem__):
+        free = [lane for lane, end in last.items() if gaps[index] - end >= apart]
+        placed[index] = free[0] if free else min(last, key=last.__getitem__)
+        last[placed[index]] = gaps[index]
+    return placed
+
+
+def _beside(axes: Axes, place: float, *told: str, color: str, above: float = 0) -> None:
     """Write a line of a table right of the panel."""
     for column, text in enumerate(told):
         where = {
@@ -163,8 +184,16 @@ def _beside(axes: Axes, place: float, *told: str, color: str) -> None:
             "textcoords": "offset points",
             "annotation_clip": False,
         }
-        right = (50 + 42 * column, 0)
+        right = (50 + 42 * column, above)
         axes.annotate(text, (1, place), right, ha="right", va="center", size=LETTERS, color=color, **where)
+
+
+def _draw_losses(axes: Axes, row: Row, unit: str) -> None:
+    """Draw the held-out losses of a run that has none beside it."""
+    _style(axes, f"Nats per {unit} by step")
+    axes.set_xlabel("optimizer step", size=LETTERS)
+    axes.plot(*zip(*row.held_out), color=color_of(row.recipe), linewidth=1.6, marker="o", markersize=4)
+    axes.locator_params(axis="x", nbins=5, integer=True)
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
@@ -188,10 +217,13 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(low, high)
     axes.set_xlim(0, last_step)
     axes.locator_params(axis="x", nbins=5)
-    heights = spread([min(max(end, low), high) for end, _ in ends], apart=0.11 * (high - low))
-    for height, (end, row) in zip(heights, ends):
+    names = [wrap(row.title, NAMES) for _, row in ends]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    apart = min(0.11 * lines, 1 / max(1, len(ends))) * (high - low)
+    heights = spread([min(max(end, low), high) for end, _ in ends], apart=apart)
+    for name, height, (end, row) in zip(names, heights, ends):
         axes.annotate(
-            row.title,
+            name,
             xy=(last_step, min(max(end, low), high)),
             xytext=(last_step * 1.05, height),
             color="0.15",

@@ -37,7 +37,7 @@ def test_results_picture_and_page(
     for scheme in ("light", "dark"):
         told = (page.parent / "assets" / f"first-light-{scheme}.svg").read_text()
         assert "A CPU emulates the formats" in told
-    assert "](assets/first-light-light.svg)" in page.read_text()
+    assert '<img src="assets/first-light-light.svg"' in page.read_text()
     for run in results["runs"]:
         assert f"{run['held_out_loss']:.4f}" in page.read_text()
     assert not list(tmp_path.rglob(".tmp-*"))
