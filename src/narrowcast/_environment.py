@@ -52,6 +52,11 @@ def warn_of_misspelt() -> None:
             )
 
 
+def switches() -> list[tuple[str, str]]:
+    """Return all variables that are set, in order."""
+    return sorted(item for item in os.environ.items() if item[0].startswith(_PREFIXES))
+
+
 def read_text(name: str, default: str) -> str:
     """Return text value of ``NARROWCAST_<name>``, else of ``NVTE_<name>``, else ``default``."""
     for prefix in _PREFIXES:

@@ -12,18 +12,14 @@ recipe made inside the graph, transforms of ``torch.func``.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
 import uuid
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._tracing import by_key, while_tracing
-from .._version import __version__
+from ..functional.quantizer_value import rules_of_graphs
 from ..functional.wgrad_store import store_of
 from ..upstream.compiler import held_compiling, mark_cacheable, start_kernels_statically
 from ..upstream.tensors import in_transform
@@ -117,18 +113,9 @@ _NODES = [_linear, _adapted, _grouped, _program]
 
 def _allow_in_graph(context: Any) -> None:
     torch.compiler.allow_in_graph(_NODES)
-    switches = sorted(item for item in os.environ.items() if item[0].startswith("NARROWCAST_"))
-    mark_cacheable(_NODES, f"narrowcast {__version__}, {_source()}, {switches}")
+    mark_cacheable(rules_of_graphs(), _NODES)
     if torch.cuda.is_available():  # before a key of the cache is made, of which the option is a part
         start_kernels_statically()
-
-
-@functools.cache
-def _source() -> str:
-    """Return what changes with the package's files: a cached graph holds what they did."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 # -- what crosses ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .._tracing import PLAIN, while_tracing
 from ..upstream import opaque
 from ..upstream.autograd import forward_level, has_tangent
-from ..upstream.compiler import NotInGraph, is_tracer_running, start_kernels_statically
+from ..upstream.compiler import NotInGraph, is_tracer_running, mark_cacheable, start_kernels_statically
 from ..upstream.functionalization import FunctionalMode, FunctionalTensor, end_library, state_key
 from ..upstream.tensors import autocast_off, is_exporting, schema_of
-from .quantizer_value import QuantizerValue, quantizer_of_text
+from .quantizer_value import QuantizerValue, quantizer_of_text, rules_of_graphs
 from .replay import Recording
 from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, tensors_among, watcher_in_graph
 
@@ -188,6 +188,9 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_tangents(args)
         if is_tracer_running():
             _check_values(args)
+            mark_cacheable(
+                rules_of_graphs()
+            )  # the text of a quantizer says it, too, and not every operator has one
         return fake(*args, **kwargs)
 
     return run

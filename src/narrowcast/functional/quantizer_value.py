@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from .._environment import read_flag
+from .._environment import switches
 from .._version import __version__
 from ..upstream import opaque
 
@@ -249,8 +251,15 @@ def quantizer_of_text(text: str, rules: str = "") -> QuantizerValue:
 
 
 def rules_of_graphs() -> str:
-    """Return what decides, beside operators and their arguments, what a compiled graph runs: version and switches."""
-    return f"narrowcast {__version__}, inline {read_flag('INLINE', True)}"
+    """Return what decides, beside operators and their arguments, what a compiled graph runs: files and switches."""
+    digest = hashlib.sha256(f"{_files()}, {switches()}".encode()).hexdigest()
+    return f"narrowcast {__version__}, {digest[:16]}"
+
+
+@functools.cache
+def _files() -> list[tuple[str, int, int]]:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 @functools.lru_cache(maxsize=1024)

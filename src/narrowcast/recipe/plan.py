@@ -277,8 +277,8 @@ def _text(plan: LinearPlan) -> str:
         if not all(quantizer is None or quantizer._is_ours() for quantizer in quantizers):
             return ""
         if one.name not in ("delayed", "weight_once"):  # these are for the layer
-            texts.append(f"{one.name}={value!r}")
-    return ", ".join(texts)
+            texts.append((one.name, value))
+    return repr(texts)
 
 
 # processes of the batch-invariant mode; needs_input, needs_weight, save_original_input, hands_over

@@ -153,12 +153,13 @@ _CACHEABLE = entry(
 )
 
 
-def mark_cacheable(functions: Sequence[Callable[..., Any]], rules: str) -> None:
-    """Have AOTAutograd's cache keep graphs that call these functions, as long as ``rules`` do not change."""
+def mark_cacheable(rules: str, functions: Sequence[Callable[..., Any]] = ()) -> None:
+    """Put ``rules`` into the keys of the compiler's caches, and let them keep graphs that call these functions."""
     from torch._inductor import config
 
     marked = getattr(config, "unsafe_marked_cacheable_functions", {})
-    marked.update({f"{function.__module__}.{function.__name__}": rules for function in functions})
+    marked["narrowcast"] = rules
+    marked.update({f"{function.__module__}.{function.__name__}": "" for function in functions})
 
 
 def may_choose_gemms() -> bool:
