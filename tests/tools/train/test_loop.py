@@ -223,6 +223,6 @@ def test_lines_tell_step_losses_speed_and_time_left(
     Run(config, corpus, progress, folder=None).train()
     lines = progress._console.file.getvalue().splitlines()
     assert len(lines) == 4
-    last_but_one = r"bf16 +step 4/6  loss \d\.\d{3}  held-out \d\.\d{3} +[\d,]+ tok/s  "
-    last_but_one += r"\d+\.\d GiB  left \d+:\d\d"
+    last_but_one = r"bf16 +step 4/6  loss \d\.\d{3}  held-out \d\.\d{3}  left +\d+:\d\d +"
+    last_but_one += r"[\d,]+ tok/s  \d+\.\d GiB"
     assert re.fullmatch(last_but_one, lines[2]), lines[2]
