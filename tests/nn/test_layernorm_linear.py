@@ -311,7 +311,7 @@ def test_return_bias() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"normalization": "BatchNorm"}, "BatchNorm.*LayerNorm, RMSNorm"),
+        ({"normalization": "BatchNorm"}, "BatchNorm.*'LayerNorm' or 'RMSNorm'"),
         ({"return_layernorm_output_gathered": True}, "sequence_parallel"),
         ({"in_features": 0}, "in_features is 0"),
         ({"out_features": -1}, "out_features is -1"),

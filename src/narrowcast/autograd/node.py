@@ -7,7 +7,7 @@ refuses to do with an autograd function.
 
 Such a call takes tensors, numbers and text. So a plan and a program cross as the keys under which they are known, and
 one string is guarded in place of all their fields. What cannot cross is traced as before: inputs that came quantized, a
-recipe made inside the graph, transforms of ``torch.func``.
+recipe made inside the graph, a ``main_grad``, transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROCESS = uuid.uuid4().hex
 
 def traced_linear(weight: Any, inp: Any, bias: Tensor | None, args: LinearFwdArgs) -> Any:
     """Return what ``LinearFunction.apply`` returns of these operands."""
-    if _cross(args.plan.key, weight, inp, bias):
+    if _cross(_key(args), weight, inp, bias):
         return _linear(weight, inp, bias, _packed(args))
     return LinearFunction.apply(weight, inp, bias, args)
 
@@ -47,7 +47,7 @@ def traced_adapted(
     weight: Any, inp: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, args: Any
 ) -> Any:
     """Return what ``AdaptedLinearFunction.apply`` returns of these operands."""
-    if _cross(args.plan.key, weight, inp, bias, a, b):
+    if _cross(_key(args), weight, inp, bias, a, b):
         return _adapted(weight, inp, bias, a, b, scaling, _packed(args))
     return AdaptedLinearFunction.apply(weight, inp, bias, a, b, scaling, args)
 
@@ -57,7 +57,7 @@ def traced_grouped(
 ) -> Any:
     """Return what ``grouped_linear`` returns of these operands."""
     returns_new = groups.out is None and groups.dgrad_out is None
-    if returns_new and _cross(args.plan.key, inp, splits, *weights, *biases):
+    if returns_new and _cross(_key(args), inp, splits, *weights, *biases):
         sizes = groups.count, groups.out_features, groups.in_features
         how = groups.split_weights, groups.split_biases, groups.covered
         return _grouped(inp, splits, weights, biases, _packed(args), (*sizes, *how))
@@ -66,12 +66,17 @@ def traced_grouped(
 
 def traced_program(call: ProgramArgs, *tensors: Any) -> Any:
     """Return what ``ProgramFunction.apply`` returns of these operands."""
-    keys = [call.args[at].plan.key for at in call.program.linears]
+    keys = [_key(call.args[at]) for at in call.program.linears]
     again = None if call.forward_plans is None else tuple([plan.key for plan in call.forward_plans])
     if _cross("" if "" in keys else keys[0], *tensors):
         packed = tuple([_PACK[type(own)](own) for own in call.args])
         return _program(call.program.key, packed, again, *tensors)
     return ProgramFunction.apply(call, *tensors)
+
+
+def _key(args: LinearFwdArgs) -> str:
+    """Return the key of the plan; "" where the backward writes to ``main_grad``, which no node may do to its input."""
+    return args.plan.key if args.wgrad.main_grad is None else ""
 
 
 def _cross(key: str, *operands: Any) -> bool:
