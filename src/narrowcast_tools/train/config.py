@@ -1,5 +1,6 @@
 """Settings of a run's model and training, checked when they are made; without PyTorch, as `names` says."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
@@ -156,6 +157,7 @@ class TrainConfig:
         # `not x > 0` also refuses NaN.
         for name in ("lr", "clip"):
             _require(getattr(self, name) > 0, option_of(name), getattr(self, name), "it must be above 0")
+        _require(self.lr < math.inf, "--lr", self.lr, "it must be finite")
         for name in ("warmup", "weight_decay", "seed", "save_every"):
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
         _require(self.seed < 2**64, "--seed", self.seed, "it must be below 2^64")

@@ -168,15 +168,18 @@ class Run:
         self._pending.clear()
         for loss in losses:
             self.history.train.append(loss)
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss is {loss} at step {len(self.history.train)}; lower --lr ({self.config.lr}) "
-                    "or raise --warmup"
-                )
+            self._require_finite("loss", loss, len(self.history.train))
         return len(losses)
+
+    def _require_finite(self, what: str, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the {what} is {loss} at step {step}; lower --lr ({self.config.lr}) or raise --warmup"
+            )
 
     def _evaluate(self, done: int) -> None:
         loss = self.trainer.evaluate()
+        self._require_finite("held-out loss", loss, done)
         self.history.held_out.append((done, loss))
         self.progress.evaluated(done, loss)
 

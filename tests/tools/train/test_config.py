@@ -31,6 +31,7 @@ INSIDE: dict = {"step_in_backward": True}
         ({"accumulate": 3}, r"--accumulate is 3; it must divide --batch-size 8"),
         ({"lr": 0.0}, r"--lr is 0; .*above 0"),
         ({"lr": float("nan")}, r"--lr is nan"),
+        ({"lr": float("inf")}, r"--lr is inf; it must be finite"),
         ({"clip": -1.0}, r"--clip is -1;"),
         ({"warmup": -1}, r"--warmup is -1"),
         ({"seed": -1}, r"--seed is -1"),

@@ -207,6 +207,15 @@ def test_running_out_of_memory_is_told(
         Run(config, corpus, progress, folder=None).train()
 
 
+def test_a_last_step_that_diverges_is_told(
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of a step is that before it, so only an evaluation sees what the last one did."""
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: float("nan"))
+    with pytest.raises(TrainingError, match=r"the held-out loss is nan at step \d+; lower --lr"):
+        Run(config, corpus, progress, folder=None).train()
+
+
 @pytest.mark.requested
 @pytest.mark.inductor
 def test_a_compiled_run_learns_the_same(config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
