@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast._tracing import give_key
+from narrowcast.autograd import ProgramFunction, node
+from narrowcast.nn import layernorm_mlp
 from narrowcast.quantizers import Float8CurrentScalingQuantizer
 from narrowcast.recipe import DelayedScaling, Float8CurrentScaling, Format, linear_plan
 from narrowcast.recipe.plan import LinearPlan, _text
@@ -90,6 +93,16 @@ def test_plans_of_a_users_quantizer_have_keys_of_their_own() -> None:
     assert mine == other and mine.key != other.key
 
 
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_keys_of_caches_have_the_launcher_of_kernels(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that finds all graphs in the cache puts no kernel into one, and must make the same keys."""
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(node, "start_kernels_statically", lambda: seen.append(True))
+    node._allow_in_graph(None)
+    assert seen == [True] * gpu
+
+
 TRAINED = """
 model = torch.nn.Sequential(nc.LayerNormLinear(16, 16), nc.Linear(16, 16))
 nc.set_recipe(model, "delayed")
@@ -152,3 +165,17 @@ def test_a_model_that_shares_a_layer() -> None:
         run(x).square().sum().backward()
         results.append([x.grad, *[parameter.grad for parameter in model.parameters()]])
     assert all(map(torch.equal, *results))
+
+
+def test_plans_of_a_recomputation_are_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced code reads their keys, and the autograd function the plans where the call does not cross."""
+    calls: list[Any] = []
+
+    def apply(call: Any, *tensors: Any) -> torch.Tensor:
+        calls.append(call)
+        return ProgramFunction.apply(call, *tensors)
+
+    monkeypatch.setattr(layernorm_mlp, "ProgramFunction", SimpleNamespace(apply=apply))
+    nc.LayerNormMLP(16, 32, checkpoint=True, recipe=Float8CurrentScaling())(torch.ones(16, 16))
+    (call,) = calls
+    assert [len([*call.forward_plans]) for _ in range(2)] == [2, 2]

@@ -240,16 +240,12 @@ class LayerNormMLP(NormLinearLayer):
         if recomputes:
             for plan, stage in zip(plans, (fc1, fc2)):
                 _check_repeatable(plan, stage.name)
-            forward_plans = (
-                linear_plan(
-                    recipe,
-                    stage.name,
-                    False,
-                    False,
-                    module_type=self._module_type,
-                    joins=self._parallel is not None,
-                )
-                for stage in (fc1, fc2)
+            split = self._parallel is not None
+            forward_plans = tuple(
+                [
+                    linear_plan(recipe, stage.name, False, False, module_type=self._module_type, joins=split)
+                    for stage in (fc1, fc2)
+                ]
             )
         first, dtype = is_first_microbatch, inp.dtype
         args = (
