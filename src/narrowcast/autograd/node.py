@@ -30,7 +30,7 @@ from .grouped_linear import grouped_linear
 from .groups import Groups
 from .linear import LinearFunction
 from .norm import NormSettings
-from .program import NormArgs, ProgramArgs, ProgramFunction
+from .program import Activation, Linear, Norm, NormArgs, ProgramArgs, ProgramFunction
 from .tensor_parallel import TensorParallel
 
 _PROCESS = uuid.uuid4().hex
@@ -108,9 +108,10 @@ def _grouped(
 
 @held_compiling
 def _program(key: str, packed: tuple[Any, ...], again: tuple[str, ...] | None, *tensors: Any) -> Any:
-    args = tuple([_UNPACK[len(own)](*own) for own in packed])
+    program = by_key(key)
+    args = tuple([_ARGS_OF[type(stage)](*own) for stage, own in zip(program.stages, packed)])
     plans = None if again is None else tuple([by_key(plan) for plan in again])
-    return ProgramFunction.apply(ProgramArgs(by_key(key), args, plans), *tensors)
+    return ProgramFunction.apply(ProgramArgs(program, args, plans), *tensors)
 
 
 _NODES = [_linear, _adapted, _grouped, _program]
@@ -170,4 +171,4 @@ def _packed_activation(settings: ActivationSettings) -> tuple[Any, ...]:
 
 
 _PACK = {LinearFwdArgs: _packed, NormArgs: _packed_norm, ActivationSettings: _packed_activation}
-_UNPACK: dict[int, Any] = {8: _linear_args, 3: _norm_args, 2: ActivationSettings}
+_ARGS_OF: dict[type, Any] = {Linear: _linear_args, Norm: _norm_args, Activation: ActivationSettings}

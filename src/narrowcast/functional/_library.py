@@ -188,9 +188,8 @@ def _all_on_meta(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_tangents(args)
         if is_tracer_running():
             _check_values(args)
-            mark_cacheable(
-                rules_of_graphs()
-            )  # the text of a quantizer says it, too, and not every operator has one
+            # the text of a quantizer says it, too, and not every operator has one
+            mark_cacheable(rules_of_graphs())
         return fake(*args, **kwargs)
 
     return run

@@ -252,14 +252,17 @@ def quantizer_of_text(text: str, rules: str = "") -> QuantizerValue:
 
 def rules_of_graphs() -> str:
     """Return what decides, beside operators and their arguments, what a compiled graph runs: files and switches."""
-    digest = hashlib.sha256(f"{_files()}, {switches()}".encode()).hexdigest()
-    return f"narrowcast {__version__}, {digest[:16]}"
+    return f"narrowcast {__version__}, {_digest(_files(), switches())}"
 
 
 @functools.cache
-def _files() -> list[tuple[str, int, int]]:
+def _files() -> str:
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return _digest(*[(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1024)

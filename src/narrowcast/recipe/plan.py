@@ -154,11 +154,12 @@ def _remember_while_tracing(context: Any) -> None:
         with contextlib.suppress(Exception):
             remember(recipe, key, _build(recipe, *(traced_local(context, name) for name in names)))
     plan = getattr(recipe, key, None)
-    if plan is not None:
-        for one in filter(None, (plan, plan.weight_once)):
-            if not one.key:
-                give_key(one, _text(one))
-    if plan is not None and plan.eager_only:
+    if plan is None:
+        return
+    for one in filter(None, (plan, plan.weight_once)):
+        if not one.key:
+            give_key(one, _text(one))
+    if plan.eager_only:
         refuse_in_one_graph(context, plan.eager_only)
 
 

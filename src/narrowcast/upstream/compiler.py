@@ -122,9 +122,8 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
-_HOLDS = (
-    TorchVersion(torch.__version__) >= "2.13"
-)  # torch/_dynamo/convert_frame.py, for the whole compilation
+# From 2.13 on the flag holds for a whole compilation (torch/_dynamo/convert_frame.py).
+_HOLDS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def held_compiling(function: _Function) -> _Function:
@@ -155,9 +154,7 @@ _CACHEABLE = entry(
 
 def mark_cacheable(rules: str, functions: Sequence[Callable[..., Any]] = ()) -> None:
     """Put ``rules`` into the keys of the compiler's caches, and let them keep graphs that call these functions."""
-    from torch._inductor import config
-
-    marked = getattr(config, "unsafe_marked_cacheable_functions", {})
+    marked = _CACHEABLE.take_or({})
     marked["narrowcast"] = rules
     marked.update({f"{function.__module__}.{function.__name__}": "" for function in functions})
 
