@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from .upstream import opaque
-from .upstream.compiler import held_compiling, is_dynamo_loaded
+from .upstream.compiler import held_compiling, is_dynamo_loaded, is_tracer_running
 from .upstream.functionalization import current_mode
 from .upstream.tensors import count_modes
 
@@ -121,14 +121,16 @@ def once_differentiable(backward: Any) -> Any:
 
     Most backwards record no gradients, and then it only calls the backward.
     """
-    backward = held_compiling(backward)
+    held = held_compiling(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
         if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)
+            if held is backward or torch.compiler.is_dynamo_compiling() or not is_tracer_running():
+                return backward(ctx, *gradients)  # eager code takes no hop more
+            return held(ctx, *gradients)
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            found = held(ctx, *gradients)
         if not any(isinstance(one, Tensor) and one.requires_grad for one in gradients):
             return found
         several = found if isinstance(found, tuple) else (found,)
