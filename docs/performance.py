@@ -298,18 +298,20 @@ SHOWN = ("bf16", "torchao tensorwise", "delayed", "current")
 """The rows of README's table and of the chart beside it."""
 NOT_IN_CHARTS = "FusedAdam"
 SHORT = {
-    "fsdp": "Training step, four layers of the 8B shape, two GPUs",
-    "block": "TransformerLayer of the 8B shape",
-    "long": "TransformerLayer of the 8B shape, 32k tokens",
-    "steps": "Training step, four layers of the 8B shape, one GPU",
-    "mlp": "Feed-forward block of the 8B shape",
+    "fsdp": "Training step, four layers of the 8B shape, two GPUs, compiled",
+    "block": "TransformerLayer of the 8B shape, compiled",
+    "long": "TransformerLayer of the 8B shape, 32k tokens, compiled",
+    "steps": "Training step, four layers of the 8B shape, one GPU, compiled",
+    "mlp": "Feed-forward block of the 8B shape, compiled",
     "linear": "Linear 4096→14336, compiled",
     "small-linear": "Linear 4096→4096 alone, compiled",
-    "huggingface": "Training step, 1B Llama of Transformers, converted",
+    "huggingface": "Training step, converted 1B Llama of Transformers, compiled",
     "lora": "LoRA step on the same Llama, weights stored in FP8",
-    "head": "Head with its loss, 128256 classes",
+    "head": "Head with its loss, 128256 classes, compiled",
     "optimizer": "AdamW step",
 }
+ALONE = {SHORT["block"]: "one layer alone", SHORT["mlp"]: "one block alone"}
+"""What a chart's finding calls a work that is no training step, by its panel's title."""
 RECIPES = {"delayed": "delayed scaling", "current": "current scaling", "128-block": "128-block scaling"}
 
 
@@ -450,18 +452,39 @@ def terms(panels: Sequence[Panel]) -> list[str]:
 
 
 def finding(panels: Sequence[Panel]) -> str:
-    """Return a chart's heading: how fast FP8 is in its fastest recipe, from the slowest panel to the fastest."""
+    """Return a chart's heading: how fast FP8 is in its fastest recipe, in training steps and in parts of one."""
     speeds = {
-        name: [bar.speed for one in panels for bar in one.bars if bar.contender == name] for name in RECIPES
+        name: {one.title: bar.speed for one in panels for bar in one.bars if bar.contender == name}
+        for name in RECIPES
     }
-    fastest = max(speeds, key=lambda name: sum(speeds[name]))
-    told = dict.fromkeys(f"{speed:.2f}" for speed in sorted(speeds[fastest])[:: max(1, len(panels) - 1)])
-    return f"FP8 with {RECIPES[fastest]} trains {' to '.join(told)} times as fast as bf16"
+    fastest = max(speeds, key=lambda name: sum(speeds[name].values()))
+    steps = sorted(speed for title, speed in speeds[fastest].items() if title not in ALONE)
+    told = dict.fromkeys(f"{speed:.2f}" for speed in (*steps[:1], *steps[-1:]))
+    works = [f"{' to '.join(told)} times as fast as bf16"] if told else []
+    for title, speed in speeds[fastest].items():
+        if title in ALONE:
+            works.append(f"{ALONE[title]} {speed:.2f} times{'' if works else ' as fast as bf16'}")
+    return f"FP8 with {RECIPES[fastest]} trains {', '.join(works)}"
 
 
-def heading(panels: Sequence[Panel]) -> str:
-    """Return a chart's finding, after what was measured where that is one thing."""
-    return f"{panels[0].title}: {finding(panels)}" if len(panels) == 1 else finding(panels)
+def release(name: str) -> str:
+    """Return the release that a chart's rows are of, if other charts have a later one, else ""."""
+    of_chart = {chart: measured_with((chart,))[2] for chart in CHARTED}
+    return "" if name == "home" or of_chart[name] == max(of_chart.values()) else of_chart[name]
+
+
+def heading(name: str) -> str:
+    """Return a chart's finding, after the release where that is an earlier one."""
+    earlier = f"narrowcast {release(name)}: " if release(name) else ""
+    return earlier + finding(drawn_panels(name))
+
+
+def alternative(name: str) -> str:
+    """Return what a chart shows, for readers who do not see it."""
+    panels = drawn_panels(name)
+    work = f"{panels[0].title}: " if len(panels) == 1 else ""
+    peers = ", beside torchao" if any("torchao" in bar.name for one in panels for bar in one.bars) else ""
+    return f"{work}{heading(name)}, on NVIDIA H200{peers}; longer is faster"
 
 
 def drawn_panels(name: str) -> list[Panel]:
@@ -489,8 +512,8 @@ def charts() -> dict[str, str]:
     fastest = max(bar.speed for panels in pictures.values() for one in panels for bar in one.bars)
     return {
         f"{name}-{scheme}.svg": svg(
-            heading(panels),
-            panels if name == "home" else [one._replace(title="") for one in panels],
+            heading(name),
+            panels,
             scheme,
             [
                 *terms(panels),
@@ -513,7 +536,8 @@ HEAD = """# Performance
 Steps measured on H200s unless a table names another GPU, beside bf16 and torchao. *Times as fast as bf16* is bf16's
 time over a row's: higher is better, and above 1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one;
 [Benchmark method](benchmarks.md) describes the timing. Each table comes from one run; its GPU, versions, day and
-command are below it.
+command are below it. Compare rows within a table: other tables may be of other releases of narrowcast. The heading of
+a picture names the release if it is not the latest.
 """
 
 LOSSES = """## Does the loss suffer?
@@ -702,10 +726,7 @@ def page() -> str:
         lines += [caption(section), ""]
         if section.key in CHARTED:
             lines += [
-                in_both_schemes(
-                    f"assets/perf/{section.key}",
-                    heading(drawn_panels(section.key)),
-                ),
+                in_both_schemes(f"assets/perf/{section.key}", alternative(section.key)),
                 "",
             ]
         lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]
@@ -763,9 +784,8 @@ def with_table(path: Path, name: str, table: str) -> str:
 
 def with_alternative(text: str, name: str) -> str:
     """Return a page with what its chart shows, for readers who do not see it."""
-    told = f"{finding(drawn_panels(name))} on an NVIDIA H200, beside torchao; longer is faster"
     pattern = rf'(perf/{name}-light\.svg"(?: width="480")? alt=)"[^"]*"'
-    return re.sub(pattern, lambda found: f'{found[1]}"{told}"', text)
+    return re.sub(pattern, lambda found: f'{found[1]}"{alternative(name)}"', text)
 
 
 def files() -> dict[Path, str]:

@@ -15,6 +15,7 @@ NUMBERS = 66  # right of the bars
 ROW, BAR, NAME = 36, 13, 15  # a contender: its name above its bar
 LINE, LETTERS, HEADING = 15, 11.5, 15
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif"
+KEY = ("Bar and bold: tokens/s over bf16's.", "Longer is faster. Gray: time for the same tokens.")
 TEXT = {"light": "#24292f", "dark": "#e6e6e6"}
 FAINT = {"light": "#57606a", "dark": "#b0b4ba"}
 GROUND = {"light": "white", "dark": "#0d1117"}  # of a file that is opened alone
@@ -71,11 +72,13 @@ def svg(heading: str, panels: list[Panel], scheme: str, told: Sequence[str], fas
     for line in wrap(heading, 34):
         y += HEADING + 4
         parts.append(_text(0, y, line, TEXT[scheme], f'font-size="{HEADING}" font-weight="700"'))
-    y += LINE + 4
-    parts.append(_text(0, y, "Bars: speed; longer is faster. bf16 = 1", FAINT[scheme]))
+    y += 4
+    for line in KEY:
+        y += LINE
+        parts.append(_text(0, y, line, FAINT[scheme]))
     for panel in panels:
         y += 10
-        for line in wrap(panel.title, 44):
+        for line in wrap(panel.title, 42):
             y += LINE
             parts.append(_text(0, y, line, TEXT[scheme], 'font-weight="700"'))
         y += 6

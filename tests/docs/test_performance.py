@@ -6,6 +6,7 @@ import importlib
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def performance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     return importlib.import_module("performance")
+
+
+def section_of(performance: ModuleType, key: str) -> Any:
+    return next(section for section in performance.SECTIONS if section.key == key)
 
 
 def test_files_are_what_the_script_writes(performance: ModuleType) -> None:
@@ -42,29 +47,39 @@ def test_a_changed_row_changes_the_page(
         "**1.53 times as fast as bf16, under current scaling.** `FusedAdam` makes it 1.55 times."
     )
     assert picture.startswith(
-        '  <img src="assets/perf/fsdp-light.svg" alt="Training step, four layers of the 8B shape, two GPUs: FP8 with '
-        "current scaling trains 1.53 times"
+        '  <img src="assets/perf/fsdp-light.svg" alt="Training step, four layers of the 8B shape, two GPUs, compiled: '
+        "FP8 with current scaling trains 1.53 times as fast as bf16, on NVIDIA H200, beside torchao;"
     )
     assert row == "| delayed | 68.5 | 1.35 | 10.12 |"
     home = performance.charts()["home-dark.svg"]
     assert "68.5 ms" in home and home.count("not measured") == 1
     assert (
-        "FP8 with current scaling trains 1.22 to 1.60 times as fast as bf16 on"
+        "FP8 with current scaling trains 1.22 to 1.53 times as fast as bf16, one block alone 1.60 times"
         in performance.files()[ROOT / "README.md"]
     )
 
 
 def test_the_first_paragraph_has_the_speeds_of_the_table_and_the_chart(performance: ModuleType) -> None:
     first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
-    speeds = [
-        row.speed
+    speeds = {
+        section.key: row.speed
         for section in performance.SECTIONS
         if section.key in performance.HERO
         for row in performance.measured(section)
         if row.name == "delayed"
-    ]
-    told = f"trains {min(speeds):.2f} to {max(speeds):.2f} times as fast as bf16"
-    assert told in first and told in performance.finding(performance.drawn_panels("home"))
+    }
+    alone = speeds.pop("mlp")
+    told = f"trains {min(speeds.values()):.2f} to {max(speeds.values()):.2f} times as fast as bf16"
+    block = f"block alone {alone:.2f} times"
+    for text in (first, performance.heading("home")):
+        assert told in text and block in text, "a block is no training step"
+
+
+def test_a_chart_of_an_earlier_release_says_so(performance: ModuleType) -> None:
+    """Rows of 0.1.0 stood beside those of 0.3.0 without a word in the heading."""
+    for name in performance.CHARTED:
+        (built,) = {row["narrowcast"] for row in performance.chosen(section_of(performance, name)).values()}
+        assert performance.heading(name).startswith(f"narrowcast {built}: ") == (built != "0.3.0.dev0"), name
 
 
 def test_losses_of_readme_are_those_of_the_pages(performance: ModuleType) -> None:
