@@ -7,14 +7,14 @@ from typing import Any
 
 import typer
 
-from ..hardware import find_gpu
+from ..hardware import GIB, RESERVE, find_gpu
 from ..words import tell
 from .estimate import Estimate, gib
 from .layout import DoesNotFitError
 from .layout import plan as search
 from .models import find_model
 from .remedies import remedies
-from .show import described, margin, parts, remarks
+from .show import described, duration, margin, parts, remarks
 
 
 def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
@@ -33,13 +33,23 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
     if json:
         typer.echo(jsons.dumps({**result.as_json(), "gpu": gpu}, indent=1))
         return 0
-    memory = f"{gib(result.total_memory)} of {gib(find_gpu(gpu).memory)} per GPU"
+    usable = RESERVE * find_gpu(gpu).memory / GIB
+    memory = f"{gib(result.total_memory)} of {usable:.1f} usable per GPU"
     tell("fits", f"{result.model} in {recipe} on {_counted(gpus, gpu)}: {memory}")
-    beside = "" if recipe == "bf16" else _beside_bf16(result, model, gpus, gpu, **layout)
-    step = f"{result.step:,.1f} s a step of {result.layout.batch:,} tokens"
-    tell("speed", f"{result.tokens_per_second:,.0f} tokens/s per GPU{beside}; {step}")
+    plain = _in_bf16(result, model, gpus, gpu, **layout)
+    beside = ", where no layout fits in bf16"
+    if plain is not None:
+        times = result.tokens_per_second / plain.tokens_per_second
+        beside = f", {times:.2f} times bf16's {plain.tokens_per_second:,.0f}"
+    step = f"{duration(result.step)} a step of {result.layout.batch:,} tokens"
+    tell(
+        "speed",
+        f"{result.tokens_per_second:,.0f} tokens/s per GPU{'' if recipe == 'bf16' else beside}; {step}",
+    )
     tell("how sure", f"an estimate: {margin(gpus, experts=bool(find_model(model).experts))}")
     tell("layout", described(result))
+    if recipe != "bf16" and plain is not None:
+        tell("bf16 layout", described(plain))
     for subject, text in parts(result).items():
         tell(subject, text)
     for text in remarks(gpus, layout["batch_size"]):
@@ -52,12 +62,10 @@ def _counted(gpus: int, gpu: str) -> str:
     return f"{gpus:,} {gpu} {'GPU' if gpus == 1 else 'GPUs'}"
 
 
-def _beside_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: Any) -> str:
-    """Return what the best layout in bf16 does on the same GPUs, with a batch of the same size."""
+def _in_bf16(result: Estimate, model: str, gpus: int, gpu: str, **layout: Any) -> Estimate | None:
+    """Return the best layout in bf16 on the same GPUs, with a batch of the same size; None if none fits."""
     layout |= {"saved_activations": None, "batch_size": result.layout.batch // result.layout.length}
     try:
-        plain = search(model, gpus, "bf16", gpu, **layout)
+        return search(model, gpus, "bf16", gpu, **layout)
     except ValueError:
-        return ", where no layout fits in bf16"
-    times = result.tokens_per_second / plain.tokens_per_second
-    return f", {times:.2f} times bf16's {plain.tokens_per_second:,.0f}"
+        return None

@@ -121,36 +121,42 @@ def check(model: Model, layout: Layout, recipe: str) -> None:
         split = {"--tp-size": layout.tp, "--pp-size": layout.pp, "cp": layout.cp}
         product = " x ".join(f"{name} {ranks}" for name, ranks in split.items() if ranks > 1)
         raise ValueError(f"{product} does not divide --gpus {layout.gpus}; use sizes whose product does")
+    ranks = layout.fsdp * layout.cp
+    fitting = [n for n in range(1, max(model.experts, 1) + 1) if model.experts % n == ranks % n == 0]
+    lengths = [n for n in range(1, model.layers + 1) if layout.gpus % (n * layout.tp * layout.cp) == 0]
     rules = (
         (
             layout.pp > model.layers or layout.stages > ceil(model.layers / layout.pp),
-            f"PP x stages ({layout.pp} x {layout.stages}) leaves stages without one of the {model.layers} layers",
+            f"--pp-size is {layout.pp} x {layout.stages} stages, for {model.layers} layers; use {any_of(lengths)}",
         ),
         (layout.ep > 1 and not model.experts, f"{model.name} has no experts; leave --ep-size out"),
         (
-            model.experts and model.experts % layout.ep,
-            f"--ep-size is {layout.ep}; it must divide the {model.experts} experts",
-        ),
-        (
-            layout.fsdp * layout.cp % layout.ep,
-            f"--ep-size is {layout.ep}; it must divide the {layout.fsdp * layout.cp} ranks of FSDP x CP",
+            model.experts and layout.ep not in fitting,
+            f"--ep-size is {layout.ep}; it must divide the {model.experts} experts and the {ranks} ranks of FSDP"
+            f"{' x CP' if layout.cp > 1 else ''}; use {any_of(fitting)}",
         ),
         (
             layout.batch % (layout.fsdp * layout.micro_batch * layout.length),
             f"{layout.batch} tokens do not divide into microbatches of {layout.micro_batch} x {layout.length} for "
             f"each of {layout.fsdp} data-parallel ranks; give a multiple of their product",
         ),
-        (layout.fp8_gather and recipe == "bf16", "an FP8 gather needs an FP8 recipe"),
-        (layout.saved_fp8 and recipe == "bf16", "saved activations in FP8 need an FP8 recipe"),
+        (
+            layout.fp8_gather and recipe == "bf16",
+            "an FP8 gather needs an FP8 recipe; leave fp8_gather out, or use --recipe current",
+        ),
+        (
+            layout.saved_fp8 and recipe == "bf16",
+            "saved activations in FP8 need an FP8 recipe; leave --saved-activations out, or use --recipe current",
+        ),
         (
             layout.step_in_backward and (layout.gpus > 1 or layout.micro_batches > 1),
-            "steps in the backward are those of one GPU and one microbatch",
+            "steps in the backward are those of one GPU and one microbatch; use --gpus 1 --batch-size 1, or leave "
+            "--step-in-backward out",
         ),
     )
-    gpus = f"{layout.gpus} {'GPU' if layout.gpus == 1 else 'GPUs'}"
     for broken, rule in rules:
         if broken:
-            raise ValueError(f"{rule}; the layout is {layout} on {gpus}")
+            raise ValueError(rule)
 
 
 def estimate(model: Model, layout: Layout, recipe: str, gpu: Gpu) -> Estimate:
@@ -377,5 +383,5 @@ def _ring(ranks: int, inner: int, gpu: Gpu) -> float:
 
 
 def gib(size: float) -> str:
-    """Return bytes as GiB."""
-    return f"{size / GIB:,.1f} GiB"
+    """Return bytes as GiB, or as MiB if they are few."""
+    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{1024 * size / GIB:,.1f} MiB"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, GIB, HOST, MEASURED
 from .estimate import Estimate
 
 GIGA = 1e9
 WORDS = {
-    "logits, or a layer's": "logits or a layer's",
+    "logits, or a layer's gradients": "logits or activation gradients",
     "norms, activations, copies": "norms, activations and copies",
     "codes of shards": "FP8 copies for the backward",
-    "gathered parameters": "whole layers' parameters",
-    "full gradients": "a whole layer's gradients",
     "parameter shards": "parameters",
     "gradient shards": "gradients",
     "not at the same time": "not held at the same time",
@@ -70,21 +68,36 @@ def described(result: Estimate) -> str:
 def parts(result: Estimate) -> dict[str, str]:
     """Return memory, bytes received if any, and time of a step, by their largest parts of one GPU."""
     step, received = result.step, sum(result.wire.values())
-    told = {"memory": _listed(result.memory, lambda size: f"{size / GIB:,.1f}", "GiB")}
-    if received:
-        told["received"] = _listed(result.wire, lambda size: f"{size / GIGA:,.1f}", "GB a step")
-    return {
-        **told,
-        "time": _listed(result.seconds, lambda seconds: f"{100 * seconds / step:.1f}", "% of a step"),
+    pipeline = result.layout.pp > 1  # whose ranks hold all their layers unsharded for a whole step
+    names = {
+        "gathered parameters": "all layers' gathered parameters"
+        if pipeline
+        else "two layers' gathered parameters",
+        "full gradients": "all layers' unsharded gradients"
+        if pipeline
+        else "one layer's unsharded gradients",
     }
+    memory = {names.get(name, name): size for name, size in result.memory.items()}
+    told = {"memory": _listed(memory, *((GIB, "GiB") if result.total_memory >= GIB else (GIB / 1024, "MiB")))}
+    if received:
+        told["received"] = _listed(
+            result.wire, *((GIGA, "GB a step") if received >= GIGA else (GIGA / 1000, "MB a step"))
+        )
+    return {**told, "time": _listed(result.seconds, step / 100, "% of a step")}
 
 
-def _listed(sizes: dict[str, float], shown: Callable[[float], str], unit: str) -> str:
-    """Return the parts that are not 0 when shown, largest first."""
-    listed = sorted(
-        ((size, name) for name, size in sizes.items() if float(shown(size).replace(",", ""))), reverse=True
+def duration(seconds: float) -> str:
+    """Return the seconds of a step, in milliseconds if they are few."""
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _listed(sizes: dict[str, float], one: float, unit: str) -> str:
+    """Return the parts that are not 0 when shown, largest first. ``one``: the size of a unit."""
+    shown = {name: f"{size / one:,.1f}" for name, size in sizes.items()}
+    names = sorted(
+        (name for name in sizes if float(shown[name].replace(",", ""))), key=lambda name: -sizes[name]
     )
-    return f"{unit}: " + ", ".join(f"{_worded(name)} {shown(size)}" for size, name in listed)
+    return f"{unit}: " + ", ".join(f"{_worded(name)} {shown[name]}" for name in names)
 
 
 def _worded(name: str) -> str:

@@ -220,7 +220,23 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
         ),
         (
             "--gpus 8 --ep-size 8",
-            "narrowcast: 8b has no experts; leave --ep-size out; the layout is FSDP 8 x TP 1 x PP 1 x EP 8 on 8 GPUs",
+            "narrowcast: 8b has no experts; leave --ep-size out\n",
+        ),
+        (
+            "--model 671b --gpus 16 --ep-size 7",
+            "--ep-size is 7; it must divide the 256 experts and the 16 ranks of FSDP; use 1, 2, 4, 8 or 16\n",
+        ),
+        (
+            "--gpus 64 --pp-size 64",
+            "--pp-size is 64 x 1 stages, for 32 layers; use 1, 2, 4, 8, 16 or 32\n",
+        ),
+        (
+            "--recipe bf16 --saved-activations fp8",
+            "need an FP8 recipe; leave --saved-activations out, or use --recipe current\n",
+        ),
+        (
+            "--gpus 8 --step-in-backward",
+            "one GPU and one microbatch; use --gpus 1 --batch-size 1, or leave --step-in-backward out\n",
         ),
         (
             "--gpus 4096 --batch-size 1",
@@ -376,6 +392,47 @@ def test_words_of_the_tables_are_explained_where_they_stand(capsys: pytest.Captu
     assert cli.main(["plan", "--gpus", "8", "--recipe", "bf16"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "FP8" not in told and "pipeline" not in told
+
+
+def test_parameters_and_gradients_are_named_after_the_layers_that_are_held(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """A rank of a pipeline holds those of all its layers, which were listed as "a whole layer's gradients"."""
+    told = {}
+    for size in ("1", "8"):
+        assert cli.main(["plan", "--model", "70b", "--gpus", "256", "--pp-size", size]) == 0
+        told[size] = " ".join(capsys.readouterr().out.split())
+    assert "two layers' gathered parameters " in told["1"] and "one layer's unsharded gradients " in told["1"]
+    assert "all layers' gathered parameters " in told["8"] and "all layers' unsharded gradients " in told["8"]
+
+
+def test_the_memory_that_a_plan_may_use_is_told_apart_from_the_gpus(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["plan", "--gpus", "8"]) == 0
+    assert "GiB of 127.9 usable per GPU " in " ".join(capsys.readouterr().out.split())
+
+
+def test_small_sizes_and_times_are_no_zeros(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**shape, "vocab_size": 256, "model_type": "llama"}))
+    assert cli.main(["plan", "--model", str(path), "--gpus", "8", "--seq-len", "64"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for part in (
+        r" [\d.]+ MiB of 127.9 usable per GPU ",
+        r"; [\d.]+ ms a step of",
+        "memory MiB: activations ",
+        "received MB a step: ",
+    ):
+        assert re.search(part, told), part
+
+
+def test_the_layout_in_bf16_is_told(capsys: pytest.CaptureFixture) -> None:
+    """The ratio compares the best layout of each, which may differ."""
+    assert cli.main(["plan", "--model", "70b", "--gpus", "64"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "layout FSDP 4 x TP 2 x PP 8; " in told and "bf16 layout FSDP 32 x TP 2 x PP 1; " in told
+    assert cli.main(["plan", "--model", "70b", "--gpus", "64", "--recipe", "bf16"]) == 0
+    assert "bf16 layout" not in capsys.readouterr().out
 
 
 def test_the_command_says_what_bf16_does_on_the_same_gpus(capsys: pytest.CaptureFixture) -> None:
