@@ -17,22 +17,17 @@ CELL, LEFT, ROW = 14, 20, 116  # of a panel: its squares, its left edge, its hei
 WIDTH, TEXT, HEAD = (
     322,
     146,
-    106,
-)  # of the picture; where the words of a panel begin; where the first panel begins
-TITLE = "Which keys does a query see?"
-KEY = (
-    "Row: a query. Column: a key. Filled: it sees the key.",
-    "White dot: the query's own key, from which a mask",
-    "counts. causal counts from the first query and key,",
-    "a window of no_mask from the last.",
-)
+    96,
+)  # the picture; where the words of a panel begin; where the first panel begins
+TITLE = ("causal aligns the first query and key,", "causal_bottom_right the last")
+KEY = ("Row: a query. Column: a key. Filled: it sees the key.", "White dot: the query's own key.")
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
-    ("causal", {}, ("keys up to its own,", "from the first")),
-    ("causal_bottom_right", {}, ("keys up to its own,", "from the last")),
-    ("no_mask", {"window_size": (2, 1)}, ("2 back, 1 ahead,", "from the last key")),
+    ("causal", {}, ("keys up to its own,", "counted from the first")),
+    ("causal_bottom_right", {}, ("keys up to its own,", "counted from the last")),
+    ("no_mask", {"window_size": (2, 1)}, ("2 keys back, 1 ahead,", "counted from the last")),
     ("padding", {}, ("4 of 6 queries and", "6 of 8 keys are real")),
-    ("padding_causal_bottom_right", {}, ("both, from the last real", "key")),
+    ("padding_causal_bottom_right", {}, ("both, counted from the", "last real key")),
     (
         "thd, padding_causal",
         {"attn_mask_type": "padding_causal"},
@@ -72,9 +67,12 @@ def wrapped(title: str) -> list[str]:
 
 def draw() -> str:
     """The picture for light pages: one square per pair, a row per query, a column per key."""
-    parts = [f'<text x="0" y="20" font-size="16" font-weight="700">{TITLE}</text>']
+    parts = [
+        f'<text x="0" y="{18 + 19 * line}" font-size="15" font-weight="700">{title}</text>'
+        for line, title in enumerate(TITLE)
+    ]
     for line, key in enumerate(KEY):
-        parts.append(f'<text x="0" y="{42 + 15 * line}">{key}</text>')
+        parts.append(f'<text x="0" y="{58 + 15 * line}">{key}</text>')
     for index, (title, options, told) in enumerate(PANELS):
         left, top = LEFT, HEAD + index * ROW
         window = options.get("window_size")
@@ -99,7 +97,7 @@ def draw() -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 0 {WIDTH + 8} {height}" width="{(WIDTH + 8) * 1.5:g}" '
         f'font-family="{FONTS}" fill="{INK["light"]}" font-size="11" role="img" '
-        'aria-label="Visible keys by mask type">'
+        f'aria-label="{" ".join(TITLE)}">'
     )
     return "\n".join((head, *parts, "</svg>\n"))
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 
 import torch
 from matplotlib.figure import Figure
@@ -34,6 +35,12 @@ RUNS = {
 ZERO, LEAST = 2e-10, 5e-10  # where a KL of exactly 0 is drawn, and where the log scale begins
 
 
+def example() -> ModuleType:
+    """Return the example's module; its second process imports it, too."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    return importlib.import_module("16_grpo")
+
+
 def measure(steps: int) -> None:
     """Train every run, and write a row per step."""
     torch.set_num_threads(1)
@@ -44,8 +51,7 @@ def measure(steps: int) -> None:
         "narrowcast": nc.__version__,
         "commit": commit.stdout.strip(),
     }
-    sys.path.insert(0, str(ROOT / "examples"))  # the second process imports it, too
-    train = importlib.import_module("16_grpo").train
+    train = example().train
     with ROWS.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["run", "step", "reward", "kl", *where], lineterminator="\n")
         writer.writeheader()
@@ -83,20 +89,24 @@ def draw() -> None:
     ticks = [ZERO, *(10.0**-power for power in powers)]
     axes.set_xticks(ticks, ["exactly\n0", *(f"1e-{power}" for power in powers)], size=LETTERS)
     axes.minorticks_off()
-    axes.set_xlabel("KL, log scale; left is better", size=LETTERS)
+    axes.set_xlabel("KL in nats, log scale; left is better", size=LETTERS)
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     apart = max(max(at) - min(at) for at in zip(*rewards.values()))
     first, last = (rewards["bf16"][at] for at in (0, -1))
+    module = example()
+    parameters = sum(one.numel() for one in module.Model(None).parameters())
     foot = (
-        "KL: how far the trainer's probabilities are from those of the sampler that wrote the answers "
+        f"A Transformer of {parameters:,} parameters ({module.DEPTH} layers {module.WIDTH} wide) learns one-digit "
+        "sums. KL: how far the trainer's probabilities are from those of the sampler that wrote the answers "
         "(k3 estimate). A dot: a step. A tall line: the median. "
         "FP8 current has one scale per tensor, FP8 128-block one per block of 128 values. "
         f"The reward rises alike, in bf16 from {first:.2f} to {last:.2f}; runs differ by {apart:.2f} at most.\n"
         f"CPU: {rows[0]['device']}, torch {rows[0]['torch']}, narrowcast {rows[0]['narrowcast']}"
     )
-    tell(figure, "In batch-invariant mode, sampler and trainer agree exactly: the KL is 0", foot)
+    size = f"{parameters / 1e6:.2f}M"
+    tell(figure, f"In batch-invariant mode, the KL of a model of {size} parameters is exactly 0", foot)
     write(svg(figure), ASSETS, "grpo")
 
 
