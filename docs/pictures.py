@@ -31,7 +31,8 @@ DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
     "Why attention takes longer under a recipe is not explained.\n"
-    "A 1B Llama on one {device}, torch {torch}, narrowcast {narrowcast}, {date}"
+    "A compiled 1B Llama, 8192 tokens a step, replayed as a CUDA graph on one {device}, "
+    "torch {torch}, narrowcast {narrowcast}, {date}"
 )
 H200 = (
     "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "

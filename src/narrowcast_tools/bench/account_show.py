@@ -165,20 +165,12 @@ def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> Non
 
 
 def _finding(accounts: Sequence[Account]) -> str:
-    """Return the title: what the fastest step has besides its recipe, its time, and what the GEMMs save."""
+    """Return the title: the fastest step beside the first."""
     first, fastest = accounts[0], min(accounts, key=lambda one: one.step_ms)
     if fastest is first:
         return "Where the time of a training step goes"
-    recipe, *choices = fastest.contender.split(", ")
-    made = [f"a head in {_bits(one[8:])}" if one.startswith("head in ") else one for one in choices]
-    named = " and ".join(filter(None, [", ".join([_named(recipe), *made[:-1]]), *made[-1:]]))
-    before, after = (
-        sum(row.ms for row in one.rows if row.group.startswith("GEMM")) for one in (first, fastest)
-    )
-    less = f"; matrix products take {before - after:.1f} ms less" if after < before else ""
-    return (
-        f"Under {named}, a step takes {fastest.step_ms / first.step_ms:.2f} of {first.contender}'s time{less}"
-    )
+    recipe = _named(fastest.contender.partition(",")[0])
+    return f"A step takes {fastest.step_ms:.1f} ms under {recipe}, {first.step_ms:.1f} in {first.contender}"
 
 
 def _terms(accounts: Sequence[Account]) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from ..colors import color_of
@@ -18,6 +19,7 @@ from .report import BASELINE, Row, judged
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 # above a recipe's dots, where it covers none
 ALLOWED = {"marker": "v", "color": "0.15", "markersize": 6, "markeredgewidth": 0, "linewidth": 0}
+OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
 NAMES = 84  # points: the width of a recipe's name
 TOP = -0.6  # where the rows begin; the first is at 0
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
@@ -43,8 +45,9 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         _draw_losses(drawn.subplots(), rows[0], unit)
     else:
         lines = [wrap(row.title, NAMES).count("\n") + 1 for row in rows]
-        last, steps = (0.17 * max(lines) + 0.13) * len(rows), max(1.8, 0.17 * sum(lines))
-        drawn = Figure(figsize=(WIDTH, last + steps + 1.9), dpi=285, layout="constrained")
+        last, steps = (0.17 * max(lines) + 0.13) * len(rows), max(2.3, 0.22 * sum(lines))
+        layout = ConstrainedLayoutEngine(h_pad=0.08)  # keeps the words of the panels apart
+        drawn = Figure(figsize=(WIDTH, last + steps + 2.0), dpi=285, layout=layout)
         ends, curves = drawn.subplots(2, 1, height_ratios=[last, steps])
         _draw_last_gaps(ends, rows)
         _draw_gaps(curves, rows)
@@ -67,6 +70,10 @@ def finding(rows: Sequence[Row]) -> str:
     return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 
+def _baseline(rows: Sequence[Row]) -> Row:
+    return next(row for row in rows if row.recipe == BASELINE)
+
+
 def _several(rows: Sequence[Row]) -> bool:
     return any(len(row.seeds) > 1 for row in rows)
 
@@ -81,7 +88,7 @@ def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
 
 
 def _terms(rows: Sequence[Row], unit: str) -> str:
-    baseline = next(row for row in rows if row.recipe == BASELINE)
+    baseline = _baseline(rows)
     (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
     told = [_rule(rows), "On text not trained on, bf16's loss"]
     told.append(f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}")
@@ -107,7 +114,14 @@ def _rule(rows: Sequence[Row]) -> str:
 
 def _bound(rows: Sequence[Row]) -> float:
     """Return where the axis of the last gaps ends, in percent: dots that are close are seen apart."""
-    return 1.12 * (max(abs(gap) for row in rows for gap in row.seed_gaps) or 1.0)
+    gaps = [*_own_range(_baseline(rows)), *(gap for row in rows for gap in row.seed_gaps)]
+    return 1.12 * (max(map(abs, gaps)) or 1.0)
+
+
+def _own_range(baseline: Row) -> tuple[float, float]:
+    """Return how far the lowest and the highest of the baseline's seeds end from their mean, in percent."""
+    low, high = (100 * (loss / baseline.held_out_loss - 1) for loss in baseline.spread)
+    return low, high
 
 
 def _keys(rows: Sequence[Row]) -> list[Artist]:
@@ -115,6 +129,10 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
     keys: list[Artist] = []
     if _several(rows):
         mark = {"color": "0.45", "linewidth": 0}
+        low, high = _own_range(baseline := _baseline(rows))
+        if high > low:
+            seeds = f"{len(baseline.seeds)} seeds of bf16, lowest to highest: {high - low:.1f}%"
+            keys.append(Line2D([], [], label=seeds, **OWN))
         one = "one seed, against bf16's of that seed"
         keys.append(Line2D([], [], marker="o", markersize=6, label=one, **mark))
         mean = "mean of a recipe's seeds"
@@ -126,7 +144,7 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
 
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a line of dots per recipe with the gap that is allowed, and write the gap right of it."""
-    baseline = next(row for row in rows if row.recipe == BASELINE)
+    baseline = _baseline(rows)
     several, allowed, bound = _several(rows), _allowed(rows), _bound(rows)
     _style(axes, f"Percent above bf16 at step {baseline.held_out[-1][0]}\n", "x")
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
@@ -140,7 +158,11 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             "alpha": 0.6 if several else 1,
             "markeredgewidth": 0,
         }
-        axes.plot(row.seed_gaps, [place + lane for lane in _lanes(row.seed_gaps, 0.09 * bound)], "o", **dot)
+        if several and row is baseline:
+            axes.plot(_own_range(row), [place, place], **OWN)
+        else:
+            lanes = _lanes(row.seed_gaps, 0.09 * bound)
+            axes.plot(row.seed_gaps, [place + lane for lane in lanes], "o", **dot)
         if several and row is not baseline:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
@@ -197,7 +219,7 @@ def _draw_losses(axes: Axes, row: Row, unit: str) -> None:
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
-    baseline = next(row for row in rows if row.recipe == BASELINE)
+    baseline = _baseline(rows)
     _style(axes, f"{'Mean percent' if _several(rows) else 'Percent'} above bf16 by step")
     axes.set_xlabel("optimizer step", size=LETTERS)
     last_step = baseline.held_out[-1][0]
@@ -206,8 +228,8 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     low, high = min(0.0, *shown), max(0.0, *shown)
     room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
     low, high = low - room, high + room
-    axes.plot([0, last_step], [0, 0], color=color_of(BASELINE), alpha=0.5, linewidth=3)
-    ends = []
+    axes.axhline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
+    ends = [(0.0, baseline)]
     for row, dashes in zip(rows, _dashes(rows)):
         if row is not baseline:
             steps, percents = zip(*row.gaps)
@@ -216,7 +238,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             ends.append((percents[-1], row))
     axes.set_ylim(low, high)
     axes.set_xlim(0, last_step)
-    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="x", nbins=4)
     names = [wrap(row.title, NAMES) for _, row in ends]
     lines = max((name.count("\n") + 1 for name in names), default=1)
     apart = min(0.11 * lines, 1 / max(1, len(ends))) * (high - low)

@@ -19,7 +19,7 @@ from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.document import compose
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
-from narrowcast_tools.train.picture import ALLOWED, draw, spread
+from narrowcast_tools.train.picture import ALLOWED, OWN, draw, spread
 from narrowcast_tools.train.report import (
     SHORTEST_JUDGED,
     Row,
@@ -109,6 +109,7 @@ def test_seeds_are_one_row() -> None:
     (drawn,) = figures(lambda: draw(several, subtitle="seeds"))
     keys = [text.get_text().replace("\n", " ") for text in drawn.legends[0].get_texts()]
     assert keys == [
+        "2 seeds of bf16, lowest to highest: 2.0%",
         "one seed, against bf16's of that seed",
         "mean of a recipe's seeds",
         "largest gap that counts as equal",
@@ -156,7 +157,15 @@ def test_the_seeds_of_a_recipe_are_inside_the_picture() -> None:
     assert low < -15.0 and high > 15.0
     assert ends.get_xlabel() == "right of 0: worse than bf16"
     dots = [list(line.get_xdata()) for line in ends.lines if line.get_marker() == "o"]
-    assert dots == [[0.0, 0.0], pytest.approx([15.0, 0.0])]
+    assert dots == [pytest.approx([15.0, 0.0])]
+    (own,) = [
+        line for line in ends.lines if line.get_marker() == OWN["marker"] and len(line.get_xdata()) == 2
+    ]
+    assert list(own.get_xdata()) == pytest.approx([-100 / 21, 100 / 21]), (
+        "bf16's range is a line in its own row"
+    )
+    told = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert told[0] == "2 seeds of bf16, lowest to highest: 9.5%"
     assert "its seeds end 9.5% apart." in drawn.get_supxlabel().replace("\n", " ")
     assert not ends.collections and not drawn.axes[1].collections, "no range beside the dots"
 
@@ -175,10 +184,8 @@ def test_each_recipe_stands_in_a_row_with_its_seeds_gap_and_loss() -> None:
     alike = compare([result("bf16", 2.0), result("nvfp4", 2.1)])
     told = [text.get_text() for text in figures(lambda: draw(alike, subtitle="seeds"))[0].axes[0].texts]
     assert told == ["", "+5.00%", "gap"]
-    assert [line.get_xdata()[0] for line in ends.lines if line.get_marker() == "o"] == [
-        0.0,
-        pytest.approx(5.0),
-    ]
+    (dots,) = [list(line.get_xdata()) for line in ends.lines if line.get_marker() == "o"]
+    assert dots == [pytest.approx(5.0)], "bf16's own row has its range"
 
 
 def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row]) -> None:
@@ -285,7 +292,7 @@ def test_no_leader_line_strikes_through_a_label() -> None:
     close = compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)])
     gaps = figures(lambda: draw(close, subtitle="close"))[0].axes[1]
     labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
-    assert len(labels) == 5
+    assert labels[0].get_text() == "bf16" and len(labels) == 6
     left = min(Text.get_window_extent(label).x0 for label in labels)
     for label in labels:
         assert label.arrow_patch is not None
