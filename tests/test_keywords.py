@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import pickle
 from typing import Any
@@ -323,6 +324,19 @@ def test_a_name_that_is_not_there_gets_the_nearest(package: Any, name: str, near
     with pytest.raises(AttributeError, match="'HybridScaling'; it has DelayedScaling, Float8BlockScaling, "):
         getattr(nc.recipe, "HybridScaling")  # noqa: B009
     assert not hasattr(package, "qqq") and not hasattr(package, "__linear__")
+
+
+@pytest.mark.parametrize("kind", [one for _, one in EXPORTED if issubclass(type(one), enum.EnumMeta)])
+def test_a_wrong_member_of_an_enumeration_lists_the_members(kind: Any) -> None:
+    with pytest.raises(AttributeError, match=f"^{kind.__name__} has no member 'E4M4'; use one of ") as raised:
+        kind.E4M4  # noqa: B018
+    assert all(member.name in str(raised.value) for member in kind) and len(str(raised.value)) <= 300
+    assert pickle.loads(pickle.dumps([*kind])) == [*kind] and not hasattr(kind, "_repr_html_")
+
+
+def test_a_wrong_format_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'E4M4'; the nearest: 'E4M3'; use one of 'E2M1', "):
+        nc.recipe.Format("E4M4")
 
 
 def test_shard_without_ranks_names_the_remedy() -> None:

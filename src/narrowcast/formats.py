@@ -12,10 +12,24 @@ format's published values are written down once.
 import enum
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 
-class DType(enum.IntEnum):
+class Members(enum.EnumMeta):
+    """The class of enumerations whose error about a wrong member lists the members."""
+
+    if not TYPE_CHECKING:  # type checkers take a class with it to have every name
+
+        def __getattr__(cls, name: str) -> Any:
+            if name.startswith("_"):  # asked for by tools
+                raise AttributeError(f"{cls.__name__} has no attribute {name!r:.60}")
+            if name in cls.__members__:  # Python 3.10 and 3.11 find members here
+                return cls.__members__[name]
+            names = ", ".join(cls.__members__)
+            raise AttributeError(f"{cls.__name__} has no member {name!r:.60}; use one of {names}")
+
+
+class DType(enum.IntEnum, metaclass=Members):
     """Element types a quantized tensor can name; the integers are what value keys and checkpoints store."""
 
     kByte = 0

@@ -25,6 +25,7 @@ from torch import nn
 from .. import _checks
 from .._checks import a_kind, shown
 from ..convert import convert
+from ..formats import Members
 from ..nn import Linear
 from ..recipe import Float8CurrentScaling, Float8RowwiseScaling, Format, MMParams, QParams, Recipe
 from .install import StandIn
@@ -37,21 +38,21 @@ _EPSILON = 1e-12  # the least amax that torchao scales by
 _PAGE = 'the page "From torchao" lists what each option means here'
 
 
-class ScalingType(enum.Enum):
+class ScalingType(enum.Enum, metaclass=Members):
     """Whether a tensor is cast to FP8, with a scale from its own values."""
 
     DYNAMIC = "dynamic"
     DISABLED = "disabled"
 
 
-class ScalingGranularity(enum.Enum):
+class ScalingGranularity(enum.Enum, metaclass=Members):
     """One scale for the tensor, or one for each row along the contraction."""
 
     TENSORWISE = "tensorwise"
     AXISWISE = "axiswise"
 
 
-class Float8LinearRecipeName(enum.Enum):
+class Float8LinearRecipeName(enum.Enum, metaclass=Members):
     """Names of configurations, for :meth:`Float8LinearConfig.from_recipe_name`."""
 
     TENSORWISE = "tensorwise"

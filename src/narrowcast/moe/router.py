@@ -16,19 +16,20 @@ from torch import Tensor
 from .._checks import flags, is_one_of, not_among, numbers, positive, shape_of, shown, tensor, tensors, whole
 from .._device import HIGH_PRECISION
 from .._tracing import host_reads, is_eager
+from ..formats import Members
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 EPSILON = 1e-20
 
 
-class RoutingMapFormat(enum.IntEnum):
+class RoutingMapFormat(enum.IntEnum, metaclass=Members):
     """Formats of a routing map; the names in lower case mean the same."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
 
 
-class QBHistogramMode(enum.IntEnum):
+class QBHistogramMode(enum.IntEnum, metaclass=Members):
     """Transformer Engine's ways to count into ``qb_histogram``; here both count alike."""
 
     TWO_KERNEL = 0

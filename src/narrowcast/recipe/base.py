@@ -14,9 +14,9 @@ import torch
 from typing_extensions import dataclass_transform
 
 from .. import _environment as environment
-from .._checks import in_range, is_one_of, shown
+from .._checks import in_range, is_one_of, not_among, shown
 from .._sealing import Sealable
-from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat
+from ..formats import E2M1, E2M3, E3M2, E4M3, E5M2, DType, ElementFormat, Members
 from ..quantizers import Quantizer
 from ..roles import QuantizerRole
 
@@ -44,7 +44,7 @@ class _Name(str):
 _ELEMENTS = {element.name.upper(): element for element in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
-class Format(enum.Enum):
+class Format(enum.Enum, metaclass=Members):
     """Element formats of forward and backward tensors.
 
     Attributes:
@@ -66,6 +66,10 @@ class Format(enum.Enum):
         self.max_fwd: float = self.element.max
         self.max_bwd: float = E5M2.max if name == "HYBRID" else self.element.max
         self.maxes = self.max_fwd, self.max_bwd
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"the format is {not_among(value, cls.__members__)}")
 
 
 def check_flags(settings: Any, names: Sequence[str]) -> None:
