@@ -234,7 +234,8 @@ def _check_converts(model: nn.Module, wanted: list[Decision], skip: Selectors) -
     if skip == "":
         told += ', whose "" selects all modules'
     raise ValueError(
-        f"convert would change nothing in this {type(model).__name__}; {told}. narrowcast.receipt(model) lists all"
+        f"convert would change nothing in this {type(model).__name__}; {told}. Give another recipe=, only= or skip=; "
+        "dry_run=True lists every reason"
     )
 
 
