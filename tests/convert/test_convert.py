@@ -648,9 +648,13 @@ def test_a_conversion_that_skips_everything_is_refused() -> None:
     model = Model()
     with pytest.raises(ValueError, match=r"convert would change nothing in this Model; .* and \d more: skip"):
         nc.convert(model, CURRENT, skip="**")
-    with pytest.raises(ValueError, match=r'more: skip, whose "" selects all modules\. Give another recipe=, '):
+    with pytest.raises(
+        ValueError, match=r'more: skip, whose "" selects all modules\. Give another recipe=, '
+    ):
         nc.convert(model, CURRENT, skip="")
-    with pytest.raises(ValueError, match="is given for it. Give another .*; dry_run=True lists every reason$"):
+    with pytest.raises(
+        ValueError, match="is given for it. Give another .*; dry_run=True lists every reason$"
+    ):
         nc.convert(model, {"**": None})
     listed = nc.convert(model, {"**": None}, dry_run=True)
     assert {one.reason for one in listed.gemms} == {"no recipe is given for it"}
