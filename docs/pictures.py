@@ -34,6 +34,7 @@ ACCOUNT = (
     "A compiled 1B Llama, 8192 tokens a step, replayed as a CUDA graph on one {device}, "
     "torch {torch}, narrowcast {narrowcast}, {date}"
 )
+WATCHED = nc.recipe.Float8CurrentScaling()
 H200 = (
     "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "
     "MXFP8 and NVFP4 emulated. NVIDIA H200, torch 2.11.0+cu130, narrowcast 0.1.0"
@@ -101,7 +102,7 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
     """Return the watch of a small model that learns a function, sampled every ten steps; half-way one bias breaks."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(4)), nc.Linear(width, width))
-    nc.set_recipe(model, nc.recipe.Float8CurrentScaling())
+    nc.set_recipe(model, WATCHED)
     watch = nc.watch(model, every=10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     teacher = torch.randn(width, width) / width**0.5
@@ -124,7 +125,7 @@ def main() -> None:
         "account": account(),
         "first-light": first,
         "losses-h200": comparison("train_125m.csv", H200, strict=True),
-        "watch": watch_figure(watched().records),
+        "watch": watch_figure(watched().records, [type(WATCHED).__name__]),
     }
     for name, drawn in figures.items():
         write(svg(drawn), ASSETS, name)

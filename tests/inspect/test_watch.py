@@ -398,6 +398,7 @@ def test_records_go_to_files(tmp_path: Path) -> None:
     told = (tmp_path / "watch.svg").read_text()
     assert f"narrowcast {nc.__version__}, torch {torch.__version__}" in told
     assert "gray: no record" in told, "the MLP's operand between its GEMMs has none"
+    assert "Recipe: Float8CurrentScaling." in told
     layer = nc.Linear(32, 32)
     nc.set_recipe(layer, QUANTIZED["current"])
     with nc.watch(layer, every=1) as whole:
@@ -447,7 +448,11 @@ def test_the_title_of_the_picture_names_what_loses_its_values() -> None:
         ([*good, noisy], "Layer b, input: much quantization error from step 10"),
     ):
         assert figure(records).get_suptitle().replace("\n", " ") == title
-    drawn = figure([*good, lost])
+    drawn = figure([*good, lost], ["Float8CurrentScaling"])
+    red = [(name.get_text(), name.get_weight() == "bold") for name in drawn.axes[0].get_yticklabels()]
+    assert red == [("a", False), ("b", True)], "a broken layer looked like the others"
+    assert drawn.get_supxlabel().startswith("Recipe: Float8CurrentScaling.\nRemedy for a red layer: ")
+    assert "Remedy" not in figure(good).get_supxlabel()
     panels, told = (
         drawn.axes[3:6],
         "one number: the title's share is on the scale, and a panel without one is no blank",

@@ -24,15 +24,16 @@ _MOST_LOST, _LEAST_SQNR = 0.1, 8.0
 _LETTERS, _TITLE, _WIDTH = 11, 13, 4.3  # points, and inches: a phone shows a pixel per point
 _USUAL = (16, 33)
 # What stands out should be looked at: too little SQNR, and too much, since one value that dwarfs the rest has nearly
-# all of the signal. What is usual, from NVFP4's 16 dB to E4M3's 31, is clear, on light pages and on dark ones.
+# all of the signal, and the rest becomes 0: red, as in the panels of underflow. What is usual, from NVFP4's 16 dB to
+# E4M3's 31, is clear, on light pages and on dark ones.
 _SIGNAL = {
     8: "#c2570cff",
     12: "#f1a340ff",
     16: "#f1a34000",
-    33: "#8e6bdd00",
-    36: "#8e6bdd80",
-    40: "#8e6bddff",
-    44: "#6a35c9ff",
+    33: "#e5484800",
+    36: "#e5484840",
+    40: "#d42a2aff",
+    44: "#d42a2aff",
 }
 _LOST = {0.0: "#e5484800", 0.1: "#e5484860", 1.0: "#d42a2aff"}
 # title, whether it is a share, value of a record, ticks, words below the scale
@@ -42,7 +43,7 @@ _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]
         False,
         lambda one: one.sqnr if math.isfinite(one.sqnr) else _USUAL[1],  # no error at all is no outlier
         (8, 16, 24, 32, 40),
-        ("noisy", "usual", "unusual"),
+        ("noisy", "usual", "one outlier"),
     ),
     (
         "Underflow: values rounded to 0",
@@ -52,27 +53,30 @@ _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]
         ("none", "", "all"),
     ),
 )
+_BROKEN = "#d1242f"  # the name of a layer that loses many values or much signal
+_REMEDY = ("Remedy for a red layer: a recipe with a scale", "per block (Float8BlockScaling), or bf16.")
 _SEEN = 0.01  # a panel without a larger share looks empty, and says so
 
 
-def draw(records: Sequence[Record], path: str | Path) -> None:
+def draw(records: Sequence[Record], recipes: Sequence[str], path: str | Path) -> None:
     """Write the picture in the format that the name ends in.
 
     Raises:
         ValueError: matplotlib does not write it.
     """
-    drawn = figure(records)
+    drawn = figure(records, recipes)
     ending, known = Path(path).suffix[1:].lower(), drawn.canvas.get_supported_filetypes()
     if ending and ending not in known:
         raise ValueError(f"path is {shown(str(path))}; end it in one of .{', .'.join(known)}")
     drawn.savefig(path, dpi=165, bbox_inches=drawn.bbox_inches.padded(0.12))  # with a margin
 
 
-def figure(records: Sequence[Record]) -> Figure:
-    """Return the picture as matplotlib's figure."""
+def figure(records: Sequence[Record], recipes: Sequence[str] = ()) -> Figure:
+    """Return the picture as matplotlib's figure, with the names of the layers' recipes below it."""
     from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
     from matplotlib.figure import Figure
 
+    broken = _broken(records)
     names = list(dict.fromkeys((one.layer, _stage(one)) for one in records))
     steps = sorted({one.step for one in records})
     parts = zip(*(layer.split(".")[:-1] for layer, _ in names))
@@ -83,7 +87,7 @@ def figure(records: Sequence[Record]) -> Figure:
     ]
     height = 4.8 + 0.36 * max(len(names), 5)
     drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
-    drawn.suptitle(textwrap.fill(_finding(records), 37), x=0, ha="left", weight="bold", size=_TITLE)
+    drawn.suptitle(textwrap.fill(_finding(broken), 37), x=0, ha="left", weight="bold", size=_TITLE)
     low, high = min(_SIGNAL), max(_SIGNAL)
     signal = [((decibels - low) / (high - low), color) for decibels, color in _SIGNAL.items()]
     # the root lets a hundredth be seen beside all
@@ -111,6 +115,9 @@ def figure(records: Sequence[Record]) -> Figure:
                 where = {"ha": "center", "va": "center", "fontsize": _LETTERS, "color": "0.35"}
                 axes.text(0.5, 0.5, told, transform=axes.transAxes, **where)
             axes.set_yticks(range(len(names)), labels, fontsize=_LETTERS)
+            for name, label in zip(names, axes.get_yticklabels()):
+                if name in {(one.layer, _stage(one)) for one in broken}:
+                    label.set(color=_BROKEN, weight="bold")
             labeled = range(0, len(steps), max(1, len(steps) // 2))
             axes.set_xticks(list(labeled), [str(steps[index]) for index in labeled], fontsize=_LETTERS)
             axes.tick_params(axis="x", labelbottom=True)
@@ -135,12 +142,17 @@ def figure(records: Sequence[Record]) -> Figure:
         bar.solids.set_rasterized(True)  # hundreds of parts otherwise
     gaps = "; gray: no record" if missing else ""
     within = f" of {shared[:-1]}" if shared else ""
-    foot = (
-        f"Down: layers{within}. Across: sampled steps{gaps}.\nThe panels are what a layer's GEMMs multiply.\n"
-        f"Unusual: above {_USUAL[1]} dB. One value that dwarfs the\nrest has nearly all of the signal.\n"
-        f"narrowcast {__version__}, torch {torch.__version__}"
-    )
-    drawn.supxlabel(foot, x=0, ha="left", fontsize=_LETTERS, color="0.35")
+    foot = [
+        *(textwrap.wrap(f"Recipe: {', '.join(recipes)}.", 46) if recipes else ()),
+        *(_REMEDY if broken else ()),
+        f"Down: layers{within}. Across: sampled steps{gaps}.",
+        "The panels are what a layer's GEMMs multiply.",
+        f"One outlier: above {_USUAL[1]} dB, one value dwarfs the",
+        "rest and has nearly all of the signal.",
+        f"narrowcast {__version__}, torch {torch.__version__}",
+    ]
+    drawn.supxlabel("\n".join(foot), x=0, ha="left", fontsize=_LETTERS, color="0.35")
+    drawn.set_figheight(height + 1.3 * _LETTERS / 72 * (len(foot) - 5))
     return drawn
 
 
@@ -154,17 +166,22 @@ def _in_words(found: Sequence[float], share: bool) -> str:
     return "usual" if low <= min(found) and max(found) <= high else ""
 
 
-def _finding(records: Sequence[Record]) -> str:
-    """Return the title: the operand that first loses many of its values or much of its signal."""
+def _broken(records: Sequence[Record]) -> list[Record]:
+    """Return the records that lose many of their values, else those that lose much of their signal."""
     lost = [one for one in records if one.underflow > _MOST_LOST]
-    found = lost or [one for one in records if one.sqnr < _LEAST_SQNR]
+    return lost or [one for one in records if one.sqnr < _LEAST_SQNR]
+
+
+def _finding(found: Sequence[Record]) -> str:
+    """Return the title: the operand that first loses many of its values or much of its signal."""
     if not found:
         return "No layer loses many values or much signal"
     first = min(found, key=lambda one: one.step)
     place = first.layer, first.operand
     named = f"Layer {first.layer}, {first.operand}" if first.layer else first.operand
     worst = max(one.underflow for one in found if (one.layer, one.operand) == place)
-    told = f"up to {worst:.0%} of the values become 0" if lost else "much quantization error"
+    lost = f"up to {worst:.0%} of the values become 0"
+    told = lost if worst > _MOST_LOST else "much quantization error"
     more = len({(one.layer, one.operand) for one in found}) - 1
     others = f", and {more} more" if more else ""
     return f"{named}{others}: {told} from step {first.step}"

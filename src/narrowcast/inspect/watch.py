@@ -424,7 +424,12 @@ class Watch:
         from .picture import draw
 
         with _checks.writing(path):
-            draw(self.records, path)
+            draw(self.records, self._recipes(), path)
+
+    def _recipes(self) -> list[str]:
+        """Return the names of the recipes under which the watched layers ran last."""
+        found = (getattr(layer, "_last_recipe", None) for layer in self._layers.values())
+        return sorted({type(one).__name__ for one in found if one is not None})
 
     def _check_sampled(self) -> None:
         if not self.records:
