@@ -40,6 +40,11 @@ class Choice:
             if not value >= 0:
                 raise SettingsError(f"{name} is {str(value).removesuffix('.0')}; it must be 0 or more")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the likeliest one."""
+        return self.temperature == 0 or self.top_k == 1
+
 
 def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
     """Return the settings that the options of `train` give, and its recipes or `[AUTO]`.
@@ -130,6 +135,11 @@ def generate_settings(given: Mapping[str, Any]) -> tuple[Choice, str | None]:
     for name, most in (("tokens", MOST_TOKENS), ("samples", MOST_SAMPLES)):
         if not 1 <= given[name] <= most:
             raise SettingsError(f"--{name} is {given[name]:,}; it must be at least 1 and at most {most:,}")
+    if choice.greedy and given["samples"] > 1:
+        option = "--temperature 0" if choice.temperature == 0 else "--top-k 1"
+        raise SettingsError(
+            f"--samples is {given['samples']}, and with {option} all are the same text; leave one of them out"
+        )
     override(TrainConfig(), seed=given["seed"])
     if not given["prompt"]:
         raise SettingsError("--prompt is empty; give it some text to continue")

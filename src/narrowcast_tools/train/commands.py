@@ -30,7 +30,7 @@ from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table
-from .report import SHORTEST_JUDGED, Row, remarks, terminal_table, too_few
+from .report import BASELINE, SHORTEST_JUDGED, Row, remarks, terminal_table, too_few
 from .session import describe_runs, run_in, run_name, series
 from .tokens import TOKENIZER, load_tokens
 
@@ -194,7 +194,13 @@ def generate(
         if begun:  # whatever comes next has a line of its own
             typer.echo()
     progress.note(answer.pace)
-    typer.echo("next: --samples 4 continues in four ways; --recipe bf16 computes in another recipe", err=True)
+    more = (
+        "--samples 4 continues in four ways" if samples == 1 else f"--seed {seed + 1} continues in other ways"
+    )
+    if choice.greedy:
+        more = "another --temperature and --top-k sample the text"
+    other = "; --recipe bf16 computes in bf16" * ((recipe or trained.config.recipe) != BASELINE)
+    typer.echo(f"next: {more}{other}", err=True)
 
 
 def demo(

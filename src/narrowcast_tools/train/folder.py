@@ -34,13 +34,19 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """
     for folder in folders:
         require_folder(folder)
-    found = sorted({path for folder in folders for path in folder.rglob(RESULT)})
+    found = sorted({path for folder in folders for path in run_of(folder).rglob(RESULT)})
     if not found:
         names = ", ".join(map(str, folders))
         raise SettingsError(
             f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
         )
     return found
+
+
+def run_of(path: Path) -> Path:
+    """Return the folder of the run whose checkpoints, one of them, or result a path names; else the path."""
+    folder = path.parent if path.name == RESULT else path
+    return next((one.parent for one in (folder, folder.parent) if one.name == CHECKPOINTS), folder)
 
 
 def runs_below(folder: Path) -> str:
@@ -69,7 +75,7 @@ def require_checkpoints(path: Path) -> None:
     Raises:
         SettingsError: it is not.
     """
-    if not any((path / name).exists() for name in (DESCRIPTION, CHECKPOINTS)):
+    if not (path / DESCRIPTION).exists() and not (run_of(path) / CHECKPOINTS).exists():
         raise SettingsError(without_checkpoint(path))
 
 
@@ -105,8 +111,8 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     Raises:
         SettingsError: another process holds it, it cannot be made or written, or there is no run to resume.
     """
-    if out is None and resume:
-        out = _last_run()
+    if resume:
+        out = _last_run() if out is None else run_of(out)
     missing = [path for path in (out or RUNS, *(out or RUNS).parents) if not path.exists()]
     try:
         folder = _fresh_run() if out is None else out

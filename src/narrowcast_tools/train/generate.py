@@ -16,7 +16,7 @@ from . import checkpoint
 from .asked import Choice
 from .config import ModelConfig, TrainConfig
 from .errors import SettingsError
-from .folder import CHECKPOINTS, DESCRIPTION, without_checkpoint
+from .folder import CHECKPOINTS, DESCRIPTION, run_of, without_checkpoint
 from .model import Decoder, Generation, rope_tables
 from .recipes import HEAD, build_recipe, recipe_table, set_recipes
 from .snapshot import MODEL, restore_model
@@ -57,7 +57,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     """Load the newest checkpoint of a run.
 
     Args:
-        path: folder of the run, or of one checkpoint.
+        path: folder of the run, of its checkpoints, or of one checkpoint.
         device: `cpu` or `cuda`.
         recipe: name of a recipe instead of the run's; None for the run's, tables and patterns included.
         emulate: as `recipes.build_recipe` takes it.
@@ -72,7 +72,8 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
             raise SettingsError(f"{path} cannot be read: {error}; give another checkpoint") from error
     else:
         try:
-            found, run = checkpoint.load_newest(path / CHECKPOINTS)[0], path
+            run = run_of(path)
+            found = checkpoint.load_newest(run / CHECKPOINTS)[0]
         except checkpoint.NoCheckpoint as error:
             why = f" ({error.passed_over})" if error.passed_over else ""
             raise SettingsError(without_checkpoint(path, why)) from error
@@ -129,6 +130,9 @@ def generate(
 
     Yields:
         int64 (samples,) on the device, `count` times.
+
+    Raises:
+        SettingsError: the scores are not finite, as after a run that diverged.
     """
     model, device = trained.model, trained.config.device
     angles = rope_tables(len(prompt) + count, trained.config.model.dim // trained.config.model.heads)
@@ -142,6 +146,11 @@ def generate(
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         scores = run(new, Generation(cache, first=position == 0))
+        if position == 0 and not scores.isfinite().all():  # once: on a GPU the check waits for the scores
+            raise SettingsError(
+                f"the model of step {trained.step} gives scores that are not finite: its run diverged; give an "
+                f"earlier checkpoint, or train again with --lr below {trained.config.lr:g}"
+            )
         new = draw(choice, scores[:, -1], generator)
         yield new[:, 0]
         run = decode

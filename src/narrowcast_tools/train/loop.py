@@ -80,7 +80,7 @@ class Run:
             further: steps of the runs after this one, for the time left, as `Progress.begin` takes them.
 
         Raises:
-            TrainingError: the loss is not finite, a checkpoint cannot be written, or memory ran out.
+            TrainingError: a loss or a saved model is not finite, a checkpoint cannot be written, or memory ran out.
             Interrupted: Ctrl-C or SIGTERM. One process finishes its step and saves it. Several processes may be in
                 different steps, so they stop at once.
         """
@@ -173,9 +173,10 @@ class Run:
 
     def _require_finite(self, what: str, loss: float, step: int) -> None:
         if not math.isfinite(loss):
-            raise TrainingError(
-                f"the {what} is {loss} at step {step}; lower --lr ({self.config.lr}) or raise --warmup"
-            )
+            remedy = f"lower --lr ({self.config.lr}) or raise --warmup"
+            if step == 0:  # of the model that --init gives
+                remedy = "give --init finite weights"
+            raise TrainingError(f"the {what} is {loss} at step {step}; {remedy}")
 
     def _evaluate(self, done: int) -> None:
         loss = self.trainer.evaluate()
@@ -192,6 +193,9 @@ class Run:
             tensors = snapshot.take(model, optimizer)
         if not self.ranks.first:
             return
+        saved = tensors[snapshot.MODEL]
+        if not all(saved[name].isfinite().all() for name, _ in model.named_parameters()):
+            self._require_finite("norm of the weights", math.nan, done)
         meta = {**self.meta, "history": self.history.to_json()}
         try:
             checkpoint.save(self.folder, step=done, meta=meta, tensors=tensors)

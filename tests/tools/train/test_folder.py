@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast_tools.train.errors import SettingsError
-from narrowcast_tools.train.folder import run_folder
+from narrowcast_tools.train.folder import finished_runs, run_folder
 
 HOLDER = """
 import sys
@@ -80,3 +80,12 @@ def test_numbers_go_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with run_folder(None, resume=False) as folder:
         assert str(folder) == "runs/train-1001"
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step-00000002", "result.json"])
+def test_a_part_of_a_run_names_the_run(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "run" / "result.json").write_text("{}")
+    assert finished_runs([tmp_path / "run" / inside]) == [tmp_path / "run" / "result.json"]
+    with run_folder(tmp_path / "run" / inside, resume=True) as folder:
+        assert folder == tmp_path / "run"

@@ -113,9 +113,27 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
     assert printed.out.rstrip("\n") == text.rstrip("\n\N{REPLACEMENT CHARACTER}")
     assert "note: 21 positions, and the model was trained on 16" in printed.err
     assert "note: step 20, 12 tokens, samples: 1, " in printed.err
-    assert printed.err.splitlines()[-1].startswith("next: --samples 4 ")
+    assert printed.err.splitlines()[-1] == (
+        "next: another --temperature and --top-k sample the text; --recipe bf16 computes in bf16"
+    )
     assert main([*words, "--samples", "2", "--recipe", "bf16"]) == 0
-    assert capsys.readouterr().out.count("3 bottles") == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("3 bottles") == 2
+    assert printed.err.splitlines()[-1] == "next: --seed 1 continues in other ways"
+    assert main(words) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("next: --samples 4 continues in four ways; ")
+
+
+def test_a_run_that_diverged_is_told(trained_run: Path) -> None:
+    """Sampling raised an error of torch.multinomial, and --temperature 0 wrote zeros."""
+    trained = load_trained(trained_run, device="cpu")
+    next(trained.model.parameters()).data.fill_(torch.nan)
+    told = (
+        r"of step 20 gives scores that are not finite: its run diverged; give an earlier .* --lr below 0.01$"
+    )
+    for choice in (Choice(), GREEDY):
+        with pytest.raises(SettingsError, match=told):
+            list(generate(trained, PROMPT, 3, samples=1, choice=choice, seed=0))
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -144,6 +162,11 @@ def test_a_terminal_shows_control_characters_and_obeys_none(
         (["run", "--temperature", "-1"], ["--temperature is -1"]),
         (["run", "--temperature", "nan"], ["--temperature is nan"]),
         (["run", "--top-k", "-1"], ["--top-k is -1"]),
+        (
+            ["run", "--temperature", "0", "--samples", "2"],
+            ["--samples is 2, and with --temperature 0 all are"],
+        ),
+        (["run", "--top-k", "1", "--samples", "3"], ["--samples is 3, and with --top-k 1 all are the same"]),
         (["run", "--prompt", ""], ["--prompt is empty"]),
         (["run", "--recipe", "fp7"], ["--recipe is 'fp7'"]),
         (["run", "--graphs"], ["--graphs", "leave --graphs out"]),
@@ -168,6 +191,9 @@ def test_a_checkpoint_by_its_folder_and_a_damaged_one(trained_run: Path) -> None
     assert newest.step == 20
     earlier = trained_run / "checkpoints" / "step-00000010"
     assert load_trained(earlier, device="cpu").step == 10
+    for inside in ("checkpoints", "result.json"):
+        assert load_trained(trained_run / inside, device="cpu").step == 20
+        assert main(["generate", str(trained_run / inside), "--device", "cpu", "--tokens", "1"]) == 0
     (earlier / "model.safetensors").write_bytes(b"")
     with pytest.raises(SettingsError, match=r"step-00000010 cannot be read: .*give another checkpoint"):
         load_trained(earlier, device="cpu")

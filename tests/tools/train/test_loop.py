@@ -211,8 +211,38 @@ def test_a_last_step_that_diverges_is_told(
     config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of a step is that before it, so only an evaluation sees what the last one did."""
+    losses = iter((5.0, float("nan")))
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: next(losses))
+    with pytest.raises(TrainingError, match=r"the held-out loss is nan at step [1-9]\d*; lower --lr"):
+        Run(config, corpus, progress, folder=None).train()
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save without an evaluation replaced the last checkpoint that was good, and generate raised on it."""
+    step = Trainer.step
+
+    def diverging(self: Trainer, index: int) -> torch.Tensor:
+        loss = step(self, index)
+        if index == 1:
+            next(self.model.parameters()).data.fill_(torch.nan)
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", diverging)
+    config = replace(config, save_every=1, eval_every=100)
+    with pytest.raises(TrainingError, match=r"the norm of the weights is nan at step 2; lower --lr"):
+        Run(config, corpus, progress, tmp_path).train()
+    assert checkpoint.load_newest(tmp_path)[0].step == 1
+
+
+def test_a_model_that_begins_without_finite_weights_is_not_blamed_on_the_learning_rate(
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Trainer, "evaluate", lambda self: float("nan"))
-    with pytest.raises(TrainingError, match=r"the held-out loss is nan at step \d+; lower --lr"):
+    with pytest.raises(
+        TrainingError, match=r"the held-out loss is nan at step 0; give --init finite weights$"
+    ):
         Run(config, corpus, progress, folder=None).train()
 
 
