@@ -3,6 +3,7 @@
 import sys
 
 from . import (
+    _bare_torch,  # noqa: F401 - first
     _environment,
     _keywords,
     compat,

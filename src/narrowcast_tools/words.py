@@ -31,17 +31,19 @@ def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, sugge
 
     Raises:
         ValueError: there is none; the message lists the names, and the nearest one: with the same numbers if it
-            has any, or of the nearest size.
+            has any, a part of the name, of the nearest size, or by spelling.
     """
     if name in known:
         return known[name]
     numbers = re.findall(r"\d+", name)
     same = [one for one in known if numbers in ([], re.findall(r"\d+", one))]
-    alike = difflib.get_close_matches(name.lower(), same, 1) if suggest else []
-    if not alike and (size := _parameters(name)):
-        sizes = {one: abs(found - size) for one in known if (found := _parameters(one))}
-        alike = sorted(sizes, key=lambda one: (sizes[one], len(one)))[:1]
-    near = f"; the nearest: {alike[0]!r:.60}" if alike else ""
+    alike = (
+        difflib.get_close_matches(name.lower(), same, 1)
+        or [one for one in re.split(r"[-_/ ]", name.lower()) if one in known]
+        or _of_nearest_size(name, known)
+        or difflib.get_close_matches(name.lower(), known, 1)
+    )
+    near = f"; the nearest: {alike[0]!r:.60}" if alike and suggest else ""
     raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {any_of(known)}")
 
 
@@ -49,6 +51,17 @@ def any_of(names: Iterable[object]) -> str:
     """Return names for a message: "a, b or c"."""
     *others, last = map(str, names)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _of_nearest_size(name: str, known: Iterable[str]) -> list[str]:
+    size = _parameters(name)
+    sizes = {one: abs(found - size) for one in known if size and (found := _parameters(one))}
+    return sorted(sizes, key=lambda one: (sizes[one], len(one)))
+
+
+def is_address(path: Path) -> bool:
+    """Return whether a path is an address, such as ``https:/host/file``: a path joins the two slashes."""
+    return path.parts[:1] != () and re.fullmatch(r"[a-z0-9]{2,}:", path.parts[0]) is not None
 
 
 def _parameters(name: str) -> float:

@@ -777,7 +777,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (
             ["presets", "all"],
             2,
-            "'all' belongs to no option of narrowcast presets; narrowcast presets --help lists",
+            "'all' belongs to no option of narrowcast presets; leave it out: presets shows all\n",
         ),
         (
             ["plan", "70b", "8"],
@@ -813,6 +813,31 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
             "--recipe is 'fp8'; for FP8 use 'current'; use one of auto, bf16, ",
         ),
         (["train", "--head-recipe", "fp7"], 2, "--head-recipe is 'fp7'; use one of bf16, "),
+        (
+            ["train", "t.txt"],
+            2,
+            "'t.txt' belongs to no option of narrowcast train; did you mean --data t.txt?",
+        ),
+        (["train", "125m"], 2, "did you mean --preset 125m?"),
+        (["demo", "t.txt"], 2, "did you mean --data t.txt?"),
+        (["plan", "70b"], 2, "did you mean --model 70b?"),
+        (["plan", "h100"], 2, "did you mean --gpu h100?"),
+        (["generate", "r", "--prompt", "Once", "upon"], 2, "several words in quotes, as --prompt 'Once upon"),
+        (
+            ["train", "--data", "https://a.b/c.txt"],
+            2,
+            "--data is https:/a.b/c.txt, an address; download it first",
+        ),
+        (
+            ["train", "--init", "https://a.b/c"],
+            2,
+            "--init is https:/a.b/c, which is an address; download it first",
+        ),
+        (["train", "--tokenizer", "https://a.b/c"], 2, "cannot be read (an address; download it first)"),
+        (["plan", "--model", "https://a.b/config.json"], 2, "cannot be read (an address; download it first)"),
+        (["train", "--preset", "8_slice"], 2, "--preset is '8_slice'; the nearest: '8b-slice'; use one of"),
+        (["train", "--preset", "tiny2"], 2, "--preset is 'tiny2'; the nearest: 'tiny'; use one of"),
+        (["plan", "--model", "meta-llama/Llama-3.1-70B"], 2, "; the nearest: '70b'; use one of"),
         (["train", "--preset", "125M"], 2, "--preset is '125M'; the nearest: '125m'; use one of tiny"),
         (["train", "--optimizer", "sgd"], 2, "--optimizer is 'sgd'; use one of adamw, "),
         (["train", "--device", "gpu"], 2, "--device is 'gpu'; for a GPU use 'cuda'; use one of auto, cpu"),
@@ -1012,3 +1037,16 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
         for package in PACKAGES
     ]
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "start", [["-m", "narrowcast"], ["-c", "from narrowcast_tools.cli import main; main()"]]
+)
+def test_both_starts_are_silent_without_numpy(start: list[str], tmp_path: Path) -> None:
+    """The module imports PyTorch before the command line runs, and printed PyTorch's warning."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('no numpy', name='numpy')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    words = [sys.executable, *start, "doctor"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.splitlines()[0] == VERDICT

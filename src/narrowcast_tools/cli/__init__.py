@@ -12,7 +12,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Sequence
 from itertools import product, starmap
 from typing import cast
@@ -40,10 +39,22 @@ def _missing(error: ModuleNotFoundError) -> str:
 try:
     import typer
 
+    from ..hardware import GPUS
+    from ..hardware import RECIPES as RATES
     from ..interrupt import Interrupted
     from ..train.errors import SettingsError, TrainingError
+    from ..train.names import RECIPES
+    from ..train.presets import PRESETS
     from .commands import app
     from .options import EXAMPLES
+
+    KNOWN = {
+        "train": {"--data": (), "--preset": PRESETS, "--recipe": RECIPES},
+        "demo": {"--data": ()},
+        "plan": {"--model": (), "--recipe": RATES, "--gpu": GPUS},
+        "bench": {"--only": ()},
+    }
+    """The options that a word alone may belong to, and their values; the first takes any."""
 except ModuleNotFoundError as error:
     MISSING = _missing(error)
 
@@ -72,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words in DOCTOR:  # it reports what is missing, also NumPy, of which PyTorch's import warns
-        warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    if words in DOCTOR:  # it reports what is missing
+        import narrowcast  # noqa: F401 - before PyTorch, whose import would warn where NumPy is missing
+
         from ..train.doctor import doctor
 
         return doctor(json=len(words) > 1)
@@ -127,7 +139,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if param is None:
         if "extra argument" in found:
             extra = found[found.rfind("(") + 1 :].rstrip(").")
-            return f"{extra!r:.60} belongs to no option of {program}; {look} all"
+            return f"{extra!r:.60} belongs to no option of {program}; {_use_of(extra, name) or f'{look} all'}"
         if program == "narrowcast" and name:
             alike = difflib.get_close_matches(name, names, 1)
             return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"
@@ -142,6 +154,17 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
     use = next((text for part, text in kinds if part in found), f"one that {whole} names")
     return f"{param.opts[0]} is {values[-1]!r:.60}; use {use}"
+
+
+def _use_of(extra: str, command: str) -> str:
+    """Return where a word belongs that stands in a command alone; "" if that is not known."""
+    if command in ("doctor", "presets"):
+        return f"leave it out: {command} shows all"
+    if command == "generate":
+        return "put a text of several words in quotes, as --prompt 'Once upon a time'"
+    known = KNOWN.get(command, {})
+    option = next((option for option, names in known.items() if extra in names), next(iter(known), ""))
+    return f"did you mean {option} {shlex.quote(extra)}?" if option and " " not in extra else ""
 
 
 def _nearest(option: str, options: list[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import any_of, find
+from ..words import any_of, find, is_address
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def _read(path: Path) -> Model:
         ) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or f"no configuration: {error}"
+        why = "an address; download it first" if is_address(path) else why
         raise ValueError(
             f"--model is {path}, which cannot be read ({why}); give a model's config.json"
         ) from None

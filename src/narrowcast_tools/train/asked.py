@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import AUTO, any_of
+from ..words import AUTO, any_of, is_address
 from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints, require_folder
@@ -190,7 +190,11 @@ def text_of(path: Path, option: str, what: str) -> str:
     try:
         return path.read_text()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "no text"
+        why = (
+            "an address; download it first"
+            if is_address(path)
+            else getattr(error, "strerror", None) or "no text"
+        )
         raise SettingsError(f"{option} is {path}, which cannot be read ({why}); give {what}") from error
 
 
@@ -203,6 +207,7 @@ def config_text(folder: Path) -> str:
     use = "random, or the folder of a model that Transformers saved"
     for path, why in ((folder, "does not exist"), (folder / CONFIG, f"has no {CONFIG}")):
         if not path.exists():
+            why = "is an address; download it first" if is_address(folder) else why
             raise SettingsError(f"--init is {folder}, which {why}; give {use}")
     return text_of(folder / CONFIG, "--init", use)
 
@@ -215,6 +220,8 @@ def found_text(data: Path | None) -> tuple[Path, str]:
     """
     root = Path(sysconfig.get_path("stdlib")) if data is None else data
     source = "the Python standard library's sources" if data is None else str(data)
+    if is_address(root):
+        raise SettingsError(f"--data is {source}, an address; download it first, and give --data the file")
     if not root.exists():
         raise SettingsError(
             f"--data is {source}, where no file or folder is; give an existing text file or folder"

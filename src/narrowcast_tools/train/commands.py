@@ -129,7 +129,7 @@ def _train_one(
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{counted(result.steps, 'step')}\n"
-            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)}\n"
+            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)} minutes\n"
             f"  run in {folder}\n"
             f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"
         )

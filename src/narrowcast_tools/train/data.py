@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from narrowcast._checks import counted
+
 from .asked import found_text
 from .errors import SettingsError
 from .tokens import Bytes, Tokens
@@ -74,6 +76,10 @@ def load_corpus(path: Path | None, *, seq_len: int, tokens: Tokens | None = None
     else:
         reader = _Reader("", set())
         texts = reader.read(root)
+        if not texts:
+            raise SettingsError(
+                f"{source} holds no text ({reader.left_out()}); give --data a text file or a folder of text files"
+            )
         remark = (
             f"text: {len(texts):,} files, {sum(map(len, texts)):,} bytes of {source}; {reader.left_out()}"
         )
@@ -87,15 +93,19 @@ def split(texts: list[bytes], *, seq_len: int, source: str, tokens: Tokens | Non
         tokens: what a token is; None for bytes.
 
     Raises:
-        SettingsError: the held-out part would be shorter than one sequence and its next token.
+        SettingsError: there is no text, or the held-out part would be shorter than one sequence and its next token.
     """
     tokens = tokens or Bytes()
+    if not any(text.strip() for text in texts):
+        raise SettingsError(f"{source} holds no text; give --data a text file or a folder of text files")
     data = tokens.encode(texts)
     block = min(LARGEST_BLOCK, max(seq_len + 1, len(data) // BLOCKS))
     if len(data) < HELD_OUT_EVERY * block:
+        longest = len(data) // HELD_OUT_EVERY - 1
+        shorter = f", or train with --seq-len {longest} or less" if longest > 0 else ""
         raise SettingsError(
-            f"{source} holds {len(data)} {tokens.unit}s of text, and --seq-len {seq_len} needs at least "
-            f"{HELD_OUT_EVERY * (seq_len + 1)}; give --data more text or lower --seq-len"
+            f"{source} holds {counted(len(data), tokens.unit)} of text, and sequences of {seq_len} need at least "
+            f"{HELD_OUT_EVERY * (seq_len + 1)}; give --data more text{shorter}"
         )
     blocks = data.split(block)
     # The last block may be short, so the held-out ones are the ends of whole groups of ten.

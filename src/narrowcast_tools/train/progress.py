@@ -64,7 +64,9 @@ class _Layout:
         told = f"loss {loss:<{LOSS}}  {f'held-out {held_out}' if held_out else '':<{len('held-out ') + LOSS}}"
         told += f"  left {_time(per_step, steps)}"
         if self._several:
-            told += f", all {_time(per_step, steps + self._further)}"
+            time_of_all = _time(per_step, steps + self._further)
+            fits = self._begin + len(told) + len(", all runs ") + TIME <= self._width
+            told += f", all {'runs ' if fits else ''}{time_of_all}"
         parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
         for width, part in zip(SPEED, [*parts, *3 * [""]]):
             if self._begin + len(told) + 2 + max(width, len(part)) > self._width:

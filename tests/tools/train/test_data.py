@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -157,8 +158,11 @@ def test_the_default_text_is_there() -> None:
             lambda path: path.write_bytes(b""),
             r"text holds 0 bytes .* --seq-len 16 needs at least 170",
         ),
-        (lambda path: path.write_bytes(b"short"), r"holds 5 bytes"),
-        (lambda path: path.mkdir(), r"holds 0 bytes .* give --data more text or lower --seq-len"),
+        (
+            lambda path: path.write_bytes(b"short"),
+            r"holds 5 bytes of text, and sequences of 16 need at least 170; give --data more text$",
+        ),
+        (lambda path: path.mkdir(), r"holds no text \(skipped nothing\); give --data a text file"),
         (lambda path: path.write_bytes(b"\0" * 999), r"is a binary file; give --data a text file"),
     ],
     ids=["missing", "empty file", "short file", "empty folder", "binary"],
@@ -177,3 +181,33 @@ def test_the_shortest_text_that_is_enough(tmp_path: Path) -> None:
     assert len(corpus.held_out) == 17
     inputs, _ = held_out_batches(corpus, batch_size=2, seq_len=16, count=1)[0]
     assert inputs.shape == (2, 16)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\t\n" * 1000])
+def test_a_file_without_text_is_told(content: bytes, tmp_path: Path) -> None:
+    """A lower --seq-len was named, which helps none of them."""
+    (tmp_path / "text.txt").write_bytes(content)
+    with pytest.raises(
+        SettingsError, match="holds no text; give --data a text file or a folder of text files$"
+    ):
+        load_corpus(tmp_path / "text.txt", seq_len=16)
+
+
+def test_a_folder_without_text_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0")
+    with pytest.raises(SettingsError, match=r"holds no text \(skipped 1 binary\); give --data a text"):
+        load_corpus(tmp_path, seq_len=16)
+
+
+@pytest.mark.parametrize("length", [1, 19, 20, 159])
+def test_a_short_text_names_the_longest_sequence(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("a" * length)
+    with pytest.raises(SettingsError, match=f"holds {length} byte") as raised:
+        load_corpus(path, seq_len=16)
+    found = re.search(r"--seq-len (\d+) or less$", str(raised.value))
+    assert (found is None) == (length < 20)
+    if found:
+        assert len(load_corpus(path, seq_len=int(found[1])).held_out)
+        with pytest.raises(SettingsError):
+            load_corpus(path, seq_len=int(found[1]) + 1)

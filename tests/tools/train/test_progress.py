@@ -104,8 +104,10 @@ def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytes
         now[0] = seconds
         lines.step(done, 2.5, Pace(0.0))
     first, second, third = console.file.getvalue().splitlines()
-    assert all(line.endswith("loss 2.500                  left     -, all     -") for line in (first, second))
-    assert third.endswith("step  3/10  loss 2.500                  left  1:10, all  4:30")
+    assert all(
+        line.endswith("loss 2.500                  left     -, all runs     -") for line in (first, second)
+    )
+    assert third.endswith("step  3/10  loss 2.500                  left  1:10, all runs  4:30")
 
 
 def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
@@ -160,7 +162,7 @@ def test_the_bar_has_the_time_of_all_runs() -> None:
         bar.step(done, 4.321, Pace(34558.0))
     bar.end()
     last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]
-    assert last.startswith("delayed  ━") and ", all  0:0" in last and "…" not in last
+    assert last.startswith("delayed  ━") and ", all runs  0:0" in last and "…" not in last
 
 
 def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +187,9 @@ def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytes
     text = Text.from_ansi(shown.file.getvalue().replace("\r", "\n")).plain
     bars = [line for line in text.splitlines() if "━" in line]
     for told in (lines, bars):
-        for word in ("loss ", "held-out ", "left ", ", all ", " tok/s", " GiB"):
+        for word in ("loss ", "held-out ", "left ", ", all runs ", " tok/s", " GiB"):
             assert len({line.index(word) for line in told if word in line}) == 1, word
-    assert "left 5h36m, all   22h" in lines[3]
+    assert "left 5h36m, all runs   22h" in lines[3]
 
 
 def test_formats() -> None:
