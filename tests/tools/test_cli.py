@@ -120,8 +120,8 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
             ["--recipe-table is nope.json", "No such file", "give an existing"],
         ),
         (["--data", "absent.txt"], ["--data is absent.txt", "give an existing"]),
-        (["--data", "empty.txt"], ["empty.txt holds 0 bytes", "--data"]),
-        (["--data", "empty"], ["empty holds 0 bytes", "--data"]),
+        (["--data", "empty.txt"], ["empty.txt holds no text; give", "--data"]),
+        (["--data", "empty"], ["empty holds no text (skipped nothing); give", "--data"]),
         (["--device", "cuda"], ["--device is cuda", "use --device cpu"]),
         (["--device", "abacus"], ["'abacus'", "auto, cpu or cuda"]),
         (["--steps", "0"], ["--steps is 0", "at least 1"]),
@@ -1049,4 +1049,4 @@ def test_both_starts_are_silent_without_numpy(start: list[str], tmp_path: Path) 
     environment = {**os.environ, "PYTHONPATH": path}
     words = [sys.executable, *start, "doctor"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stderr == "" and done.stdout.splitlines()[0] == VERDICT
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("verdict ")

@@ -152,12 +152,12 @@ def load(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
 
 
-def saved_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the newest checkpoint whose description can be read; empty if there is none."""
+def saved_meta(folder: Path) -> dict[str, Any]:
+    """Return the data of the newest checkpoint whose description can be read; no settings if there is none."""
     for path in steps_in(folder):
         with suppress(DamagedCheckpoint, *DAMAGE):
-            return _describe(path)["meta"]["settings"]
-    return {}
+            return _describe(path)["meta"]
+    return {"settings": {}}
 
 
 def steps_in(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
-from .checkpoint import saved_settings
+from .checkpoint import saved_meta
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, TrainConfig, override
 from .data import Corpus, load_corpus
@@ -94,7 +94,7 @@ def train(
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         if resume and context.params["warmup"] is None:  # other steps would scale it
             places = [folder, *(folder / run_name(one) for one in configs)]
-            saved = (saved_settings(place / CHECKPOINTS).get("warmup") for place in places)
+            saved = (saved_meta(place / CHECKPOINTS)["settings"].get("warmup") for place in places)
             own = next((warmup for warmup in saved if warmup is not None), None)
             configs = [override(one, warmup=own) for one in configs]
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
@@ -129,7 +129,7 @@ def _train_one(
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{counted(result.steps, 'step')}\n"
-            f"  {result.parameters:,} parameters{pace}, {format_duration(result.seconds)} minutes\n"
+            f"  {result.parameters:,} parameters{pace}, time {format_duration(result.seconds)}\n"
             f"  run in {folder}\n"
             f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"
         )
@@ -146,6 +146,8 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     with writing_into(out):
         write_comparison(comparison, out, command=command)
     _show(comparison.rows, unit=comparison.unit, timed=comparison.timed)
+    for note in comparison.notes:
+        Console().print(note, highlight=False)
     typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
     typer.echo(follow_up("generate", comparison.best, "--prompt", "Once upon "))
 

@@ -5,15 +5,16 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from narrowcast._checks import counted
 
 from .atomic import write_bytes, write_json
+from .checkpoint import saved_meta
 from .config import TrainConfig, compared_fields, settings_of
 from .errors import SettingsError
-from .folder import COMPARED, finished_runs
+from .folder import CHECKPOINTS, COMPARED, finished_runs, interrupted_runs, run_of
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
@@ -48,6 +49,7 @@ class Comparison:
             names the machines of all.
         timed: whether all ran on GPUs; a CPU emulates the formats, and its speed is not a recipe's own.
         best: folder of the run with the lowest last held-out loss.
+        notes: on runs that were interrupted, a sentence each.
     """
 
     rows: list[Row]
@@ -55,6 +57,7 @@ class Comparison:
     shared: dict
     timed: bool
     best: Path
+    notes: list[str]
 
     @property
     def unit(self) -> str:
@@ -63,20 +66,40 @@ class Comparison:
 
 
 def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
-    """Read finished runs and compare them.
+    """Read runs and compare them: at their end, or at the last evaluation of the one that was interrupted first.
 
     Args:
-        folders: of runs, or folders that hold some, at any depth.
+        folders: of runs, or folders that hold some, at any depth; interrupted ones by their own folder only.
         strict: take the tolerances for comparisons over several seeds.
 
     Raises:
-        SettingsError: there is no finished run or none in bf16, one appears twice, or they differ in more than `FREE`.
+        SettingsError: there is no run or none in bf16, one appears twice, or they differ in more than `FREE`.
     """
-    paths = finished_runs(folders)
+    paths, notes = finished_runs(folders), []
     contents = [_read(path) for path in paths]
+    ends: list[int] = []
+    taken: list[str] = []
+    for run in interrupted_runs(folders):
+        meta = saved_meta(run / CHECKPOINTS)
+        history = History.from_json(meta.get("history", {"train": [], "held_out": []}))
+        steps, end = len(history.train), history.held_out[-1][0] if history.held_out else 0
+        where = f"at step {steps} of {meta['settings']['steps']}" if steps else "before its first checkpoint"
+        told = f"{run} was interrupted {where}"
+        if not end:
+            notes.append(f"{told}; continue it with --resume")
+        elif run not in map(run_of, folders):
+            notes.append(f"{told}; give its own folder to compare up to there")
+        else:
+            paths.append(run)
+            contents.append(_completed({"tokens_per_second": 0.0, "seconds": 0.0, **meta}, run))
+            ends.append(end)
+            taken.append(told)
+    notes += [f"{told}; all are compared at step {min(ends)}" for told in taken]
+    if not paths:
+        raise SettingsError(f"no finished run: {notes[0]}")
     for path, content in zip(paths, contents):
         _require_comparable(paths[0], contents[0], path, content)
-    results = [_result(content) for content in contents]
+    results = [_up_to(min(ends), _result(content)) if ends else _result(content) for content in contents]
     best, _ = min(zip(paths, results), key=lambda run: run[1].held_out_loss)
     seen: dict[tuple[str, str, int], Path] = {}
     for path, result in zip(paths, results):
@@ -93,7 +116,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     machines = sorted({one_line(content["machine"]) for content in contents})
     shared = {**contents[0], "machine": "; ".join(machines)}
     timed = all("gpu" in content["machine"] for content in contents)
-    return Comparison(compare(results, strict=strict), results, shared, timed, best.parent)
+    return Comparison(compare(results, strict=strict), results, shared, timed, run_of(best), notes)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
@@ -151,12 +174,19 @@ def _csv(head: Sequence[str], lines: Sequence[Sequence[object]]) -> bytes:
 
 def _read(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text())
+        return _completed(json.loads(path.read_text()), path)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} is no result of narrowcast train ({error}); leave it out") from error
+
+
+def _completed(content: dict, path: Path) -> dict:
+    """Return what a run says with the settings that it lacks, which had a new run's default."""
+    try:
         content["settings"] = {**dict(compared_fields(TrainConfig())), **content["settings"]}
         one_line(content["machine"])
         _result(content)
         return content
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SettingsError(f"{path} is no result of narrowcast train ({error}); leave it out") from error
 
 
@@ -179,6 +209,12 @@ def _result(content: dict) -> RunResult:
         variant=", ".join(apart),
         mode="graphs" if settings["graphs"] else "compiled" if settings["compile"] else "eager",
     )
+
+
+def _up_to(step: int, result: RunResult) -> RunResult:
+    """Return a run as it was at a step of its evaluations."""
+    held_out = [pair for pair in result.history.held_out if pair[0] <= step]
+    return replace(result, history=History(result.history.train[:step], held_out), steps=step)
 
 
 def _require_comparable(first: Path, one: dict, path: Path, other: dict) -> None:

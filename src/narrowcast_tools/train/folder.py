@@ -30,17 +30,23 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Return the results of the runs in folders, at any depth.
 
     Raises:
-        SettingsError: there is none, or a folder does not exist.
+        SettingsError: there is no run, not even one that was interrupted, or a folder does not exist.
     """
     for folder in folders:
         require_folder(folder)
     found = sorted({path for folder in folders for path in run_of(folder).rglob(RESULT)})
-    if not found:
+    if not found and not interrupted_runs(folders):
         names = ", ".join(map(str, folders))
         raise SettingsError(
             f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
         )
     return found
+
+
+def interrupted_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders of the runs with checkpoints and no result in folders, at any depth."""
+    runs = {path.parent for folder in folders for path in run_of(folder).rglob(CHECKPOINTS)}
+    return sorted(run for run in runs if not (run / RESULT).exists())
 
 
 def run_of(path: Path) -> Path:

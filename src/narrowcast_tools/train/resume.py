@@ -6,14 +6,18 @@ from .checkpoint import Checkpoint
 from .config import TrainConfig, compared_fields, settings_of
 from .data import Corpus
 from .errors import SettingsError
+from .machine import describe
+from .memory import parameters_of
 
 
 def describe_run(config: TrainConfig, corpus: Corpus, ranks: int) -> dict:
     """Return the JSON-able settings that a checkpoint carries."""
     return {
         "settings": dict(compared_fields(config)),
-        "data": {"source": corpus.source, "digest": corpus.digest},
+        "data": {"source": corpus.source, "digest": corpus.digest, "unit": corpus.unit},
         "environment": environment(ranks),
+        "machine": describe(config.device),
+        "parameters": parameters_of(config.model),
     }
 
 

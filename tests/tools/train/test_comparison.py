@@ -84,6 +84,37 @@ def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:
         compare_runs([runs])
 
 
+def test_an_interrupted_run_is_compared_up_to_its_last_evaluation(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path
+) -> None:
+    """It was left out without a word, and alone it was no run."""
+    config = replace(config, steps=4, eval_every=1, save_every=1)
+    series(
+        tmp_path, [replace(config, recipe=name) for name in ("bf16", "nvfp4")], corpus, progress, resume=False
+    )
+    whole, cut = tmp_path / "bf16-0", tmp_path / "nvfp4-0"
+    (cut / "result.json").unlink()
+    shutil.rmtree(cut / "checkpoints" / "step-00000004")
+    comparison = compare_runs([whole, cut])
+    assert comparison.notes == [f"{cut} was interrupted at step 3 of 4; all are compared at step 3"]
+    assert [row.held_out[-1][0] for row in comparison.rows] == [3, 3]
+    losses = json.loads((whole / "result.json").read_text())["history"]["held_out"]
+    assert comparison.rows[0].held_out_loss == losses[3][1] and comparison.results[0].steps == 3
+    below = compare_runs([tmp_path])
+    assert [row.recipe for row in below.rows] == ["bf16"]
+    assert below.notes == [
+        f"{cut} was interrupted at step 3 of 4; give its own folder to compare up to there"
+    ]
+    shutil.rmtree(cut / "checkpoints" / "step-00000003")
+    (cut / "checkpoints").mkdir(exist_ok=True)
+    assert compare_runs([whole, cut]).notes == [
+        f"{cut} was interrupted before its first checkpoint; continue it with --resume"
+    ]
+    shutil.rmtree(whole)
+    with pytest.raises(SettingsError, match=r"no finished run: .*nvfp4-0 was interrupted before its first"):
+        compare_runs([tmp_path])
+
+
 def test_a_series_goes_on(runs: Path, config: TrainConfig, corpus: Corpus, progress: Progress) -> None:
     """Finished runs are left alone, unless they are to be longer."""
     times = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}

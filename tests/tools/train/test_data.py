@@ -156,7 +156,7 @@ def test_the_default_text_is_there() -> None:
         (lambda path: None, r"--data is .*text, where no file or folder is; give an existing"),
         (
             lambda path: path.write_bytes(b""),
-            r"text holds 0 bytes .* --seq-len 16 needs at least 170",
+            r"text holds no text; give --data a text file or a folder",
         ),
         (
             lambda path: path.write_bytes(b"short"),
