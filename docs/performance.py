@@ -537,7 +537,7 @@ Steps measured on H200s unless a table names another GPU, beside bf16 and torcha
 time over a row's: higher is better, and above 1.00 the recipe wins. [Choose a recipe](choosing.md) recommends one;
 [Benchmark method](benchmarks.md) describes the timing. Each table comes from one run; its GPU, versions, day and
 command are below it. Compare rows within a table: other tables may be of other releases of narrowcast. The heading of
-a picture names the release if it is not the latest.
+a chart of speeds names its release if that is not the latest; the other pictures name theirs in their last line.
 """
 
 LOSSES = """## Does the loss suffer?
