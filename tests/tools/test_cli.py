@@ -1050,3 +1050,10 @@ def test_both_starts_are_silent_without_numpy(start: list[str], tmp_path: Path) 
     words = [sys.executable, *start, "doctor"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stderr == "" and done.stdout.startswith("verdict ")
+
+
+def test_functions_of_the_library_are_no_commands() -> None:
+    assert all(callable(getattr(nc, name)) for name in cli.LIBRARY)
+    assert not cli.LIBRARY & {
+        one.callback.__name__ for one in commands.app.registered_commands if one.callback
+    }

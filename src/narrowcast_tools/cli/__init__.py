@@ -25,6 +25,8 @@ PIPE_CLOSED = 141
 DOCTOR = (["doctor"], ["doctor", "--json"])
 ELSEWHERE = {"model": "preset", "epochs": "steps"}
 """Options of other trainers, and those of `train` in their place."""
+LIBRARY = {"bisect", "convert", "export", "receipt", "revert", "watch"}
+"""Functions that a user may take for commands."""
 MISSING: str | None = None
 
 
@@ -141,6 +143,8 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             extra = found[found.rfind("(") + 1 :].rstrip(").")
             return f"{extra!r:.60} belongs to no option of {program}; {_use_of(extra, name) or f'{look} all'}"
         if program == "narrowcast" and name:
+            if name in LIBRARY:
+                return f"no command {name!r}; it is a function of the library, narrowcast.{name}; {look} all"
             alike = difflib.get_close_matches(name, names, 1)
             return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"
         return error.message if kind == "BadParameter" else f"{_uncapitalized(found)}; {look} what it takes"

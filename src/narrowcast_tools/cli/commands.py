@@ -218,7 +218,7 @@ def compare(
         Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
     ] = Path("runs/comparison"),
 ) -> None:
-    """Compare finished runs of train: a table, a picture with the spread over seeds, and CSV files."""
+    """Compare runs of train: a table, a picture with the spread over seeds, and CSV files."""
 
 
 @_command("train.commands", check=generate_settings)
