@@ -37,10 +37,11 @@ def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], s
     model, runs = config.model, len(recipes) * seeds
     table = " and --recipe-table" if config.recipe_table else ""
     each = f", {seeds} seeds each" if seeds > 1 else ""
+    times = "; each line has the time left of its run and of all runs" if runs > 1 else ""
     return (
         f"trains {counted(model.layers, 'block')} of width {model.dim} ({parameters_of(model):,} parameters), "
         f"{counted(config.steps, 'step')} of {counted(config.tokens_per_step, corpus.unit)} of {corpus.source}, "
-        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}{each}"
+        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}{each}{times}"
     )
 
 
