@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -170,7 +171,15 @@ def test_a_weight_changed_before_the_backward_is_told(monkeypatch: pytest.Monkey
         y = module(x)
     with torch.no_grad():
         module.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    shapes = f"{tuple(module.weight.shape)} and {tuple(module.bias.shape)}"
+    told = re.escape(f"of a layer with parameters of {shapes} was modified by an inplace operation")
+    with pytest.raises(RuntimeError, match=told):
+        y.sum().backward()
+    with nc.autocast(recipe=QUANTIZED["current"]):
+        y = module.requires_grad_(False)(x)
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="of a layer was modified by an inplace operation"):
         y.sum().backward()
 
 

@@ -77,8 +77,11 @@ def saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
+        leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        shapes = dict.fromkeys(str(tuple(x.shape)) for x in leaves if isinstance(x, torch.nn.Parameter))
+        layer = f"a layer with parameters of {' and '.join(shapes):.60}" if shapes else "a layer"
         raise RuntimeError(
-            "the weight, the input or the scale of a layer was modified by an inplace operation between the forward "
+            f"the weight, the input or the scale of {layer} was modified by an inplace operation between the forward "
             "and this backward, such as optimizer.step() or a renewal of scales; run the backward first"
         ) from error
     ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
