@@ -144,7 +144,9 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             return f"{extra!r:.60} belongs to no option of {program}; {_use_of(extra, name) or f'{look} all'}"
         if program == "narrowcast" and name:
             if name in LIBRARY:
-                return f"no command {name!r:.60}; it is a function of the library, narrowcast.{name}; {look} all"
+                return (
+                    f"no command {name!r:.60}; it is a function of the library, narrowcast.{name}; {look} all"
+                )
             alike = difflib.get_close_matches(name, names, 1)
             return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"
         return error.message if kind == "BadParameter" else f"{_uncapitalized(found)}; {look} what it takes"
