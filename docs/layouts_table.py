@@ -73,7 +73,7 @@ def table() -> str:
     written = written_as()
     for place, layout in enumerate(LAYOUTS):
         package = " ".join(filter(None, (layout.package, PINNED.get(layout.package))))
-        becomes = "plain" if layout.read.stacked else layout.read.weights
+        becomes = layout.read.weights
         cells = (
             package,
             f"`{layout.config['quant_method']}`",

@@ -181,3 +181,43 @@ def test_a_stored_layer_that_modules_to_save_trains_warns_of_lost_steps(weights:
     assert bool(told) != remedy and all("master_weights=True" in one for one in told)
     stored = [one for one in model.parameters() if isinstance(one, nc.QuantizedTensor)]
     assert len(copies) == 2 and len(stored) == (14 if remedy else 16)
+
+
+@pytest.mark.parametrize("weights", ["stored", "mxfp4"])
+def test_adapters_of_stored_experts_train_merge_and_unmerge(weights: Any) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=128,
+        moe_intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    base = transformers.Qwen3MoeForCausalLM(config).bfloat16().requires_grad_(False)
+    nc.convert(base, nc.recipe.Float8BlockScaling(), weights=weights)
+    plain = logits(base)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    experts = base.model.layers[0].mlp.experts
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=[], target_parameters=names))
+    assert torch.equal(logits(model), plain)
+    model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 4 and all(parameter.grad is not None for parameter in trained)
+    torch.optim.SGD(trained, lr=100.0).step()
+    tuned = logits(model)
+    assert not torch.equal(tuned, plain)
+    before = [[*weight.get_data_tensors()] for weight in (experts.gate_up_proj, experts.down_proj)]
+    before = [[None if buffer is None else buffer.clone() for buffer in buffers] for buffers in before]
+    for _ in range(3):
+        model.merge_adapter()
+        merged = [buffer for buffer in experts.down_proj.get_data_tensors() if buffer is not None]
+        assert not all(map(torch.equal, merged, filter(lambda one: one is not None, before[1])))
+        model.unmerge_adapter()
+    for weight, buffers in zip((experts.gate_up_proj, experts.down_proj), before):
+        held = zip(weight.get_data_tensors(), buffers)
+        assert all(a is None if b is None else torch.equal(a, b) for a, b in held)
+    assert torch.equal(logits(model), tuned)

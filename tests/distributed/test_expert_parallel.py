@@ -327,6 +327,11 @@ def test_bad_arguments() -> None:
             nc.distributed.expert_parallel(Model(), init_device_mesh("cpu", (1,)))
         with pytest.raises(ValueError, match="mesh has 3 dimensions"):
             nc.distributed.expert_parallel(model_of("current"), init_device_mesh("cpu", (1, 1, 1)))
+        stored = nc.convert(Model().requires_grad_(False), "current", weights="stored", small=True)
+        with pytest.raises(
+            ValueError, match="stored as codes, which ranks do not share; call narrowcast.revert"
+        ):
+            nc.distributed.expert_parallel(stored, init_device_mesh("cpu", (1,)))
         model = model_of("current")
         x = batch(slice(None))
         expected = step(copy.deepcopy(model), x)

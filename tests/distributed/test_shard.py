@@ -945,7 +945,7 @@ def test_what_cannot_be(one: Any) -> None:
         shard(layer, one, mp_policy=torch.bfloat16)
     with nc.quantized_model_init(recipe=QUANTIZED["current"]):
         groups = nc.GroupedLinear(2, 32, 32, device="cpu", single_grouped_weight=True)
-    with pytest.raises(RuntimeError, match="single_grouped_weight=False and use FSDP2"):
+    with pytest.raises(RuntimeError, match="GroupedLinear with single_grouped_weight=False"):
         shard(groups, one)
     with pytest.raises(TypeError, match="shard: recipe is 8, of type int"):
         shard(layer, one, recipe=8)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.convert.stored import stored_as
 from narrowcast.serving.read_formats import LAYOUTS, PublicLayout, layouts_of, parts_of, read_formats
+from narrowcast.tensors import GroupedTensor
 
 from .test_export import six_bits, stack
 from .test_load import unchanged
@@ -270,7 +271,7 @@ def test_other_layouts_are_refused_by_name(config: Any) -> None:
     assert len(str(raised.value)) <= 320
 
 
-def test_experts_of_gpt_oss_are_decoded_into_their_parameter(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_are_kept_in_four_bits(tmp_path: Path) -> None:
     """OpenAI's layout: 16 bytes of each block of 32, the first code of two in the low bits, and a scale per block."""
 
     class Experts(nn.Module):
@@ -304,13 +305,14 @@ def test_experts_of_gpt_oss_are_decoded_into_their_parameter(tmp_path: Path) -> 
     nc.load_quantized(model, tmp_path)
     for name, value in values.items():
         held = model.get_parameter(f"experts.{name}")
+        assert isinstance(held, GroupedTensor) and held.shape == value.shape
         assert torch.equal(held.float().cpu(), value) and not held.requires_grad
         assert model.get_parameter(f"experts.{name}_bias").eq(1).all()
-    assert nc.receipt(model).gemms[0].decision == "converted"
+    assert nc.receipt(model).gemms[0].stored_as == "mxfp4"
 
 
 @pytest.mark.parametrize("kind", ["transformers", "fbgemm"])
-def test_stacked_experts_in_fp8_are_decoded_into_their_parameter(kind: str, tmp_path: Path) -> None:
+def test_stacked_experts_in_fp8_are_kept(kind: str, tmp_path: Path) -> None:
     """Tiles of (E, N, K) beside ``gate_up_proj``, and a scale per column of (E, K, N), as FBGEMM has for Llama 4."""
     generator, state, values = torch.Generator().manual_seed(0), {}, {}
     experts = Experts(3, 96, 160) if kind == "transformers" else Llama4TextExperts(3, 96, 160)
@@ -334,7 +336,8 @@ def test_stacked_experts_in_fp8_are_decoded_into_their_parameter(kind: str, tmp_
     nc.load_quantized(model, tmp_path)
     for name, value in values.items():
         held = model.get_parameter(f"experts.{name}")
-        assert torch.equal(held.cpu(), value) and not held.requires_grad
+        assert isinstance(held, GroupedTensor)
+        assert torch.equal(held.dequantize().cpu(), value) and not held.requires_grad
 
 
 def test_the_page_has_the_records() -> None:

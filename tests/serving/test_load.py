@@ -377,3 +377,12 @@ def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
         assert raised.value.__suppress_context__
     with pytest.raises(NotADirectoryError, match="model.safetensors is a file; give its folder, .*plain$"):
         nc.load_quantized(model, tmp_path / "plain" / "model.safetensors")
+
+
+@pytest.mark.gpu
+def test_stored_weights_are_on_the_device_of_the_model(tmp_path: Path) -> None:
+    model, path = saved("block", tmp_path)
+    again = nc.load_quantized(stack(160, 224, 96).to("cuda"), path)
+    assert {parameter.device.type for parameter in again.parameters()} == {"cuda"}
+    x = torch.randn(8, 160, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(again(x), model(x))

@@ -14,7 +14,9 @@ from recipes import DEVICE, EMULATE, QUANTIZED
 from torch import Tensor, nn
 
 import narrowcast as nc
+from narrowcast.convert.stored import DECODED
 from narrowcast.serving.formats import CHECKPOINT_FORMATS
+from narrowcast.tensors import GroupedTensor
 
 from .test_export import decoded, stack
 from .test_weights import Experts
@@ -110,6 +112,8 @@ def test_experts_one_by_one_have_the_values_of_the_files(
     for stacked, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
         held = again.get_parameter(f"experts.{stacked}")
         assert not held.requires_grad and not held.is_meta
+        assert isinstance(held, GroupedTensor)
+        held = held.dequantize()
         for i in range(3):
             values = torch.cat([decoded(tensors, f"experts.{i}.{part}.weight") for part in parts])
             found = held[i].T if kind == "llama4" else held[i]
@@ -117,6 +121,11 @@ def test_experts_one_by_one_have_the_values_of_the_files(
     converted = {one.name: one for one in nc.receipt(again).gemms}
     assert all(one.decision == "converted" for one in converted.values())
     assert run(again).isfinite().all()
+    nc.export(again, tmp_path / "again", format="compressed-tensors" if format == "fp8-static" else format)
+    same = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
+    for key, value in tensors.items():
+        if not key.endswith("input_scale"):
+            assert torch.equal(same[key].view(torch.uint8), value.view(torch.uint8)), key
 
 
 @pytest.mark.parametrize("kind", ["qwen", "llama4"])
@@ -136,8 +145,14 @@ def test_experts_in_high_precision_load_beside_weights_that_are_quantized(kind: 
     torch.manual_seed(1)
     again = nc.load_quantized(mixture(kind).requires_grad_(False), tmp_path, weights="mxfp8")
     for name in ("gate_up_proj", "down_proj"):
-        assert torch.equal(again.get_parameter(f"experts.{name}"), tensors[f"experts.{name}"])
-    assert [one.stored_as for one in nc.receipt(again).gemms if one.name == "proj"] == ["mxfp8"]
+        held = again.get_parameter(f"experts.{name}")
+        values = tensors[f"experts.{name}"]
+        quantizer, turns = DECODED["mxfp8"], kind == "llama4"
+        values = values.transpose(1, 2) if turns else values
+        values = torch.stack([quantizer.quantize(one.contiguous()).dequantize() for one in values])
+        assert torch.equal(held.dequantize(), values.transpose(1, 2) if turns else values)
+    stored = {one.name: one.stored_as for one in nc.receipt(again).gemms}
+    assert stored["proj"] == stored["experts.down_proj"] == "mxfp8"
 
 
 def test_what_lacks_one_expert_changes_nothing(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_experts_that_stay_are_named_for_transformers_and_for_servers(tmp_path: 
 def test_exports_of_fused_projections_and_of_other_experts_load_back(
     kind: str, format: str, name: str, tmp_path: Path
 ) -> None:
-    """The same files again, but for experts that a recipe of eight bits runs; under names that Transformers changes."""
+    """The same files again, also under names that Transformers changes."""
     sizes = CONFIG | {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "pad_token_id": 0}
     more = {"num_experts_per_tok": 1, "num_local_experts": 3, "head_dim": 32, "intermediate_size_mlp": 256}
     config = {
@@ -291,12 +291,6 @@ def test_exports_of_fused_projections_and_of_other_experts_load_back(
     path = nc.export(model, tmp_path / "out", format=format).path
     nc.load_quantized(again, path)
     files = safetensors.torch.load_file(path / "model.safetensors")
-    if kind == "Llama4":
-        held = again.model.layers[0].feed_forward.experts.down_proj
-        prefix = "model.layers.0.feed_forward.experts.{}.down_proj.weight"
-        for i in range(3):
-            assert torch.equal(held[i].T, decoded(files, prefix.format(i)).bfloat16())
-        return
     same = nc.export(again, tmp_path / "again", format=format).path
     for key, value in safetensors.torch.load_file(same / "model.safetensors").items():
         assert torch.equal(value.view(torch.uint8), files[key].view(torch.uint8)), key

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from .._checks import a_kind
 from .._tracing import after, record
-from ..functional import dequantize, draw_seed, grouped_quantize_keeping_amax, quantize, quantize_keeping_amax
+from ..functional import (
+    dequantize,
+    draw_seed,
+    grouped_dequantize,
+    grouped_quantize_keeping_amax,
+    quantize,
+    quantize_keeping_amax,
+)
 from ..quantizers import OperandBuffers, Quantizer, buffers_of
-from ..tensors import Float8TensorStorage, QuantizedTensorStorage, transposed
+from ..tensors import Float8TensorStorage, QuantizedTensorStorage, grouped_layout, transposed
 from .arguments import LinearBwdArgs, LinearFwdArgs
 from .groups import GroupedRows, by_direction, quantize_weights
 
@@ -118,7 +125,9 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     saved, original = [*weight] if grouped else [weight], weight
     if args.stored is not None:
         saved = args.stored.rowwise
-        weight = dequantize(saved, args.stored.quantizer, False, weight.dtype, list(weight.shape))
+        whole = weight[0] if grouped else weight
+        whole = _decoded(saved, args.stored.quantizer, whole.dtype, whole.shape)
+        weight = [whole] if grouped else whole
     if repeated is not None and repeated.current:
         if grouped:
             *buffers, amax = grouped_quantize_keeping_amax(weight, operand.quantizer)
@@ -138,6 +147,14 @@ def weight_operand(weight: Any, args: LinearFwdArgs) -> tuple[OperandBuffers, Sa
     return w, record(SavedOperand, (saved, None))
 
 
+def _decoded(codes: list[Tensor], quantizer: Quantizer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return the values of a weight (N, K), or of those of all groups (G, N, K), stored row-wise."""
+    if len(shape) == 2:
+        return dequantize(codes, quantizer, False, dtype, list(shape))
+    layout = grouped_layout(quantizer._storage_name)
+    return grouped_dequantize(codes, quantizer, layout, None, dtype, list(shape))
+
+
 def weight_of_dgrad(
     args: LinearBwdArgs, saved: list[Tensor], grouped: GroupedRows | None = None, grad: Tensor | None = None
 ) -> tuple[list[Tensor], Quantizer]:
@@ -151,14 +168,14 @@ def weight_of_dgrad(
         amax = None
         if repeated.current:
             *saved, amax = saved
-        if grouped is not None:
-            return quantize_weights(saved, repeated, None, amax).columnwise, repeated.quantizer
-        weight = saved[0]
         if args.stored is not None:
             # depends on the gradient, or the compiler would save what the forward has decoded
             codes = [*saved[:-1], after(grad, saved[-1])]
-            weight = dequantize(codes, args.stored, False, args.weight_dtype, list(args.shape))
-        return quantize(weight, repeated.quantizer, None, None, amax), repeated.quantizer
+            shape = args.shape if grouped is None else (grouped.groups.count, *args.shape)
+            saved = [_decoded(codes, args.stored, args.weight_dtype, shape)]
+        if grouped is not None:
+            return quantize_weights(saved, repeated, None, amax).columnwise, repeated.quantizer
+        return quantize(saved[0], repeated.quantizer, None, None, amax), repeated.quantizer
     if grouped is not None:
         return grouped.columnwise_weights(args, saved, grad), quantizer  # type: ignore[return-value]
     columnwise = transposed(saved, args.shape[1], grad) if args.transpose_weight else saved

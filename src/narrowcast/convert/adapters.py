@@ -26,6 +26,7 @@ from ..nn import Linear
 from ..tensors import QuantizedTensor
 from ..upstream.fsdp import class_before_sharding, reshard
 from ..upstream.modules import own_children, own_parameters
+from .experts import StackedExpertsLayer
 from .requantize import requantized
 
 Scales = Literal["kept", "new"]
@@ -145,7 +146,11 @@ def unmerge_exactly(adapter: Any, name: str, base: Any) -> None:
     """
     if torch.compiler.is_compiling():  # Dynamo registers modules that it cannot trace
         return
-    if name == "base_layer" and isinstance(base, Linear) and hasattr(adapter, "merged_adapters"):
+    if name != "base_layer" or not hasattr(adapter, "merged_adapters"):
+        return
+    if isinstance(base, (Linear, StackedExpertsLayer)) or hasattr(
+        base, "parameter_name"
+    ):  # PEFT's own, around experts
         adapter.merge = functools.partial(_merge_keeping_codes, adapter)
         adapter.unmerge = functools.partial(_unmerge_to_codes, adapter)
 
@@ -153,22 +158,27 @@ def unmerge_exactly(adapter: Any, name: str, base: Any) -> None:
 register_module_module_registration_hook(unmerge_exactly)
 
 
+def _adapted_weight(adapter: Any) -> Any:
+    """Return the weight that an adapter is of: PEFT's ``target_parameters`` name one of several."""
+    return getattr(adapter.get_base_layer(), getattr(adapter, "parameter_name", "weight"))
+
+
 def _merge_keeping_codes(adapter: Any, *args: Any, **options: Any) -> None:
     """Merge as PEFT does, and keep the codes of before."""
-    weight = adapter.get_base_layer().weight
+    weight = _adapted_weight(adapter)
     kept = vars(adapter).get("_before_merge")
     if kept is None and not adapter.merged and how_stored(weight) == "codes":
         kept = weight.detach().clone(), []
     type(adapter).merge(adapter, *args, **options)
     if kept is not None and adapter.merged:
-        adapter._before_merge = kept[0], _fingerprint(adapter.get_base_layer().weight)
+        adapter._before_merge = kept[0], _fingerprint(_adapted_weight(adapter))
 
 
 @torch.no_grad()
 def _unmerge_to_codes(adapter: Any) -> None:
     """Unmerge as PEFT does; if nothing else has written to the weight since it was merged, to the codes of before."""
     before, merged = vars(adapter).pop("_before_merge", (None, []))
-    weight = adapter.get_base_layer().weight
+    weight = _adapted_weight(adapter)
     restores = how_stored(weight) == "codes" and _fingerprint(weight) == merged
     type(adapter).unmerge(adapter)
     if restores:

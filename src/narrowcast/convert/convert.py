@@ -14,14 +14,13 @@ from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
 from ..layers.policies import Policy, policy_named
 from ..layers.set_recipe import Model, RecipeChoice, recipe_table
-from ..nn import Linear
 from ..recipe import Recipe, recipe_name
 from ..upstream.fsdp import is_distributed, reshard
 from .adapters import unmerge_exactly
 from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import DECODED, nothing_to_store, restore, store, uses_of_parameters, why_not_stored
+from .stored import DECODED, nothing_to_store, restore, store, stores, uses_of_parameters, why_not_stored
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "linear layer"
@@ -91,12 +90,12 @@ def convert(
             without a match, or with None, are not converted.
         only: the modules to convert: a pattern of names, a function of (name, module), or several of these.
         skip: the modules to keep, selected like ``only``.
-        weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s as one
-            quantized copy: about half the bytes of bf16. The state dict has the copy's values. For recipes that
-            quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and "mxfp4" keep the
-            copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it and quantizes
-            the values under the recipe. So do "mxfp6" with .39, "mxfp8" with .52, and "fp8-channel", E4M3 with a scale
-            for each row, with .50 of the bytes of bf16.
+        weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s and stacked
+            experts as one quantized copy: about half the bytes of bf16. The state dict has the copy's values.
+            For recipes that quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and
+            "mxfp4" keep the copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it
+            and quantizes the values under the recipe. So do "mxfp6" with .39, "mxfp8" with .52, and "fp8-channel", E4M3
+            with a scale for each row, with .50 of the bytes of bf16.
         norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
             eager and compiled, and on every device.
         routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
@@ -339,9 +338,10 @@ def _with_stored_weights(
     found = []
     for one in decisions:
         if one.decision == "converted" and one.found.name in chosen:
-            weight = one.found.weights[0].tensor
-            known = one.found.layer is Linear or isinstance(one.found.module, Linear)
-            reason = why_not_stored(weight, uses) if known else "its weights are not stored quantized"
+            reason = "its weights are not stored quantized"
+            if stores(one.found.layer, one.found.module):
+                found_reasons = [why_not_stored(weight.tensor, uses) for weight in one.found.weights]
+                reason = next(filter(None, found_reasons), "")
             if one.stored and one.stored != weights:
                 raise ValueError(
                     f"the weight of {shown(one.found.name or 'the model')} is stored as {shown(one.stored)}, not "

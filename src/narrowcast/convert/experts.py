@@ -164,14 +164,19 @@ class StackedExpertsLayer(LinearLayer):
         plan = plan_for_rows(plan, x.shape[0], self._groups)
         needs_bias = torch.is_grad_enabled() and any(bias.requires_grad for bias in biases)
         scales = self._scales_of((stage.prefix,), (plan,))[0]
-        codes, turns = None, False
-        if plan.quantized and isinstance(stored, GroupedTensor):  # as nc.distributed.shard gathers it
+        codes, turns, decoded = None, False, None
+        if plan.quantized and isinstance(stored, GroupedTensor) and self._decodes:
+            decoded = grouped_buffers_of(stored)
+        elif plan.quantized and isinstance(
+            stored, GroupedTensor
+        ):  # a copy, or as nc.distributed.shard gathers it
             check_format(self, stored, plan.kept_weight)
             codes = grouped_buffers_of(stored)
             turns = plan.needs_input and plan.backward_override is None and not codes.columnwise
         elif plan.quantized and self._reads_written():
             codes = self._kept_weight(stage.weight, plan.kept_weight, [stored.detach()])
-        args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias, turns)
+        how = turns, None, decoded
+        args = LinearFwdArgs(plan, x.dtype, scales, codes, LinearWgrad(), needs_bias, *how)
         groups = Groups(self._groups, weight.shape[1], weight.shape[2], False, False, False)
         y = (traced_grouped if is_dynamo_compiling() else grouped_linear)(
             x, splits, [weight], biases, args, groups
@@ -326,6 +331,11 @@ class ParallelExpertsLayer(StackedExpertsLayer):
 
 EXPERTS = (ExpertsLayer, EqualExpertsLayer, ParallelExpertsLayer)
 """The kinds of experts that are converted."""
+
+
+def is_transposed(layer: Any) -> bool:
+    """Return whether a layer's parameters hold its matrices transposed."""
+    return isinstance(layer, StackedExpertsLayer) and layer.stack_of(layer).transposed
 
 
 def runs_as(module: nn.Module) -> str:

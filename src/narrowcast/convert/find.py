@@ -13,7 +13,7 @@ from .._checks import a_kind, article
 from .._device import HIGH_PRECISION
 from ..layers import GroupedLinearLayer, LinearLayer, RecipeOwner
 from ..nn import LayerNorm, Linear, RMSNorm
-from ..tensors import QuantizedTensor
+from ..tensors import DequantizingTensor
 from ..upstream.modules import own_parameters
 from .blocks import Place, places_in_stacks
 from .conv1d import Conv1DLayer
@@ -399,7 +399,7 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             return (
                 f"torchao made its weight {article(kind)}; convert the model instead, or leave it to torchao"
             )
-        if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
+        if type(weight) is not nn.Parameter and not isinstance(weight, DequantizingTensor):
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is {a_kind(weight)}{hint}"
         if weight.dtype not in HIGH_PRECISION:

@@ -299,12 +299,14 @@ def receipt_of(
         for parameter in model.parameters()
         if not isinstance(parameter, nn.parameter.UninitializedParameter)
     ]
-    saved_by_storing = sum(
-        weight.tensor.numel() * weight.tensor.element_size()
-        - stored_bytes(one.recipe, one.role_name, weight.tensor, one.stored)  # type: ignore[arg-type]
-        for one in decisions
-        for weight in (one.found.weights if one.stored else ())
-    )
+    saved_by_storing = 0
+    for one in decisions:
+        for weight in one.found.weights if one.stored else ():
+            values, recipe = weight.tensor, one.recipe
+            assert recipe is not None
+            how = values.dtype, one.stored, one.module_type
+            saved_by_storing += values.numel() * values.element_size()
+            saved_by_storing -= stored_bytes(recipe, one.role_name, _matrices(weight), *how)
     size = sum(parameter.numel() * parameter.element_size() for parameter in known)
     return Receipt(
         type(model).__name__,
@@ -319,6 +321,12 @@ def receipt_of(
         getattr(model, "_shard_receipt", None),
         weakref.ref(model),
     )
+
+
+def _matrices(weight: Weight) -> tuple[int, ...]:
+    """Return (N, K) of a weight, or (G, N, K)."""
+    size = weight.rows, weight.columns
+    return (weight.groups, *size) if weight.tensor.dim() == 3 else size
 
 
 def weight_name(found: Found, weight: Weight) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._table import aligned
 from ..functional import GemmCall, element_of, gemm_call
 from ..functional.gemm import gemm_directions
-from ..tensors import QuantizedTensor
+from ..tensors import DequantizingTensor
 from ..upstream.aot import runs_compiled
 from ..upstream.functionalization import OperatorMode
 from ..upstream.modules import own_parameters
@@ -131,8 +131,9 @@ class NamedWeight(NamedTuple):
 
 def codes_of(weight: Any) -> Any:
     """Return the tensor that operators read: the codes of a quantized weight, else the weight."""
-    if isinstance(weight, QuantizedTensor):
-        return next(buffer for buffer in weight.get_data_tensors() if buffer is not None)
+    if isinstance(weight, DequantizingTensor):
+        held: Any = weight
+        return next(buffer for buffer in held.get_data_tensors() if buffer is not None)
     return weight
 
 

@@ -21,6 +21,7 @@ from .._checks import shown
 from ..formats import DType
 from ..layers.described import how_stored
 from ..layers.parameters import weight_quantizer
+from ..nn import Linear
 from ..quantizers import (
     Float8RowsQuantizer,
     MXFP4Quantizer,
@@ -31,7 +32,9 @@ from ..quantizers import (
     Quantizer,
 )
 from ..recipe import Recipe
+from ..tensors import grouped_tensor_of, quantize_members
 from ..upstream.modules import own_parameters
+from .experts import StackedExpertsLayer, is_transposed
 
 _SYMMETRIC = ("tensor", "128x128")
 
@@ -50,17 +53,20 @@ DECODED: dict[str, Quantizer] = {
 """Quantizers of copies that each pass decodes, by name: their formats quantize a matrix and its transpose otherwise."""
 
 
-def stored_quantizer(recipe: Recipe, name: str, weights: str = "stored") -> Quantizer:
-    """Return the quantizer of a weight to be stored.
+def stored_quantizer(
+    recipe: Recipe, name: str, weights: str = "stored", module_type: str = "linear"
+) -> Quantizer:
+    """Return the quantizer of a weight to be stored; of stacked experts that of each.
 
     Args:
+        name, module_type: of the layer, in quantizer roles.
         weights: "stored" for the recipe's format, or a name of :data:`DECODED`.
     Raises:
         ValueError: the recipe's format for weights is another one row-wise than column-wise.
     """
     if weights in DECODED:
         return DECODED[weights]
-    quantizer = weight_quantizer(recipe, name, "linear")  # only nn.Linear stores weights
+    quantizer = weight_quantizer(recipe, name, module_type)
     if quantizer._format_layout().native not in _SYMMETRIC:
         raise ValueError(
             f"weights='stored' keeps one copy for both directions, and {type(recipe).__name__} quantizes them "
@@ -70,10 +76,20 @@ def stored_quantizer(recipe: Recipe, name: str, weights: str = "stored") -> Quan
     return quantizer.with_usage(rowwise=True, columnwise=False)
 
 
-def stored_bytes(recipe: Recipe, name: str, weight: torch.Tensor, weights: str) -> int:
-    """Return bytes of the copy; ``weights`` as in :func:`stored_quantizer`."""
-    operand = Operand.of(stored_quantizer(recipe, name, weights), True, False)
-    buffers = operand.quantizer._describe_buffers(tuple(weight.shape), weight.dtype)
+def stored_bytes(
+    recipe: Recipe,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weights: str,
+    module_type: str = "linear",
+) -> int:
+    """Return bytes of the copy of a weight (N, K) or (G, N, K); the others are those of :func:`stored_quantizer`."""
+    operand = Operand.of(stored_quantizer(recipe, name, weights, module_type), True, False)
+    if len(shape) == 3:
+        members = quantize_members([torch.empty(shape, dtype=dtype, device="meta")], operand.quantizer)
+        return sum(buffer.nbytes for buffer in members.get_data_tensors() if buffer is not None)
+    buffers = operand.quantizer._describe_buffers(shape, dtype)
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in buffers.values())
 
 
@@ -93,11 +109,16 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int], meta: bool = False)
     return ""
 
 
+def stores(layer: Any, module: Any) -> bool:
+    """Return whether a module, which is a ``layer`` or becomes one, keeps its weights as one quantized copy."""
+    return layer is Linear or issubclass(layer or type(module), (Linear, StackedExpertsLayer))
+
+
 def nothing_to_store(weights: str) -> ValueError:
     """Return the error for a model without a weight that could be stored."""
     return ValueError(
-        f"weights={shown(weights)} finds no frozen weight of an nn.Linear to store; call model.requires_grad_(False) "
-        "first"
+        f"weights={shown(weights)} finds no frozen weight of an nn.Linear or of experts to store; call "
+        "model.requires_grad_(False) first"
     )
 
 
@@ -113,20 +134,33 @@ def stored_as(module: nn.Module) -> str:
     return vars(module).get("_stored_copy", "")  # type: ignore[no-any-return]
 
 
+def stored_copy(value: torch.Tensor, quantizer: Quantizer, transposed: bool) -> nn.Parameter:
+    """Return a weight (N, K) as a quantized parameter, or those of experts (E, N, K), which may be ``transposed``."""
+    quantized: Any = (
+        grouped_tensor_of(value, quantizer, transposed) if value.dim() == 3 else quantizer.quantize(value)
+    )
+    return nn.Parameter(quantized, requires_grad=False)
+
+
 def store(layer: Any, weights: str) -> None:
-    """Store a converted linear layer's weight quantized; a weight that already is stays."""
-    if how_stored(layer.weight) != "codes":
-        quantized = stored_quantizer(layer.recipe, layer.name, weights).quantize(layer.weight.detach())
-        layer.weight = nn.Parameter(quantized, requires_grad=False)
+    """Store a converted layer's weights quantized; a weight that already is stays."""
+    transposed = is_transposed(layer)
+    for stage in layer._stages:
+        weight = getattr(layer, stage.weight)
+        if how_stored(weight) != "codes":
+            quantizer = stored_quantizer(layer.recipe, stage.name, weights, layer._module_type)
+            setattr(layer, stage.weight, stored_copy(weight.detach(), quantizer, transposed))
     layer._stored_rowwise, layer._stored_copy = True, weights
     if weights in DECODED:
         layer._decodes = weights
 
 
 def restore(layer: Any) -> None:
-    """Store the values of the quantized weight in high precision, in its former dtype."""
+    """Store the values of the quantized weights in high precision, in their former dtype."""
     if stored_as(layer):
-        value = layer.weight.detach().dequantize()
-        layer.weight = nn.Parameter(value, requires_grad=layer.weight.requires_grad)
+        for stage in layer._stages:
+            weight = getattr(layer, stage.weight)
+            value = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+            setattr(layer, stage.weight, value)
         del layer._stored_rowwise, layer._stored_copy
         vars(layer).pop("_decodes", None)

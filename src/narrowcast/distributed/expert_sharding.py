@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .. import _checks
+from .._checks import shown
+from ..layers.described import how_stored
 from .moe_dispatch import MoEDispatch
 
 
@@ -43,7 +45,8 @@ def expert_parallel(
 
     Raises:
         TypeError: no module, or no mesh.
-        ValueError: the mesh has more than two dims, no experts were converted, or they do not divide among the ranks.
+        ValueError: the mesh has more than two dims, no experts were converted, they do not divide among the ranks, or
+            they are stored quantized.
     """
     _checks.module("model", model)
     if not isinstance(mesh, DeviceMesh):
@@ -58,6 +61,12 @@ def expert_parallel(
         raise ValueError(
             "the model has no converted experts; call nc.convert first, on a model whose experts are 3-D parameters"
         )
+    for layer in layers:
+        if any(how_stored(getattr(layer, name)) == "codes" for name in layer.stack_of(layer).weights):
+            raise ValueError(
+                f"the experts of {shown(layer.name)} are stored as codes, which ranks do not share; call "
+                "narrowcast.revert(model) and convert it with weights='plain'"
+            )
     own, replicated = mesh.get_group(mesh.ndim - 1), mesh.ndim == 2 and mesh.size(0) > 1
     replicas = mesh.get_group(0).group_name if replicated else ""
     outside = dist.get_world_size() > mesh.size() if has_replicas is None else has_replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +17,13 @@ from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import gemm_modules
+from ..convert.receipt import weight_name
 from ..convert.stored import (
     DECODED,
     nothing_to_store,
+    stored_copy,
     stored_quantizer,
+    stores,
     uses_of_parameters,
     why_not_stored,
 )
@@ -27,12 +31,14 @@ from ..layers import RecipeOwner
 from ..layers.patterns import Selectors
 from ..layers.set_recipe import Model
 from ..nn import Linear
+from ..quantizers import Quantizer
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 from ..state import checked_recipe
+from ..tensors import GroupedTensor, join_members
 from ..upstream.fsdp import reshard
 from ..upstream.modules import own_buffers, own_parameters
 from .names import CheckpointNames
-from .read_formats import format_of, keys_of, read_formats, without_inputs
+from .read_formats import ReadFormat, format_of, keys_of, read_formats, without_inputs
 
 INDEX, MODELOPT = "model.safetensors.index.json", "hf_quant_config.json"
 LARGEST_CONFIG, LARGEST_INDEX = 2**24, 2**28  # bytes
@@ -56,8 +62,9 @@ def load_quantized(
     Values are copied out of the files. Parameters may be on the meta device, and so may buffers that the checkpoint
     has.
 
-    Experts that the model stacks in one parameter are decoded into it, in its dtype, and frozen; their layers get the
-    recipe.
+    Experts that the model stacks in one parameter become one quantized copy of it. They are decoded into it and frozen
+    where projections that are one matrix in the model have scales of their own in the file, which the matrix would
+    share, and where scales are of blocks of a column.
 
     Args:
         model: with the names of the checkpoint, or of Transformers, which knows them; its quantized weights belong to
@@ -97,7 +104,7 @@ def load_quantized(
     if recipe is None:
         recipe = Float8CurrentScaling() if weights in ("stored", "nvfp4") else Float8BlockScaling()
     made = _quantize_while_reading(model, path, recipe, weights, skip)
-    return convert(model, recipe, only=[key.removesuffix(".weight") for key in made], weights=weights)
+    return convert(model, recipe, only=made, weights=weights)
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
@@ -140,33 +147,43 @@ def _read_codes(
             f"{path} has no weight in {formats[0].name}{elements}, though its quantization_config says so"
         )
     modules, linears, experts = dict(model.named_modules()), _linears(model), _experts(model, names)
-    stacks = {name: stack.key for stack in experts for own in stack.names for name in own}
-    stacks |= {stack.key: stack.key for stack in experts}
+    in_stacks = {key for stack in experts for key in stack.keys}
+    of_experts: dict[str, _Coded] = {}
     made: dict[str, Any] = {}
-    decoded: dict[str, Recipe] = {}  # stacked parameters, of which experts were codes
     layers: dict[tuple[str, Recipe], list[str]] = {}
     for key in keys:
         fmt = format_of(key, tensors, formats)
         found = fmt.take(key, tensors, path)
         own = recipe or fmt.recipe()
-        if key in stacks:
-            tensors[key] = fmt.decode(key, found, state[stacks[key]].dtype)
-            decoded.setdefault(stacks[key], own)
+        if key in in_stacks:
+            of_experts[key] = _Coded(fmt, found, own)
             continue
         module = _linear_of(modules, linears, key, fmt.shape_of(found[fmt.codes]), fmt.name)
         shape = (module.weight.shape[0], module.weight.shape[1])
         made[key] = fmt.assemble(key, found, shape, module.weight.dtype, own)
         layers.setdefault((fmt.weights, own), []).append(key.removesuffix(".weight"))
+    decoded = []
+    for name, stacks in _by_module(experts).items():
+        coded = [key for stack in stacks for key in stack.keys if key in of_experts]
+        if not coded:
+            continue
+        made_of_experts = _assembled(stacks, of_experts, state)
+        made |= made_of_experts
+        for stack in () if made_of_experts else stacks:
+            for key in of_experts.keys() & stack.keys:
+                fmt, found, _ = of_experts[key]
+                tensors[key] = fmt.decode(key, found, state[stack.key].dtype)
+                decoded.append(stack.key)
+        fmt, _, own = of_experts[coded[0]]
+        layers.setdefault((fmt.weights if made_of_experts else "plain", own), []).append(name)
     _check_tensors(model, tensors, [*made], experts)
     for key, weight in made.items():
+        weight = weight.to(_device_of(state[key]))
         _put(model, key, nn.Parameter(weight, requires_grad=False))
-    _put_experts(model, tensors, experts)
-    for key, value in tensors.items():
+    for key, value in _one_by_one(tensors, experts):
         _put(model, key, value)
     for key in decoded:
         model.get_parameter(key).requires_grad_(False)
-    for name, own in {key.rpartition(".")[0]: own for key, own in decoded.items()}.items():
-        layers.setdefault(("plain", own), []).append(name)
     return [(weights, own, names) for (weights, own), names in layers.items()]
 
 
@@ -179,6 +196,11 @@ class _Experts(NamedTuple):
     key: str
     names: list[list[str]]
     transposed: bool
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of its tensors in a checkpoint, stacked or one by one."""
+        return [self.key, *(name for own in self.names for name in own)]
 
     def join(self, tensors: dict[str, Tensor]) -> None:
         """Stack the experts if they are there one by one.
@@ -198,6 +220,59 @@ class _Experts(NamedTuple):
         tensors[self.key] = stacked.transpose(1, 2).contiguous() if self.transposed else stacked
 
 
+class _Coded(NamedTuple):
+    """A quantized weight of a checkpoint: its layout, its tensors, the recipe of its layer."""
+
+    format: ReadFormat
+    found: dict[str, Tensor]
+    recipe: Recipe
+
+
+def _by_module(experts: list[_Experts]) -> dict[str, list[_Experts]]:
+    """Return the stacks of each module of experts, by its name."""
+    found: dict[str, list[_Experts]] = {}
+    for stack in experts:
+        found.setdefault(stack.key.rpartition(".")[0], []).append(stack)
+    return found
+
+
+def _assembled(
+    stacks: list[_Experts], coded: dict[str, _Coded], state: dict[str, Any]
+) -> dict[str, GroupedTensor]:
+    """Return the quantized parameters of a module of experts by name; none where one cannot be kept as codes."""
+    made: dict[str, GroupedTensor] = {}
+    first = next(coded[key] for stack in stacks for key in stack.keys if key in coded)
+    fmt, _, recipe = first
+    for stack in stacks:
+        dtype, experts = state[stack.key].dtype, _matrices(stack, coded)
+        alike = all(
+            coded[key]._replace(found={}) == first._replace(found={}) for key in coded.keys() & stack.keys
+        )
+        if not experts or not alike:
+            return {}
+        members = [
+            fmt.assemble(stack.key, one, fmt.shape_of(one[fmt.codes]), dtype, recipe, "grouped_linear")
+            for one in experts
+        ]
+        storage = join_members(members, dtype)
+        storage.transposed = stack.transposed
+        made[stack.key] = GroupedTensor(storage)
+        if made[stack.key].shape != state[stack.key].shape:
+            return {}  # decoded, the whole tells its shape
+    return made
+
+
+def _matrices(stack: _Experts, coded: dict[str, _Coded]) -> list[dict[str, Tensor]]:
+    """Return the tensors of each expert's matrix; none where some are missing, or a matrix has no scales of its own."""
+    if stack.key in coded:
+        fmt, found, _ = coded[stack.key]
+        return fmt.experts(found, stack.transposed)
+    if not all(name in coded for own in stack.names for name in own):
+        return []
+    whole = [coded[own[0]].format.join([coded[name].found for name in own]) for own in stack.names]
+    return [] if None in whole else whole  # type: ignore[return-value]
+
+
 def _experts(model: nn.Module, names: CheckpointNames) -> list[_Experts]:
     found = []
     for one in gemm_modules(model):
@@ -215,39 +290,38 @@ def _quantize_while_reading(
     model: nn.Module, path: Path, recipe: Recipe, weights: str, skip: Selectors
 ) -> list[str]:
     """Load a checkpoint in high precision, the weights that ``convert`` would store quantized one by one; return names
-    of these.
+    of their modules.
     """
-    uses = uses_of_parameters(model)
-    linears: dict[str, Any] = {
-        name: module for name, (module, reason) in _linears(model).items() if not reason
-    }
+    uses, chosen = uses_of_parameters(model), []
     receipt = convert(model, recipe, skip=skip, dry_run=True)
-    chosen = {
-        f"{one.name}.weight".lstrip("."): linears[one.name]
-        for one in receipt.gemms
-        if one.decision == "converted" and type(linears.get(one.name)) is nn.Linear
-    }
-    chosen = {key: one for key, one in chosen.items() if not why_not_stored(one.weight, uses, meta=True)}
+    converted = {one.name for one in receipt.gemms if one.decision == "converted"}
+    quantizers: dict[str, Quantizer] = {}
+    for one in gemm_modules(model):
+        keys = {weight_name(one, weight): f"{one.name}.{weight.name}".lstrip(".") for weight in one.weights}
+        plain = not isinstance(one.module, RecipeOwner) and stores(one.layer, one.module)
+        held = any(why_not_stored(weight.tensor, uses, meta=True) for weight in one.weights)
+        if not plain or held or one.reason or not converted.issuperset(keys):
+            continue
+        kind = "linear" if one.layer is Linear else "grouped_linear"
+        quantizers |= {key: stored_quantizer(recipe, name, weights, kind) for name, key in keys.items()}
+        chosen.append(one.name)
     if not chosen:
         ours = [name for name, module in model.named_modules() if isinstance(module, Linear)]
         plain = any(type(module) is nn.Linear for module in model.modules())
         raise _is_ours(ours[0]) if ours and not plain else nothing_to_store(weights)
-    quantizers = {key: stored_quantizer(recipe, key.removesuffix(".weight"), weights) for key in chosen}
     state = model.state_dict(keep_vars=True)
     names = CheckpointNames(model, state)
     tensors, experts = names.in_model(_tensors(path), state), _experts(model, names)
     _check_tensors(model, tensors, [], experts)
-    _put_experts(model, tensors, experts)
-    for key in list(tensors):
-        value = tensors.pop(key)
-        if key not in chosen:
+    transposed = {stack.key for stack in experts if stack.transposed}
+    for key, value in _one_by_one(tensors, experts):
+        if key not in quantizers:
             _put(model, key, value)
             continue
-        weight: Any = chosen[key].weight
-        device = torch.get_default_device() if weight.is_meta else weight.device
-        quantized = quantizers[key].quantize(value.to(device, weight.dtype))
-        _put(model, key, nn.Parameter(quantized, requires_grad=False))
-    return [*chosen]
+        weight = state[key]
+        value = value.to(_device_of(weight), weight.dtype)
+        _put(model, key, stored_copy(value, quantizers[key], key in transposed))
+    return chosen
 
 
 def _json_object(file: Path, at_most: int) -> dict[str, Any]:
@@ -432,12 +506,14 @@ def _linear_of(
     return module
 
 
-def _put_experts(model: nn.Module, tensors: dict[str, Tensor], experts: list[_Experts]) -> None:
-    """Store experts that came one by one, a parameter after the other; ``tensors`` loses them."""
+def _one_by_one(tensors: dict[str, Tensor], experts: list[_Experts]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by the model's names, stacked experts first, each joined when it is asked for; they are let go."""
     for stack in experts:
         stack.join(tensors)
         if stack.key in tensors:
-            _put(model, stack.key, tensors.pop(stack.key))
+            yield stack.key, tensors.pop(stack.key)
+    for key in list(tensors):
+        yield key, tensors.pop(key)
 
 
 def _check_tensors(
@@ -482,6 +558,11 @@ def _check_tensors(
                 f"{shown(key)} is {value.dtype} in the checkpoint, {wanted} in the model; "
                 "load_quantized reads quantized weights with their scales, and tensors in high precision"
             )
+
+
+def _device_of(parameter: Tensor) -> torch.device:
+    """Return where the values of a parameter go."""
+    return torch.get_default_device() if parameter.is_meta else parameter.device
 
 
 @torch.no_grad()

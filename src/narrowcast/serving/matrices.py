@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..convert.experts import StackedExpertsLayer
+from ..convert.experts import StackedExpertsLayer, is_transposed
 from ..distributed.together import Together
 from ..layers import GroupedLinearLayer, Stage
 from ..layers.described import ParameterRecord
@@ -57,15 +57,10 @@ class Matrix(NamedTuple):
         return self.apart if self.dim < 0 else None
 
 
-def transposes(layer: Any) -> bool:
-    """Return whether a layer's parameter holds its matrices transposed."""
-    return isinstance(layer, StackedExpertsLayer) and bool(layer.stack_of(layer).transposed)
-
-
 def shape_of(layer: Any, parts: list[ParameterRecord]) -> tuple[int, int]:
     """Return (N, K) of each matrix of a weight, over all ranks."""
     rows, columns = parts[0].shape[-2:]
-    if transposes(layer):
+    if is_transposed(layer):
         return columns, rows
     return (rows if isinstance(layer, GroupedLinearLayer) else sum(part.shape[-2] for part in parts)), columns
 
@@ -95,7 +90,7 @@ def _pieces(matrix: Matrix, dtypes: dict[int, torch.dtype]) -> list[Piece]:
         part = parts[matrix.group] if len(parts) > 1 else parts[0]
         if len(part.shape) < 3:
             return [Piece.of(part, apart, 0, dtypes)]
-        return [Piece.of_member(part, apart, matrix.group, transposes(layer), dtypes)]
+        return [Piece.of_member(part, apart, matrix.group, is_transposed(layer), dtypes)]
     first, pieces = 0, []
     for part in parts:
         pieces.append(Piece.of(part, apart, first, dtypes))

@@ -190,15 +190,62 @@ class ReadFormat:
         weight = self.assemble(key, found, self.shape_of(found[self.codes]), dtype, self.recipe())
         return weight.dequantize()  # type: ignore[no-any-return]
 
+    def experts(self, found: dict[str, Tensor], transposed: bool) -> list[dict[str, Tensor]]:
+        """Return the tensors of each expert's matrix (N, K), from those of all experts of a layer, (E, K, N) if
+        ``transposed``.
+
+        None of them if the scales are of blocks of a column, or not one by one.
+        """
+        codes, scale = found[self.codes], found[self.scales[0]]
+        if self.stacked:  # (E, N, blocks, bytes)
+            return [{suffix: one[i].flatten(1) for suffix, one in found.items()} for i in range(len(codes))]
+        if codes.dim() != 3 or any(len(one) != len(codes) for one in found.values() if one.dim()):
+            return []
+        by_column = self.layout is FLOAT8_ROWS and scale.dim() == 3 and scale.shape[1] == 1
+        turns = by_column or self.layout in (FLOAT8, FLOAT8_BLOCK_2D)
+        if transposed and not turns:
+            return []
+
+        def of(one: Tensor, i: int) -> Tensor:
+            own = one[i] if one.dim() else one
+            return own.t().contiguous() if transposed and own.dim() == 2 else own
+
+        return [{suffix: of(one, i) for suffix, one in found.items()} for i in range(len(codes))]
+
+    def join(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor] | None:
+        """Return the tensors of a weight of which each part has some of the rows.
+
+        None if parts have scales of their own that the whole would share.
+        """
+        rows = self.layout.scale_group[0]
+        by_rows = (self.codes, self.scales[0]) if rows else (self.codes,)
+        if len(parts) == 1:
+            return parts[0]
+        if rows and any(len(part[self.codes]) % rows for part in parts[:-1]):
+            return None
+        first, whole = parts[0], {}
+        for suffix in first:
+            own = [part[suffix] for part in parts]
+            if suffix not in by_rows and not all(torch.equal(one, own[0]) for one in own):
+                return None
+            whole[suffix] = torch.cat(own) if suffix in by_rows else own[0]
+        return whole
+
     def assemble(
-        self, key: str, found: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, recipe: Recipe
+        self,
+        key: str,
+        found: dict[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        recipe: Recipe,
+        module_type: str = "linear",
     ) -> Any:
         """Return the quantized weight (N, K), with memory of its own; ``found``: as :meth:`take` returns it.
 
         Raises:
             ValueError: another shape, another format than the recipe's, or scales that are no positive numbers.
         """
-        quantizer = stored_quantizer(recipe, key.removesuffix(".weight"), self.weights)
+        quantizer = stored_quantizer(recipe, key.removesuffix(".weight"), self.weights, module_type)
         if quantizer._format_layout() is not self.layout:
             wanted = {FLOAT8_BLOCK_2D: "Float8BlockScaling", FLOAT8: "Float8CurrentScaling or DelayedScaling"}
             raise ValueError(

@@ -37,6 +37,7 @@ _DESCRIPTION = (
     "logical_shape",
     "fake_dtype",
     "first_dims",
+    "transposed",
 )
 
 
@@ -57,6 +58,7 @@ class GroupedTensorStorage(BufferHolder):
         logical_shape: (num_tensors, rows, columns) of equal members, else (rows, columns) of all rows together.
         fake_dtype: nominal high-precision dtype.
         first_dims: int32 or int64 (num_tensors,), the rows of every member; None: all are equal.
+        transposed: the values of the whole are (num_tensors, columns, rows).
     """
 
     _FLATTEN_TENSOR_BUFFERS = tuple((name, name) for name in _BUFFERS)
@@ -85,8 +87,10 @@ class GroupedTensorStorage(BufferHolder):
         logical_shape: tuple[int, ...],
         fake_dtype: torch.dtype,
         first_dims: Tensor | None = None,
+        transposed: bool = False,
     ) -> None:
         layout = grouped_layout(storage_name)
+        self.transposed = transposed
         self.quantizer, self.storage_name, self.group_layout = quantizer, storage_name, layout
         self.num_tensors = num_tensors
         self.logical_shape, self.fake_dtype, self.first_dims = logical_shape, fake_dtype, first_dims
@@ -141,7 +145,7 @@ class GroupedTensorStorage(BufferHolder):
         return members
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> Tensor:
-        """High-precision values in ``logical_shape``; rows beyond the members are zero.
+        """High-precision values in ``logical_shape``, or transposed; rows beyond the members are zero.
 
         Raises:
             RuntimeError: there is no row-wise data.
@@ -154,6 +158,7 @@ class GroupedTensorStorage(BufferHolder):
             self.fake_dtype,
             list(self.logical_shape),
         )
+        values = values.transpose(1, 2).contiguous() if self.transposed else values
         return values if dtype is None else values.to(dtype)
 
     def quantize(
@@ -162,7 +167,7 @@ class GroupedTensorStorage(BufferHolder):
         """Overwrite the buffers with the quantization of equal members, all in one operator.
 
         Args:
-            tensors: the members, or one tensor (num_tensors, rows, columns).
+            tensors: the members, or one tensor of the values of the whole.
             noop_flag: fp32, one element; non-zero leaves the buffers as they are, decided on the device.
 
         Raises:
@@ -170,9 +175,9 @@ class GroupedTensorStorage(BufferHolder):
             ValueError: ``tensors`` have another shape.
         """
         self._check_uniform()
-        quantized = quantize_members(
-            list(tensors) if not isinstance(tensors, Tensor) else [tensors], self.quantizer
-        )
+        if isinstance(tensors, Tensor):
+            tensors = [tensors.transpose(1, 2) if self.transposed else tensors]
+        quantized = quantize_members(list(tensors), self.quantizer)
         if tuple(quantized.logical_shape) != tuple(self.logical_shape):
             raise ValueError(
                 f"the members are {tuple(self.logical_shape)}, got {tuple(quantized.logical_shape)}"
@@ -190,7 +195,7 @@ class GroupedTensorStorage(BufferHolder):
     def _matches(self, other: GroupedTensorStorage) -> bool:
         """Return whether the bytes of the other storage mean the same in this one."""
         own, others = self.quantizer._layout(), other.quantizer._layout()  # type: ignore[attr-defined]
-        alike = own == others and shapes_of(self) == shapes_of(other)
+        alike = own == others and shapes_of(self) == shapes_of(other) and self.transposed == other.transposed
         return alike and self.first_dims is other.first_dims is None
 
     def copy(self) -> GroupedTensorStorage:
@@ -208,6 +213,23 @@ class GroupedTensorStorage(BufferHolder):
             f"{type(self).__name__}(num_tensors={self.num_tensors}, shapes={self.tensor_shapes}, "
             f"logical_shape={tuple(self.logical_shape)}, quantizer={self.quantizer!r}, dtype={self.fake_dtype})"
         )
+
+
+def join_members(members: list[Any], dtype: torch.dtype) -> GroupedTensorStorage:
+    """Return equal matrices (N, K) that were quantized one by one, row-wise alone, as one storage of their bytes."""
+    first, (rows, columns) = members[0], members[0].shape
+    quantizer = first._quantizer.with_usage(rowwise=True, columnwise=False)
+    lie = Direction(grouped_layout(first._BARE_NAME), quantizer, False, columns, dtype)
+    return GroupedTensorStorage(
+        lie.joined([member.rowwise_operand() for member in members], rows),
+        quantizer=quantizer,
+        storage_name=first._BARE_NAME,
+        rowwise=True,
+        columnwise=False,
+        num_tensors=len(members),
+        logical_shape=(len(members), rows, columns),
+        fake_dtype=dtype,
+    )
 
 
 def quantize_members(tensors: list[Tensor], quantizer: QuantizerValue) -> GroupedTensorStorage:
@@ -252,6 +274,7 @@ def _metadata(storage: GroupedTensorStorage) -> dict[str, Any]:
         "logical_shape": tuple(storage.logical_shape),
         "fake_dtype": storage.fake_dtype,
         "first_dims": storage.first_dims,
+        "transposed": storage.transposed,
     }
 
 
@@ -267,7 +290,7 @@ def _around(buffers: dict[str, Tensor | None], metadata: dict[str, Any]) -> Grou
 
 
 class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
-    """Tensor of shape (num_tensors, rows, columns) over quantized members of equal shape.
+    """Tensor of shape (num_tensors, rows, columns) over quantized members of equal shape, or transposed.
 
     Operations run on the dequantized members; in-place ones requantize into the same buffers. Shapes are fixed.
 
@@ -286,9 +309,10 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
     ) -> GroupedTensor:
         storage._check_uniform()
         device = next(buffer.device for buffer in storage.get_data_tensors() if buffer is not None)
+        groups, rows, columns = storage.logical_shape
         return make_wrapper(
             cls,
-            storage.logical_shape,
+            (groups, columns, rows) if storage.transposed else (groups, rows, columns),
             strides=stride,
             dtype=storage.fake_dtype,
             device=device,
@@ -311,7 +335,7 @@ class GroupedTensor(GroupedTensorStorage, DequantizingTensor):
         self.quantize(values)
 
     def _quantized(self, values: Tensor) -> GroupedTensor:
-        return GroupedTensor(quantize_members([values], self.quantizer))
+        return grouped_tensor_of(values, self.quantizer, self.transposed)
 
     def _like(self, map_buffer: Callable[[Tensor], Tensor]) -> GroupedTensor:
         return GroupedTensor(self._mapped(map_buffer))
@@ -392,7 +416,24 @@ def _changes_shape(func: Any, tensor: Any) -> RuntimeError:
     )
 
 
+def grouped_tensor_of(values: Tensor, quantizer: QuantizerValue, transposed: bool = False) -> GroupedTensor:
+    """Return values (G, N, K), or ``transposed`` ones (G, K, N), as quantized matrices (N, K)."""
+    storage = quantize_members([values.transpose(1, 2) if transposed else values], quantizer)
+    storage.transposed = transposed
+    return GroupedTensor(storage)
+
+
 _handles = handles_in(GroupedTensor._HANDLERS)
+
+
+@_handles(aten.transpose.int)
+def _transpose(func: Any, tensor: GroupedTensor, first: int, second: int) -> GroupedTensor:
+    """Return the same members with the values of the whole the other way round."""
+    if {first % 3, second % 3} != {1, 2}:
+        raise _changes_shape(func, tensor)
+    storage = grouped_storage_of(tensor)
+    storage.transposed = not storage.transposed
+    return GroupedTensor(storage)
 
 
 @_handles(aten.detach.default, aten.alias.default)

@@ -206,7 +206,11 @@ def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
     """Return the error where a quantized tensor cannot be sharded."""
-    apart = "make the layer with single_grouped_weight=False and use FSDP2, or " if tensor.dim() == 3 else ""
+    apart = ""
+    if tensor.dim() == 3:
+        apart = (
+            "convert experts with weights='plain', make a GroupedLinear with single_grouped_weight=False, or "
+        )
     return RuntimeError(
         f"FSDP cannot shard {a_kind(tensor)}: {reason}; {apart}build the model without quantized_model_init "
         "and shard that, a recipe then quantizes the gathered weights"
