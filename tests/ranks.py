@@ -41,7 +41,11 @@ def run_ranks(work: Work, folder: Path, world: int, seconds: int, backend: str =
     waits longer than half of them fails by itself.
     """
     processes: Any = mp.start_processes(
-        _rank, (work, str(folder), world, seconds, backend), world, join=False, start_method=start_method()
+        _rank,
+        (work, str(folder), world, seconds, backend, torch.get_default_dtype()),
+        world,
+        join=False,
+        start_method=start_method(),
     )
     clock = start_clock(processes.processes)
     try:
@@ -78,10 +82,13 @@ def start_method() -> str:
     return "forkserver"
 
 
-def _rank(rank: int, work: Work, folder: str, world: int, seconds: int, backend: str) -> None:
+def _rank(
+    rank: int, work: Work, folder: str, world: int, seconds: int, backend: str, dtype: torch.dtype
+) -> None:
     faulthandler.enable()  # a rank that aborts says where
     collect_garbage_less()
     torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
     warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # of what the package calls
     if backend == "nccl":
         torch.cuda.set_device(rank)

@@ -31,7 +31,9 @@ QUANTIZERS: dict[str, Callable[[], Any]] = {
     "powers of two": lambda: nc.Float8CurrentScalingQuantizer(
         E4M3, force_pow_2_scales=True, amax_epsilon=0.1
     ),
-    "delayed": lambda: nc.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), E4M3),
+    "delayed": lambda: nc.Float8Quantizer(
+        torch.full((1,), 3.0, dtype=torch.float32), torch.zeros(1, dtype=torch.float32), E4M3
+    ),
     "tiles": lambda: nc.Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True),
     "mxfp8": lambda: nc.MXFP8Quantizer(E4M3),
     "mxfp8 tiles": lambda: nc.MXFP8Quantizer(E4M3, with_2d_quantization=True),

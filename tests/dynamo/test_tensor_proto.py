@@ -123,7 +123,7 @@ def test_plain_tensors() -> None:
             "requires_grad": requires_grad,
         }
         made = plain.create_tensor()
-        assert facts(made) == facts(torch.empty(3, 4, requires_grad=requires_grad))
+        assert facts(made) == facts(torch.empty(3, 4, dtype=torch.float32, requires_grad=requires_grad))
         given = torch.ones(3, 4)
         assert plain.assemble([given]) is given and given.requires_grad is requires_grad
         assert to_tensor_proto(made) == plain

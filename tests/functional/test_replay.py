@@ -566,7 +566,7 @@ def test_kernels_are_launched_again(device: torch.device) -> None:
     from narrowcast.kernels import float8, float8_block
 
     def stage(x: Tensor, amax: Tensor) -> Any:
-        scale = torch.full((1,), 2.0, device=x.device)
+        scale = torch.full((1,), 2.0, dtype=torch.float32, device=x.device)
         delayed = float8.quantize(x, scale, E4M3, rowwise=True, columnwise=True, amax=amax)
         current = float8.quantize_current(x, E5M2, power_2=False, epsilon=0.0, rowwise=True, columnwise=True)
         blocks = float8_block.quantize(
@@ -574,4 +574,8 @@ def test_kernels_are_launched_again(device: torch.device) -> None:
         )
         return delayed, current, blocks
 
-    check(stage, torch.randn(20, 48, device=device).bfloat16(), torch.zeros(1, device=device))
+    check(
+        stage,
+        torch.randn(20, 48, device=device).bfloat16(),
+        torch.zeros(1, dtype=torch.float32, device=device),
+    )

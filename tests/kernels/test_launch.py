@@ -212,7 +212,7 @@ def test_a_kept_launch_starts_the_variant_of_its_tensors(monkeypatch: pytest.Mon
     launcher = launch.Launcher(Kernel(), num_warps=4)
     arguments = [launch.TENSOR, None, launch.TENSOR, 32, 0.5]
     one, other = (launch.Launch(launcher, (size, 1, 1), arguments, ("relu",)) for size in (2, 3))
-    x, y = torch.empty(33), torch.nn.Parameter(torch.empty(64, dtype=torch.bfloat16))
+    x, y = torch.empty(33, dtype=torch.float32), torch.nn.Parameter(torch.empty(64, dtype=torch.bfloat16))
     for kept, tensors, kinds in (
         (one, [x, y], 1),
         (one, [x[4:], y], 1),

@@ -163,7 +163,7 @@ def test_the_backward_begins_at_the_first_operation_that_has_one() -> None:
         def pre_fuser_forward(self, *, requires_grad: bool) -> None:
             seen.append([str(requires_grad)])
 
-    block = Sequential(Needs(3.0), Bias(7), Needs(2.0))
+    block = Sequential(Needs(3.0), Bias(7, dtype=torch.float32), Needs(2.0))
     with only(backward=[spy]):
         (x,) = make_inputs([(5, 7)], dtype=torch.float32, grad=False)
         grads = step(block, [x])

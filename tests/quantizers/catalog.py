@@ -52,7 +52,8 @@ SHAPES = [(64, 96), (33, 50), (2, 3, 50), (1, 16), (16, 1)]
 
 def delayed(scale: float = 2.0, **options: Any) -> nc.Float8Quantizer:
     """A delayed-scaling quantizer with state of its own."""
-    return nc.Float8Quantizer(torch.tensor([scale]), torch.zeros(1), options.pop("dtype", E4M3), **options)
+    scales, amax = torch.tensor([scale], dtype=torch.float32), torch.zeros(1, dtype=torch.float32)
+    return nc.Float8Quantizer(scales, amax, options.pop("dtype", E4M3), **options)
 
 
 def quantize(quantizer: nc.Quantizer | None, x: Tensor) -> Any:

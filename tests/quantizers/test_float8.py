@@ -96,6 +96,19 @@ def test_a_slot_reads_and_writes_its_own_place(usage: tuple[bool, bool], dtype: 
     assert scale.tolist() == [8.0, 2.0, 0.5]
 
 
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(1, dtype=BF16), torch.ones(1, dtype=torch.float64), 2.0], ids=str
+)
+def test_a_scale_and_an_amax_are_fp32_tensors(wrong: Any) -> None:
+    """Of a scale in bf16, which ``torch.ones(1)`` may be, the inverse would be rounded."""
+    good = torch.ones(1, dtype=torch.float32)
+    for name, given in (("scale", (wrong, good)), ("amax", (good, wrong))):
+        with pytest.raises(
+            TypeError, match=f"^{name} is (2.0, of|a tensor of torch).*; pass an fp32 tensor of shape"
+        ):
+            nc.Float8Quantizer(*given, E4M3)
+
+
 def test_a_slot_of_a_state_that_begins_inside_its_memory() -> None:
     x = torch.full((2, 2), 3.0)
     for mode in (contextlib.nullcontext(), Seen()):

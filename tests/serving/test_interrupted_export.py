@@ -29,7 +29,7 @@ FEW, MANY = 2, 20
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(*(nn.Linear(384, 384) for _ in range(16))).bfloat16()
+    made = nn.Sequential(*(nn.Linear(384, 384, dtype=torch.float32) for _ in range(16))).bfloat16()
     return nc.convert(made, nc.recipe.Float8BlockScaling())
 
 

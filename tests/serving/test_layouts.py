@@ -117,7 +117,7 @@ def test_codes_stay_and_decode_to_the_values_of_the_formula(layout: PublicLayout
             found, value, rtol=2**-22 if layout.read.weights == "nvfp4" else 2**-24, atol=0
         )
         assert not weight.requires_grad
-    x = torch.randn(4, SIZES[0], device=DEVICE, requires_grad=True)
+    x = torch.randn(4, SIZES[0], dtype=torch.float32, device=DEVICE, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
 

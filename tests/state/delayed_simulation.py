@@ -70,9 +70,10 @@ class Simulation:
 
     def tensors(self, names: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(scale, history, amax), as a layer's buffers."""
-        scale = torch.tensor([float(self.columns[name].scale) for name in names])
+        scale = torch.tensor([float(self.columns[name].scale) for name in names], dtype=torch.float32)
         history = torch.tensor(np.array([self.columns[name].history for name in names]).T.copy())
-        return scale, history, torch.tensor([float(self.columns[name].amax) for name in names])
+        amax = torch.tensor([float(self.columns[name].amax) for name in names], dtype=torch.float32)
+        return scale, history, amax
 
     def assert_equals(self, layer: nc.Linear, where: str = "") -> None:
         for buffer, value in zip(KEYS, self.tensors(OF_LAYERS)):

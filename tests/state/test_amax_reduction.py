@@ -18,6 +18,7 @@ import narrowcast as nc
 from narrowcast.recipe import DelayedScaling
 from narrowcast.state import DelayedSlots, delayed_scaling
 
+FP32: Any = {"dtype": torch.float32}
 WORLD, STEPS, SECONDS = 2, 5, 120
 REDUCED = DelayedScaling(amax_history_len=3, initial_scale="one")
 LOCAL = DelayedScaling(amax_history_len=3, initial_scale="one", reduce_amax=False)
@@ -118,11 +119,14 @@ def work(rank: int) -> Any:
         train(rank, model, recipe, group)
         results[name] = [layer.state_dict() for layer in model]
     results["refused"] = refused(rank)
-    mine, agreement = torch.tensor([1.0 + rank, 5.0 - rank]), delayed_scaling.Agreement()
-    other = None if rank else torch.zeros(3)
+    mine, agreement = torch.tensor([1.0 + rank, 5.0 - rank], **FP32), delayed_scaling.Agreement()
+    other = None if rank else torch.zeros(3, **FP32)
     kept = [
-        (len(amax), DelayedSlots(REDUCED, "forward", torch.ones(len(amax)), torch.zeros(4, len(amax)), amax))
-        for amax in (mine, torch.zeros(3) if other is None else other)
+        (
+            len(amax),
+            DelayedSlots(REDUCED, "forward", torch.ones_like(amax), torch.zeros(4, len(amax), **FP32), amax),
+        )
+        for amax in (mine, torch.zeros(3, **FP32) if other is None else other)
     ]
     slots = kept if other is not None else [kept[0], (3, None)]
     counts = []

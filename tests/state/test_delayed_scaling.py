@@ -59,17 +59,17 @@ def test_scales_and_histories_follow_the_rule(
 
 def test_a_step_computes_with_the_scales_of_the_steps_before() -> None:
     recipe = from_one(amax_history_len=2)
-    layer, rule = make_layer(bias=False), Simulation(recipe)
+    layer, rule = make_layer(bias=False, dtype=torch.float32), Simulation(recipe)
 
     def rounded(tensor: torch.Tensor, name: str) -> torch.Tensor:
         scale = float(rule.columns[name].scale)
         dtype, largest = (torch.float8_e5m2, 57344) if name == "grad_output" else (torch.float8_e4m3fn, 448)
         if not scale > 0:  # a first step, and a weight always, has the scale of its own amax
-            scale = float(torch.tensor(float(largest)) / tensor.abs().max())
+            scale = float(torch.tensor(float(largest), dtype=torch.float32) / tensor.abs().max())
         return (tensor * scale).clamp(-largest, largest).to(dtype).float() / scale
 
     for step in range(STEPS):
-        x, dy = draw(step, 10, 24).requires_grad_(True), draw(step, 10, 40, salt=1)
+        x, dy = draw(step, 10, 24).float().requires_grad_(True), draw(step, 10, 40, salt=1).float()
         layer.weight.grad = None
         y = train_step(layer, recipe, x, dy)
         xq, wq, dyq = (
@@ -117,14 +117,14 @@ def test_functions_for_amax_and_scale() -> None:
     recipe = from_one(
         amax_history_len=3, amax_compute_algo=mean_of_used, scaling_factor_compute_algo=half, margin=7
     )
-    layer, rows, scale = make_layer(), [[0.0] * 4 for _ in range(3)], torch.zeros(4)
+    layer, rows, scale = make_layer(), [[0.0] * 4 for _ in range(3)], torch.zeros(4, dtype=torch.float32)
     for step in range(STEPS):
         x = draw(step, 5, 24) if step != 3 else torch.zeros(5, 24)
         train_step(layer, recipe, x, torch.zeros(5, 40))
         if x.any():  # the rule, by hand: mean over rows, then half of fp8_max / amax
             rows[0] = [float(x.abs().max()), 0.0, 0.0, 0.0]
-            amax = torch.tensor(rows).mean(0)
-            scale = torch.where(amax > 0, torch.full((4,), 224.0) / amax, scale)
+            amax = torch.tensor(rows, dtype=torch.float32).mean(0)
+            scale = torch.where(amax > 0, torch.full((4,), 224.0, dtype=torch.float32) / amax, scale)
             rows = [[0.0] * 4, rows[2], rows[0]]
         assert torch.equal(layer.scale, scale), step
         assert torch.equal(layer.amax_history, torch.tensor(rows)), step
@@ -153,7 +153,7 @@ def test_a_history_of_any_length() -> None:
         nc.renew_delayed_scaling(layer)
     assert layer.amax_history.shape == (1030, 4)
     assert layer.amax_history[1, 0] == 1029  # the eleven largest have left
-    assert layer.scale[0] == torch.tensor(448.0) / 1030
+    assert layer.scale[0] == torch.tensor(448.0, dtype=torch.float32) / 1030
 
 
 @pytest.mark.parametrize("larger", [False, True])
@@ -185,7 +185,7 @@ def test_calibration_overwrites_the_slots_and_nothing_else(training: bool) -> No
         collected = torch.tensor([float(x.abs().max()), 0.0, 0.0, 0.0])
         assert_same(buffers(layer), [torch.zeros(4), torch.zeros(4, 4), collected])
     nc.renew_delayed_scaling(layer)
-    assert layer.scale[0] == torch.tensor(448.0) / x.abs().max()
+    assert layer.scale[0] == torch.tensor(448.0, dtype=torch.float32) / x.abs().max()
 
 
 def test_calibrating_a_custom_recipe_that_requests_state() -> None:
@@ -412,10 +412,10 @@ def test_history_length_may_change_at_a_restart(saved: int, loaded: int) -> None
     with nc.autocast(recipe=from_one(amax_history_len=loaded)):
         restored(torch.ones(1, 24))
     nc.renew_delayed_scaling(restored)
-    rows = torch.zeros(loaded, 4)
+    rows = torch.zeros(loaded, 4, dtype=torch.float32)
     rows[: min(saved, loaded)] = layer.amax_history[:loaded]
     rows[0, 0] = 1.0
-    rolled = torch.cat([torch.zeros(1, 4), rows[2:], rows[:1]])[:loaded]
+    rolled = torch.cat([torch.zeros_like(rows[:1]), rows[2:], rows[:1]])[:loaded]
     assert torch.equal(restored.amax_history[:, 0], rolled[:, 0])
     assert restored.scale[0] == torch.div(448.0, rows[:, 0].max())
 
@@ -465,7 +465,7 @@ def test_copies_have_fp32_state_of_their_own(how: str) -> None:
     twin.weight.data.fill_(0.5)
     twin.amax.fill_(896.0)  # its own slot: the original must not see it
     with nc.autocast(recipe=recipe):
-        twin(torch.zeros(1, 24))
+        twin(torch.zeros(1, 24, dtype=twin.weight.dtype))
     nc.renew_delayed_scaling(twin)
     assert twin.scale[:2].tolist() == [0.5, 0.5]
     assert float(layer.scale[0]) not in (1.0, 0.5)

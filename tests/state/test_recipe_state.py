@@ -132,7 +132,9 @@ def test_quantizers_see_the_renewed_scales(mode: Any, kinds: tuple[str, ...]) ->
         for slot in kept:
             x = draw(step, 4, 4, salt=slot)
             storage = made[slot].quantize(x)
-            assert torch.equal(storage._scale_inv, 1 / torch.tensor([rule.columns[kinds[slot]].scale]))
+            assert torch.equal(
+                storage._scale_inv, 1 / torch.tensor([rule.columns[kinds[slot]].scale], dtype=torch.float32)
+            )
             rule.collect(**{kinds[slot]: x})
         rule.renew()
         renew([state])

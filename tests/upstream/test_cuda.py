@@ -44,7 +44,7 @@ def test_without_the_operators_function_its_object_is_called() -> None:
 
 
 def test_the_public_way_to_a_part() -> None:
-    x = torch.arange(24.0)[2:]
+    x = torch.arange(24, dtype=torch.float32)[2:]
     for way in (cuda.part_of, cuda._as_strided):
         part = way(x, (2, 3), (4, 1), 5)
         assert part.equal(x.as_strided((2, 3), (4, 1), 7)) and part.data_ptr() == x.data_ptr() + 20

@@ -80,12 +80,13 @@ def test_the_import_says_what_is_missing(holder: Any, name: str, monkeypatch: py
 
 
 def test_autocast_is_off_by_the_public_way_as_by_the_short_one() -> None:
+    ones = torch.ones(2, 2, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert tensors.is_autocast() and tensors._is_autocast()
         for off in (tensors.autocast_off, tensors._AutocastOff):
             with off():
                 assert not tensors.is_autocast() and not tensors._is_autocast()
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+                assert (ones @ ones).dtype is torch.float32
         assert tensors.is_autocast()
 
 

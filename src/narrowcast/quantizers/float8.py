@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._checks import flags, numbers
+from .._checks import flags, numbers, typed
 from ..formats import ELEMENT_FORMATS, DType
 from ..functional import Prologue, calibrate_, quantize
 from ..tensors import Float8Tensor, Float8TensorStorage, QuantizedTensorStorage
@@ -215,6 +215,9 @@ class Float8Quantizer(_Float8Base):
         amax: fp32 (1,), raised to max|x| by every quantization.
         fp8_dtype: E4M3 or E5M2.
         rowwise, columnwise: directions to produce.
+
+    Raises:
+        TypeError: ``scale`` or ``amax`` is not an fp32 tensor.
     """
 
     # annotated, so that registering this class as a compile-time value is refused
@@ -230,6 +233,10 @@ class Float8Quantizer(_Float8Base):
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> None:
+        for name, value in (("scale", scale), ("amax", amax)):
+            if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+                given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else typed(value)
+                raise TypeError(f"{name} is {given}; pass an fp32 tensor of shape (1,)")
         self._freeze(dtype=fp8_dtype_of(fp8_dtype), scale=scale, amax=amax)
         super().__init__(rowwise=rowwise, columnwise=columnwise)
 
