@@ -168,7 +168,9 @@ def run_forward(ctx: Any, input_: Tensor, call: Call, num_params: int, *tensors:
     if ctx is None:  # a reentrant checkpoint hands on what it gets
         out = x if views_input else x.detach()
         return (out, *to_caller) if to_caller else out
-    scales_bwd = [None if scales is None else scales.scale for scales in call.scales]
+    scales_bwd: list[Tensor | None] = []
+    for scales in call.scales:
+        scales_bwd.append(None if scales is None else scales.scale)
     ctx.save_for_backward(*scales_bwd, *saved)
     ctx.call, ctx.kept, ctx.replays = call, kept, forward is not _forward
     # for those who look at the node: what the backward of the first linear operation reads

@@ -199,9 +199,13 @@ class OperationFuser:
         )
         if observers:  # they look at plain operands, each time
             operands, key = self._operands(fused, observers), None
-        if key is not None:
-            values = () if basic_op_kwargs else [op._values(op) for op in ops]  # type: ignore[misc]
-            key = None if basic_op_kwargs else (*key, first, input_requires_grad, *values)
+        if key is not None and basic_op_kwargs:
+            key = None
+        elif key is not None:
+            values: list[Any] = []
+            for op in ops:
+                values.append(op._values(op))  # type: ignore[misc]
+            key = (*key, first, input_requires_grad, *values)
         counts, wiring = list(map(len, params)), self.wiring
         return Call(
             ops,
