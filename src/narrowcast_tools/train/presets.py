@@ -68,8 +68,8 @@ DEMO = TrainConfig(
 )
 # Shows that every recipe learns, in little time. Losses still fall steeply: gaps are larger than in the full demo.
 QUICK = replace(DEMO, steps=40, batch_size=4, lr=2e-3, warmup=8, eval_every=10, eval_batches=4, save_every=20)
-# Of a CPU core with AVX-512.
-DEMO_TIME, QUICK_TIME = "six minutes", "40 seconds"
+# Of a CPU core with AVX-512, as in benchmarks/results/LOG.md.
+DEMO_TIME, QUICK_TIME = "four minutes", "half a minute"
 
 
 def find_preset(name: str) -> TrainConfig:
