@@ -40,6 +40,8 @@ NOT_WORKING = {
     "(`findings/torch-failed-checkpoint-keeps-its-hooks.sh`)",
     "PyTorch 2.11 and 2.12": "an `autocast` entered inside a compiled checkpoint raises an error that says so; "
     "pipeline schedules that split the backward, such as `ScheduleInterleavedZeroBubble`, fail inside PyTorch",
+    "PyTorch 2.11 to 2.13": "`torch.optim.SGD(fused=True)` on a CPU leaves most of a bf16 or fp16 weight as it was "
+    "([pytorch#191763](https://github.com/pytorch/pytorch/issues/191763))",
 }
 """What is known not to work, and why."""
 
