@@ -1035,11 +1035,20 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
         assert done.stdout.splitlines()[0] == VERDICT
         return
     assert done.stderr.splitlines() == [
-        f"narrowcast: the package {package} is missing; run: pip install 'narrowcast[train]', in a clone "
+        f"narrowcast: the package {package} is missing, which commands need; in the clone, run: "
         "pip install '.[train]'"
         for package in PACKAGES
     ]
     assert done.stdout == ""
+
+
+def test_doctor_says_that_pytorch_is_missing() -> None:
+    code = "import sys; sys.modules['torch'] = None; from narrowcast_tools.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        "narrowcast: PyTorch is missing, which everything needs; run: pip install torch"
+    ]
 
 
 @pytest.mark.parametrize(

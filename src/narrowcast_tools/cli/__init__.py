@@ -7,6 +7,7 @@ declares the options, and each command imports its work when it runs.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import shlex
 import shutil
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words in DOCTOR:  # it reports what is missing
+        if importlib.util.find_spec("torch") is None:
+            return _fail("PyTorch is missing, which everything needs; run: pip install torch", 1)
         import narrowcast  # noqa: F401 - before PyTorch, whose import would warn where NumPy is missing
 
         from ..train.doctor import doctor
@@ -214,7 +217,7 @@ def _how_to_go_on(words: list[str]) -> str:
 
 
 def _install(package: str) -> str:
-    return f"the package {package} is missing; run: pip install 'narrowcast[train]', in a clone pip install '.[train]'"
+    return f"the package {package} is missing, which commands need; in the clone, run: pip install '.[train]'"
 
 
 def _fail(message: str, code: int) -> int:
