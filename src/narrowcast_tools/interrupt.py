@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,7 +20,11 @@ class Interrupted(Exception):
         message: what is saved.
         resumable: whether the same command with `--resume` has something to continue.
         code: the exit code of the command.
+
+    `folder` is that of the run where the command chose it itself; `run_folder` sets it.
     """
+
+    folder: Path | None = None
 
     def __init__(self, message: str, *, resumable: bool, code: int = EXIT_CODES[signal.SIGINT]) -> None:
         super().__init__(message)

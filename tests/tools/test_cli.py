@@ -87,6 +87,46 @@ def test_a_terminal_breaks_a_long_error_between_words(
     assert len(lines) > 1 and max(map(len, lines)) <= 60 and " ".join(lines) == line
 
 
+def test_a_terminal_does_not_break_a_command(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Run._save
+
+    def interrupted(run: Run, done: int) -> None:
+        save(run, done)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_save", interrupted)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert train(text_file, "--keep-bf16", "blocks.0,  blocks.0") == 130
+    *told, command = capsys.readouterr().err.partition("narrowcast: ")[2].splitlines()
+    assert " ".join(told) == "interrupted at step 2 of 4; step 2 is saved; to continue:"
+    words = shlex.split(command)
+    assert words[-5:] == ["--keep-bf16", "blocks.0,  blocks.0", "--out", "runs/train-001", "--resume"]
+    # A later run is not the one that the command continues.
+    monkeypatch.undo()
+    monkeypatch.chdir(text_file.parent)
+    assert train(text_file) == 0
+    later = tree(Path("runs/train-002"))
+    assert main(words[words.index("train") :]) == 0
+    assert tree(Path("runs/train-002")) == later and Path("runs/train-001/result.json").exists()
+    monkeypatch.setattr(Run, "_save", interrupted)
+    assert train(text_file, "--resume", "--steps", "6") == 130
+    assert capsys.readouterr().err.endswith(" --resume --steps 6 --out runs/train-002\n")
+
+
+@pytest.mark.parametrize("words", [["compare"], ["train", "--parallel", "fsdp"]], ids=" ".join)
+def test_a_terminal_shows_the_command_of_an_error_on_a_line_of_its_own(
+    words: list[str], text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(words) == 2
+    *_, before, command = capsys.readouterr().err.splitlines()
+    assert before.endswith((" run:", " example:")) and words[0] in command and len(command) > 40
+
+
 def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(text_file, "--recipe", "current", "--out", "run") == 0
     printed = capsys.readouterr()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import product, starmap
+from pathlib import Path
 from typing import cast
 
 from ..words import program
@@ -26,6 +28,8 @@ PIPE_CLOSED = 141
 DOCTOR = (["doctor"], ["doctor", "--json"])
 ELSEWHERE = {"model": "preset", "epochs": "steps"}
 """Options of other trainers, and those of `train` in their place."""
+COMMAND = re.compile("(.*?)(?:(; (?:to continue|run|for example):) (.*))?", re.DOTALL)
+"""A message, and the command that it may end with."""
 LIBRARY = {"bisect", "convert", "export", "receipt", "revert", "watch"}
 """Functions that a user may take for commands."""
 MISSING: str | None = None
@@ -112,7 +116,7 @@ def _run(words: list[str]) -> int:
     except usage_error as error:
         return _fail(_what_is_wrong(error, words), 2)
     except Interrupted as error:
-        return _fail(f"{error}{_how_to_go_on(words) if error.resumable else ''}", error.code)
+        return _fail(f"{error}{_how_to_go_on(words, error.folder) if error.resumable else ''}", error.code)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # some releases of Typer return it, others raise
@@ -207,10 +211,12 @@ def _uncapitalized(message: str) -> str:
     return message[:1].lower() + message[1:].rstrip(".")
 
 
-def _how_to_go_on(words: list[str]) -> str:
+def _how_to_go_on(words: list[str], folder: Path | None) -> str:
+    """Return the command that continues. ``folder``: that the command chose itself, and a later run would not."""
+    added = [] if folder is None else ["--out", str(folder)]
     if _rank() is not None:
-        return "; the same command with --resume continues"
-    further = words if "--resume" in words else [*words, "--resume"]
+        return f"; the same command with {shlex.join([*added, '--resume'])} continues"
+    further = [*words, *added, *(() if "--resume" in words else ("--resume",))]
     if words[0] == "demo" and (by_make := os.environ.get("NARROWCAST_DEMO")):
         return f"; to continue: {by_make}{shlex.quote(shlex.join(further[1:]))}"
     return f"; to continue: {shlex.join([*program(), *further])}"
@@ -223,12 +229,15 @@ def _install(package: str) -> str:
 def _fail(message: str, code: int) -> int:
     rank = _rank()
     program = f"narrowcast, rank {rank}" if rank and rank != "0" else "narrowcast"
-    line = f"{program}: {' '.join(message.split())}"
+    found = COMMAND.fullmatch(message)
+    assert found is not None
+    text, before_command, command = found.groups("")
+    line, between = f"{program}: {' '.join(text.split())}{before_command}", " "
     if sys.stderr.isatty():
-        line = textwrap.fill(
-            line, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
-        )
-    print(line, file=sys.stderr)
+        columns = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        between = "\n"  # the command is copied as one line
+    print(between.join(filter(None, (line, command))), file=sys.stderr)
     return code
 
 

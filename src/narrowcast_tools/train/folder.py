@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..interrupt import Interrupted
 from .errors import SettingsError
 
 try:
@@ -117,6 +118,7 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     Raises:
         SettingsError: another process holds it, it cannot be made or written, or there is no run to resume.
     """
+    chosen = out is None
     if resume:
         out = _last_run() if out is None else run_of(out)
     missing = [path for path in (out or RUNS, *(out or RUNS).parents) if not path.exists()]
@@ -134,6 +136,9 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
         ) from error
     try:
         yield folder
+    except Interrupted as error:
+        error.folder = folder if chosen else None
+        raise
     finally:
         (folder / LOCK).unlink(missing_ok=True)
         os.close(lock)
