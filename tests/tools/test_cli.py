@@ -390,6 +390,20 @@ def test_a_second_run_does_not_overwrite_the_first(text_file: Path, capsys: pyte
     assert "add --resume" in line
 
 
+def test_one_run_and_several_do_not_share_a_folder(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    """The comparison then took the one run for another of its own, and failed after the training."""
+    assert train(text_file, "--out", "one") == train(text_file, "--seeds", "2", "--out", "two") == 0
+    Path("two/results.json").unlink()  # as where the runs were interrupted
+    Path("compared").mkdir()
+    Path("compared/results.json").write_text("{}")
+    words = ["train", "--data", str(text_file), *TINY, "--out"]
+    for folder in ("two", "compared"):
+        line = fails_on_one_line(capsys, text_file.parent, [*words, folder, "--recipe", "current"])
+        assert f"{folder} holds several runs or a comparison; give --out another folder for one" in line
+    line = fails_on_one_line(capsys, text_file.parent, [*words, "one", "--recipe", "bf16,current"])
+    assert "one holds a single run; give --out another folder for several" in line
+
+
 def test_more_steps_extend_a_run(
     text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
 from .errors import SettingsError
-from .folder import CHECKPOINTS, COMPARED, run_folder
+from .folder import CHECKPOINTS, COMPARED, require_unmixed, run_folder
 from .generate import Answer, load_trained
 from .pace import format_pace
 from .pretrained import shape_of
@@ -98,6 +98,8 @@ def train(
             own = next((warmup for warmup in saved if warmup is not None), None)
             configs = [override(one, warmup=own) for one in configs]
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
+        if not resume:
+            require_unmixed(folder, several=len(configs) > 1)
         if len(configs) == 1:
             _train_one(
                 folder, configs[0], corpus, progress, resume=resume, told=out is None, ranks=ranks, **kept

@@ -63,6 +63,19 @@ def runs_below(folder: Path) -> str:
     return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
 
 
+def require_unmixed(folder: Path, *, several: bool) -> None:
+    """Check that one new run does not come into a folder of several, or ``several`` into that of one.
+
+    Raises:
+        SettingsError: it would.
+    """
+    if several and any((folder / name).exists() for name in (RESULT, CHECKPOINTS)):
+        raise SettingsError(f"{folder} holds a single run; give --out another folder for several")
+    beside = (folder.glob(f"*/{name}") for name in (RESULT, CHECKPOINTS))
+    if not several and ((folder / COMPARED).exists() or any(map(any, beside))):
+        raise SettingsError(f"{folder} holds several runs or a comparison; give --out another folder for one")
+
+
 def require_folder(path: Path, otherwise: str = "") -> None:
     """Check that the folder of a run is there.
 
