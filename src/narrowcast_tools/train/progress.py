@@ -14,8 +14,9 @@ from .pace import Pace, format_pace
 QUIET_SECONDS = 10.0  # longest silence of the plain form
 NARROWEST_BAR = 6  # cells
 TITLE = len("delayed")
-LOSS = len("5.545")
+LOSS, HELD_OUT = len("loss 5.545"), len("held-out 5.545")
 TIME = len("59:59")
+FIGURES, ALL_RUNS = len("loss 5.545  held-out 5.545  left 59:59"), len(", all 59:59")
 SPEED = (len("34,558 tok/s"), len("3.0 GiB"), len("MFU 41.4%"))
 TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
@@ -40,10 +41,15 @@ class Progress:
 
 
 class _Layout:
-    """The columns of figures, the same in every line of a command: a figure that is not known yet is a dash."""
+    """The columns of figures, the same in every line of a command: a figure that is not known yet is a dash.
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    Args:
+        width: of a line.
+        crops: whether no line may be wider; otherwise only the speed is left out where there is no room.
+    """
+
+    def __init__(self, width: int, *, crops: bool) -> None:
+        self._width, self._crops = width, crops
         self._several = False
         self._further: int = 0
         self._begin = 0
@@ -53,25 +59,34 @@ class _Layout:
         self._begin, self._further = begin, further
         self._several = self._several or further != 0
 
+    def room(self) -> int:
+        """Return the characters that the figures without the speed leave of a line."""
+        return self._width - self._begin - FIGURES - self._several * ALL_RUNS
+
     def figures(self, loss: str, held_out: str, pace: Pace, per_step: float | None, steps: int) -> str:
-        """Return the figures, and as much of the speed as there is room for.
+        """Return the figures that there is room for.
 
         Args:
-            loss, held_out: a number, or a dash; an empty held-out loss leaves its place empty.
+            loss, held_out: with the word before the number, or what is done instead.
             per_step: seconds; None if not known.
             steps: that are left of this run.
         """
-        told = f"loss {loss:<{LOSS}}  {f'held-out {held_out}' if held_out else '':<{len('held-out ') + LOSS}}"
-        told += f"  left {_time(per_step, steps)}"
+        figures = [
+            f"{loss:<{LOSS}}",
+            f"  {held_out:<{HELD_OUT}}",
+            f"  left {_time(per_step, steps)}",
+        ]
         if self._several:
-            time_of_all = _time(per_step, steps + self._further)
-            fits = self._begin + len(told) + len(", all runs ") + TIME <= self._width
-            told += f", all {'runs ' if fits else ''}{time_of_all}"
+            runs = "runs " if self.room() >= len("runs ") else ""
+            figures.append(f", all {runs}{_time(per_step, steps + self._further)}")
+        always = 0 if self._crops else len(figures)
         parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
-        for width, part in zip(SPEED, [*parts, *3 * [""]]):
-            if self._begin + len(told) + 2 + max(width, len(part)) > self._width:
+        figures += [f"  {part:>{width}}" for width, part in zip(SPEED, [*parts, *3 * [""]])]
+        told = ""
+        for index, figure in enumerate(figures):
+            if index >= always and self._begin + len(told) + len(figure) > self._width:
                 break
-            told += f"  {part:>{width}}"
+            told += figure
         return told
 
 
@@ -90,29 +105,38 @@ class Bar(Progress):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._layout = _Layout(console.width)
+        self._layout = _Layout(console.width, crops=True)
 
     def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
         title = f"{title:<{TITLE}} "
-        self._layout.begin(len(title) + NARROWEST_BAR + len(f"{total}/{total}") + 3, further)
+        width = len(title) + len(f"{total}/{total}") + 2
+        self._layout.begin(width, further)
+        if bar := self._layout.room() > NARROWEST_BAR:
+            self._layout.begin(width + NARROWEST_BAR + 1, further)
         # A new one for each run: one that starts again prints the lines of the runs before it once more.
         self._rich = RichProgress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            *([BarColumn(bar_width=None)] if bar else []),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
             _Figures(self._layout),
             console=self._console,
-            expand=True,
+            expand=bar,
         )
         self._rich.start()
-        fields = {"loss": "-", "held_out": "-", "pace": Pace(0.0)}
+        # A run begins with an evaluation, and a resumed one with a step.
+        loss, held_out = ("first step", "held-out -") if done else ("loss -", "evaluating")
+        fields = {"loss": loss, "held_out": held_out, "pace": Pace(0.0)}
         self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
-        self._rich.update(self._task, completed=done, loss=f"{loss:.3f}", pace=pace)
+        self._rich.update(self._task, completed=done, loss=f"loss {loss:.3f}", pace=pace)
+        if evaluates:
+            self._rich.update(self._task, held_out="evaluating")
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._rich.update(self._task, completed=done, held_out=f"{loss:.3f}")
+        self._rich.update(self._task, completed=done, held_out=f"held-out {loss:.3f}")
+        if done == 0:
+            self._rich.update(self._task, loss="first step")
 
     def note(self, text: str) -> None:
         _note(self._console, text)
@@ -139,7 +163,7 @@ class Lines(Progress):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._layout = _Layout(console.width)
+        self._layout = _Layout(console.width, crops=False)
         self._title = ""
         self._total = 0
         self._timed: tuple[int, float] | None = None  # the first step, and when it was done
@@ -160,7 +184,7 @@ class Lines(Progress):
             self._line(done, "")
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._line(done, f"{loss:.3f}")
+        self._line(done, f"held-out {loss:.3f}")
 
     def note(self, text: str) -> None:
         _note(self._console, text)
@@ -173,7 +197,9 @@ class Lines(Progress):
         first, at = self._timed or (done, 0.0)
         timed = done >= first + TIMED_STEPS
         per_step = (self._last_line - at) / (done - first) if timed else None
-        figures = self._layout.figures(self._loss, held_out, self._pace, per_step, self._total - done)
+        figures = self._layout.figures(
+            f"loss {self._loss}", held_out, self._pace, per_step, self._total - done
+        )
         self._print(f"{self._begin_of(done)}{figures}".rstrip())
 
     def _print(self, text: str) -> None:

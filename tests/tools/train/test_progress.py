@@ -67,6 +67,45 @@ def test_the_bar_is_legible_at_every_width(width: int, speed: str) -> None:
     assert last.rstrip().endswith(f" 60/240 loss 4.321  held-out 5.545  left     -{speed}")
 
 
+@pytest.mark.parametrize("width", [60, 72, 80, 100])
+@pytest.mark.parametrize("title", ["delayed", "delayed, seed 0"])
+@pytest.mark.parametrize("total", [300, 3000, 30000])
+def test_a_bar_cuts_no_number_however_many_steps(width: int, title: str, total: int) -> None:
+    """Of 3000 steps of several recipes a terminal of 80 columns had `195/30…`."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    bar = make_progress(console)
+    bar.begin(title, done=0, total=total, further=total)
+    bar.evaluated(0, 5.545)
+    bar.step(195, 4.321, Pace(34558.0))
+    bar.end()
+    last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1].rstrip()
+    assert f"195/{total} loss 4.321  held-out 5.545" in last and "…" not in last and len(last) <= width
+    assert ", all " in last or width < 80
+
+
+def test_the_bar_says_what_is_done_while_there_is_no_loss() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = Bar(console)
+
+    def shown() -> str:
+        bar._rich.refresh()
+        written = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain
+        return written.splitlines()[-1].rstrip().partition("/40 ")[2].partition("  left")[0].rstrip()
+
+    bar.begin("bf16", done=0, total=40)
+    assert shown() == "loss -      evaluating"
+    bar.evaluated(0, 5.545)
+    assert shown() == "first step  held-out 5.545"
+    bar.step(10, 4.5, Pace(0.0), evaluates=True)
+    assert shown() == "loss 4.500  evaluating"
+    bar.evaluated(10, 4.25)
+    assert shown() == "loss 4.500  held-out 4.250"
+    bar.end()
+    bar.begin("bf16", done=10, total=40)
+    assert shown() == "first step  held-out -"
+    bar.end()
+
+
 def test_a_pipe_gets_lines() -> None:
     console = Console(file=io.StringIO())
     assert isinstance(make_progress(console), Lines)
