@@ -379,6 +379,14 @@ def test_a_folder_without_a_checkpoint_tells_what_it_is(tmp_path: Path) -> None:
         nc.load_quantized(model, tmp_path / "plain" / "model.safetensors")
 
 
+def test_the_name_of_a_model_on_the_hub_is_told_from_a_folder() -> None:
+    told = (
+        r"org/model is no folder; of a model on the Hub give huggingface_hub.snapshot_download\('org/model'\)"
+    )
+    with pytest.raises(FileNotFoundError, match=told):
+        nc.load_quantized(nn.Sequential(nn.Linear(32, 32)), "org/model")
+
+
 @pytest.mark.gpu
 def test_stored_weights_are_on_the_device_of_the_model(tmp_path: Path) -> None:
     model, path = saved("block", tmp_path)
