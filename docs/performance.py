@@ -755,24 +755,24 @@ def break_even() -> str:
 
 def how_much() -> str:
     """Return the table of README, which fits a terminal: speed beside bf16 and peak memory of what its chart shows."""
-    shown = {"fsdp": "8B layers", "mlp": "8B block", "huggingface": "1B Llama"}
-    works = [section for section in SECTIONS if section.key in HERO]
-    cells = [
-        {row.name: f"{row.speed:.2f} | {row.peak:.1f}" for row in measured(section)} for section in works
-    ]
+    shown = {"fsdp": "8B layers", "mlp": "8B block", "huggingface": "converted 1B"}
+    works = [measured(section) for section in SECTIONS if section.key in HERO]
+    rows = [{row.name: row for row in work} for work in works]
     lines = [
-        f"| times as fast as bf16 | {' | '.join(f'{shown[section.key]} | GiB' for section in works)} |",
-        f"| --- |{' ---: | ---: |' * len(works)}",
+        f"| times as fast as bf16 | {' | '.join(shown.values())} |",
+        f"| --- |{' ---: |' * len(shown)}",
     ]
     names = {"delayed": "narrowcast, delayed", "current": "narrowcast, current"}
     for name in SHOWN:
-        row = " | ".join(of_work.get(name, "- | -") for of_work in cells)
-        lines.append(f"| {names.get(name, name)} | {row} |")
+        speeds = [f"{work[name].speed:.2f}" if name in work else "-" for work in rows]
+        lines.append(f"| {names.get(name, name)} | {' | '.join(speeds)} |")
+    peaks = [f"{work['bf16'].peak:.1f}, {work['delayed'].peak:.1f}" for work in rows]
+    lines.append(f"| peak GiB: bf16, delayed | {' | '.join(peaks)} |")
     what = (
-        "Each work has two columns: how many times as fast as bf16 it runs, and its peak of memory. First: a training "
-        "step of four layers on two GPUs. Second: forward and backward of a feed-forward block. Third: a training step "
-        "of a converted Llama of Transformers (-: not measured). 8B is the shape of a Llama 3 8B layer: 4096 "
-        "wide, 14336 in its feed-forward block."
+        "*8B layers*: a training step of four layers of Llama 3's 8B shape on two GPUs, under FSDP2. *8B block*: "
+        "forward and backward of one of their feed-forward blocks. Both are made of narrowcast's fused layers, and "
+        "FSDP2 gathers their weights in FP8. torchao converts `nn.Linear`s, and gathers in bf16. *Converted 1B*: a "
+        "training step of a Llama of Transformers after `nc.convert` (-: not measured)."
     )
     device, torch, ours, dates = measured_with(HERO)
     told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}."
