@@ -646,6 +646,8 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Run, "_save", interrupted)
+    absent = "runs/demo-quick holds no interrupted demo to resume; leave --resume out to begin one"
+    assert absent in fails_on_one_line(capsys, text_file.parent, [*words, "--resume"])
     assert main(words) == 130
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("narrowcast: interrupted at step 2 of 4; step 2 is saved; to continue: ")
@@ -669,6 +671,7 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert f"4 steps of 32 bytes of {text_file}, in {len(ALL_RECIPES)} runs: bf16" in printed.err
     folder = Path("runs/demo-quick")
     assert sorted(path.name for path in folder.iterdir()) == ["loss.png", "results.json"]
+    assert absent in fails_on_one_line(capsys, text_file.parent, [*words, "--resume"])
     resumed = json.loads((folder / "results.json").read_text())["runs"]
     assert main([*words, "--out", "whole"]) == 0
     whole = json.loads(Path("whole/results.json").read_text())["runs"]

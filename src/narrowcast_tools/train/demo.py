@@ -63,10 +63,14 @@ def run_demo(
         resume: keep the finished runs of an interrupted demo, and continue the others from their checkpoints.
 
     Raises:
-        SettingsError: `folder` holds an interrupted demo and `resume` is off; and as `Run`.
+        SettingsError: `folder` holds an interrupted demo and `resume` is off, or none and it is on; and as `Run`.
         TrainingError: as `Run`.
     """
     runs = folder / UNFINISHED
+    if resume and not runs.exists():
+        raise SettingsError(
+            f"{folder} holds no interrupted demo to resume; leave --resume out to begin one, or give --out its folder"
+        )
     if runs.exists() and not resume:
         finished = sum((runs / f"{name}-{config.seed}" / RESULT).exists() for name in recipes)
         raise SettingsError(
