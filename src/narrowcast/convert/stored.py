@@ -111,7 +111,7 @@ def why_not_stored(weight: torch.Tensor, uses: Counter[int], meta: bool = False)
 
 def stores(layer: Any, module: Any) -> bool:
     """Return whether a module, which is a ``layer`` or becomes one, keeps its weights as one quantized copy."""
-    return layer is Linear or issubclass(layer or type(module), (Linear, StackedExpertsLayer))
+    return issubclass(layer or type(module), (Linear, StackedExpertsLayer))
 
 
 def nothing_to_store(weights: str) -> ValueError:
