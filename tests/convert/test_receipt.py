@@ -197,6 +197,18 @@ def test_layers_of_narrowcast_count_when_they_have_a_recipe() -> None:
     assert text.count("set_recipe gives it a recipe") == 1 and text.count(type(CURRENT).__name__) == 2
 
 
+def test_what_layers_of_narrowcast_save_is_not_told_as_zero() -> None:
+    own = nc.Linear(32, 32, device="cpu", recipe=CURRENT)
+    text = str(nc.receipt(nn.Sequential(own)))
+    assert "Sequential: 1 of 1 weights in layers built from narrowcast\n" in text
+    assert text.endswith("as before; not estimated: what layers built from narrowcast save")
+    assert "0 B" not in text and "converted" not in text
+    mixed = str(nc.receipt(nc.convert(nn.Sequential(own, nn.Linear(32, 32)), CURRENT)))
+    assert "1 of 2 weights converted, 1 of 2 weights in layers built from narrowcast\n" in mixed
+    assert "before 128 B; not estimated: what layers" in mixed
+    assert "0 B" not in str(nc.receipt(nn.Linear(32, 32)))
+
+
 def test_a_converted_layer_without_a_recipe_is_counted_apart() -> None:
     model = nc.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), CURRENT)
     nc.set_recipe(model[1], None)

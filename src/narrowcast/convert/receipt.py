@@ -79,7 +79,7 @@ class NormRecord:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes before and after the conversion.
+    """Bytes before and after the conversion; only parameters include layers built from narrowcast.
 
     Attributes:
         parameters: bytes of the model's parameters after the conversion.

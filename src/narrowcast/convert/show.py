@@ -16,7 +16,7 @@ from .._table import aligned
 from ..upstream.compiler import repeats_every_gemm
 
 if TYPE_CHECKING:
-    from .receipt import GemmRecord, Receipt
+    from .receipt import GemmRecord, Memory, Receipt
 
 _HEAD = ("name", "type", "shape", "decision", "recipe or reason", "parameters", "FLOPs", "padding")
 _RIGHT = frozenset((5, 6, 7))
@@ -152,6 +152,7 @@ def _totals(receipt: Receipt) -> list[str]:
     memory = receipt.memory
     converted = [one for one in receipt.gemms if one.decision == "converted"]
     plain = sum(not one.covered for one in converted)
+    built = sum(one.decision == "narrowcast" for one in receipt.gemms)
     kept = [f"{one.name} ({one.reason})" for one in receipt.norms if one.decision == "kept"]
     norms = [
         f"norms: {len(receipt.norms) - len(kept)} converted" + (f"; kept: {', '.join(kept)}" if kept else "")
@@ -159,9 +160,11 @@ def _totals(receipt: Receipt) -> list[str]:
     same = memory.parameters == memory.parameters_before
     before = "as before" if same else f"before {_bytes(memory.parameters_before)}"
     verb = "would be converted (dry run)" if receipt.dry_run else "converted"
+    counts = [f"{len(converted)} of {len(receipt.gemms)} weights {verb}"] if converted or not built else []
+    counts += [f"{plain} without a recipe"] if plain else []
+    counts += [f"{built} of {len(receipt.gemms)} weights in layers built from narrowcast"] if built else []
     return [
-        f"{receipt.model}: {len(converted)} of {len(receipt.gemms)} weights {verb}"
-        + (f", {plain} without a recipe" if plain else ""),
+        f"{receipt.model}: {', '.join(counts)}",
         *(norms if receipt.norms else []),
         *(
             [f"did not run while recorded, and do not count: {', '.join(receipt.idle)}"]
@@ -170,13 +173,20 @@ def _totals(receipt: Receipt) -> list[str]:
         ),
         f"under a recipe: {receipt.flops_covered:.1%} of the FLOPs per token in these GEMMs, "
         f"{receipt.parameters_covered:.1%} of {receipt.parameter_count:,} parameters",
-        f"expected memory: parameters {_bytes(memory.parameters)}, {before}; quantized weights kept from forward to "
-        f"backward {_bytes(memory.quantized_weights)}; inputs saved per token {_bytes(memory.saved_per_token)}, "
-        f"before {_bytes(memory.saved_per_token_before)}",
+        f"expected memory: parameters {_bytes(memory.parameters)}, {before}"
+        + (_saved_by_converted(memory) if len(converted) > plain else "")
+        + ("; not estimated: what layers built from narrowcast save" if built else ""),
         *_saved(receipt),
         *([_BUDGET] if repeats_every_gemm() else []),
         *([f"sharding:\n{receipt.sharding}"] if receipt.sharding is not None else []),
     ]
+
+
+def _saved_by_converted(memory: Memory) -> str:
+    return (
+        f"; quantized weights kept from forward to backward {_bytes(memory.quantized_weights)}; inputs saved per token "
+        f"{_bytes(memory.saved_per_token)}, before {_bytes(memory.saved_per_token_before)}"
+    )
 
 
 def _saved(receipt: Receipt) -> list[str]:
