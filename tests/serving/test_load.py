@@ -46,6 +46,13 @@ def test_a_loaded_model_is_the_exported_one(name: str, meta: bool, tmp_path: Pat
     assert not again[0].weight.requires_grad and again[0].bias.requires_grad
 
 
+def test_the_receipt_says_that_the_checkpoint_has_a_layer_in_high_precision(tmp_path: Path) -> None:
+    model = nc.convert(stack(160, 224, 96), QUANTIZED["block"], only="0")
+    path = nc.export(model, tmp_path / "out", format=KINDS["block"]).path
+    kept = nc.receipt(nc.load_quantized(stack(160, 224, 96), path)).gemms[1]
+    assert (kept.decision, kept.reason) == ("kept", "the checkpoint has it in high precision")
+
+
 def test_compressed_tensors_tiles_are_read_too(tmp_path: Path) -> None:
     model = trained(QUANTIZED["block"], 160, 224)
     path = nc.export(model, tmp_path / "out", format="compressed-tensors").path

@@ -17,7 +17,7 @@ from ..layers.set_recipe import Model, RecipeChoice, recipe_table
 from ..recipe import Recipe, recipe_name
 from ..upstream.fsdp import is_distributed, reshard
 from .adapters import unmerge_exactly
-from .decisions import Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
+from .decisions import NOT_IN_ONLY, Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
 from .stored import DECODED, nothing_to_store, restore, store, stores, uses_of_parameters, why_not_stored
@@ -279,7 +279,7 @@ def _decide(
     if one.name in skipped:
         return Decision(one, "kept", "skip", None)
     if one.name not in chosen:
-        return Decision(one, "kept", "not in only", None)
+        return Decision(one, "kept", NOT_IN_ONLY, None)
     recipe = recipes.get(one.name)
     if recipe is None:
         return Decision(one, "kept", "no recipe is given for it", None)
@@ -322,7 +322,7 @@ def _by_policy(one: Decision, choose: Policy, rows: int) -> Decision:
 
 def _decide_norm(one: FoundNorm, chosen: set[str], skipped: set[str]) -> FoundNorm:
     if one.layer is not None and (one.name in skipped or one.name not in chosen):
-        return one._replace(layer=None, reason="skip" if one.name in skipped else "not in only")
+        return one._replace(layer=None, reason="skip" if one.name in skipped else NOT_IN_ONLY)
     return one
 
 

@@ -18,6 +18,8 @@ from .swap import is_converted
 # two, since the 2-D weight of a norm over two dims is listed as that of a GEMM, too.
 _REASON, _NORM_REASON = "_conversion_reason", "_norm_conversion_reason"
 
+NOT_IN_ONLY = "not in only"
+
 
 @dataclass(frozen=True)
 class Decision:

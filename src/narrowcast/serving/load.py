@@ -15,9 +15,10 @@ from .. import _checks
 from .._checks import is_one_of, not_among, shown, some
 from .._device import HIGH_PRECISION
 from ..convert import convert
+from ..convert.decisions import NOT_IN_ONLY, decisions_so_far, record_reason
 from ..convert.experts import StackedExpertsLayer
 from ..convert.find import gemm_modules
-from ..convert.receipt import weight_name
+from ..convert.receipt import Receipt, weight_name
 from ..convert.stored import (
     DECODED,
     nothing_to_store,
@@ -100,11 +101,24 @@ def load_quantized(
     if weights is None:
         for stored, own, names in _read_codes(model, path, config, recipe):
             convert(model, own, only=names, weights=stored)  # type: ignore[arg-type]
+        _record_reasons(model, {}, "the checkpoint has it in high precision")
         return model
     if recipe is None:
         recipe = Float8CurrentScaling() if weights in ("stored", "nvfp4") else Float8BlockScaling()
-    made = _quantize_while_reading(model, path, recipe, weights, skip)
-    return convert(model, recipe, only=made, weights=weights)
+    receipt = convert(model, recipe, skip=skip, dry_run=True)
+    made = _quantize_while_reading(model, path, recipe, weights, receipt)
+    convert(model, recipe, only=made, weights=weights)
+    reasons = {one.name: one.reason for one in receipt.gemms if one.decision == "kept"}
+    _record_reasons(model, reasons, "its weights are not stored quantized")
+    return model
+
+
+def _record_reasons(model: nn.Module, reasons: dict[str, str], default: str) -> None:
+    """Record why layers stayed, by the names of their weights; ``convert`` knows only that it was given others."""
+    for one in decisions_so_far(model):
+        if one.decision == "kept" and one.reason == NOT_IN_ONLY:
+            name = weight_name(one.found, one.found.weights[0])
+            record_reason(one.found.module, reasons.get(name, default))
 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
@@ -287,13 +301,15 @@ def _experts(model: nn.Module, names: CheckpointNames) -> list[_Experts]:
 
 
 def _quantize_while_reading(
-    model: nn.Module, path: Path, recipe: Recipe, weights: str, skip: Selectors
+    model: nn.Module, path: Path, recipe: Recipe, weights: str, receipt: Receipt
 ) -> list[str]:
     """Load a checkpoint in high precision, the weights that ``convert`` would store quantized one by one; return names
     of their modules.
+
+    Args:
+        receipt: of a dry run of ``convert``.
     """
     uses, chosen = uses_of_parameters(model), []
-    receipt = convert(model, recipe, skip=skip, dry_run=True)
     converted = {one.name for one in receipt.gemms if one.decision == "converted"}
     quantizers: dict[str, Quantizer] = {}
     for one in gemm_modules(model):
