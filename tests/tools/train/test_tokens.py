@@ -77,7 +77,7 @@ def test_a_run_on_tokens(
     assert Path("run/tokenizer.json").read_text() == tokenizer_file.read_text()
     assert main([*words, "--resume"]) == 2
     assert (
-        "trained with a --tokenizer of 300 tokens, and this command says no --tokenizer"
+        "this command says no --tokenizer; pass a --tokenizer of 300 tokens to continue it"
         in capsys.readouterr().err
     )
 
