@@ -44,6 +44,13 @@ TINY = [
 # fmt: on
 
 
+def tiny(*words: str) -> list[str]:
+    """Return the words, and the options of `TINY` that they do not give."""
+    given = {word.partition("=")[0] for word in words}
+    kept = [(name, value) for name, value in zip(TINY[::2], TINY[1::2]) if name not in given]
+    return [*chain.from_iterable(kept), *words]
+
+
 @pytest.fixture
 def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -57,7 +64,8 @@ def tree(root: Path) -> dict[str, int]:
 
 
 def train(text: Path, *words: str) -> int:
-    return main(["train", "--data", str(text), *TINY, *words])
+    data = [] if "--data" in words else ["--data", str(text)]
+    return main(["train", *data, *tiny(*words)])
 
 
 def fails_on_one_line(capsys: pytest.CaptureFixture, root: Path, words: list[str]) -> str:
@@ -208,7 +216,9 @@ def test_bad_settings(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("empty.txt").touch()
     Path("empty").mkdir()
-    command = ["train", "--data", str(text_file), *TINY, "--out", "run", *words]
+    given = [] if "--out" in words else ["--out", "run"]
+    given += [] if "--data" in words else ["--data", str(text_file)]
+    command = ["train", *given, *tiny(*words)]
     line = fails_on_one_line(capsys, text_file.parent, command)
     assert all(part in line for part in parts), line
     assert not Path("run").exists()
@@ -217,7 +227,9 @@ def test_bad_settings(
 @pytest.mark.parametrize("text", ["int", "integer", "integer range"])
 def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
     error = typer.BadParameter(f"'2.5' is not a valid {text}.")
-    error.param = SimpleNamespace(opts=["--steps"], get_error_hint=lambda *_: "'--steps'")  # type: ignore[assignment]
+    error.param = SimpleNamespace(
+        opts=["--steps"], secondary_opts=[], is_flag=False, get_error_hint=lambda *_: "'--steps'"
+    )  # type: ignore[assignment]
     line = cli._what_is_wrong(error, ["train", "--steps", "2.5"])
     assert line == "--steps is '2.5'; use a whole number"
 
@@ -248,6 +260,30 @@ def test_bad_commands(
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert all(part in line for part in parts), line
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train --seed 1 --seed=2", "--seed is given as '1' and as '2'; give it once"),
+        ("plan --gpus 8 --recipe bf16 --gpus 16", "--gpus is given as '8' and as '16'; give it once"),
+        ("train --compile --no-compile", "--compile and --no-compile are both given; leave one of them out"),
+        ("train --recipe bf16, current ,mxfp8", "; write --recipe bf16,current,mxfp8, without a space"),
+        ("train --recipe=bf16, current --seed 3", "; write --recipe=bf16,current, without a space"),
+        ("bench tiny --mode eager, compiled", "; write --mode eager,compiled, without a space"),
+        ("train --recipe bf16 current", "'current' belongs to no option of narrowcast train; did you mean"),
+    ],
+)
+def test_an_option_given_twice_or_with_a_space_is_refused(
+    words: str, told: str, text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The last one won without a note, and the word after a space belonged to no option."""
+    assert told in fails_on_one_line(capsys, text_file.parent, words.split())
+
+
+def test_the_same_value_twice_is_one(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["--seed", "3", "--compile", "--compile", "--seed", "3", "--steps", "0"]
+    assert "--steps is 0" in fails_on_one_line(capsys, text_file.parent, ["train", *words])
 
 
 def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -329,8 +365,8 @@ def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
 def test_fewer_steps_shorten_the_warmup_and_a_resumed_run_keeps_its_own(
     text_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    at = TINY.index("--warmup")
-    words = ["train", "--data", str(text_file), *TINY[:at], *TINY[at + 2 :], "--recipe"]
+    shape = tiny("--steps", "--warmup")[:-2]
+    words = ["train", "--data", str(text_file), *shape, "--recipe"]
     for recipes, out, runs in (
         ("bf16", "one", ("one",)),
         ("bf16,mxfp8", "two", ("two/bf16-0", "two/mxfp8-0")),
@@ -357,16 +393,17 @@ def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
 
 def test_resume_from_another_configuration(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     assert train(text_file, "--out", "run") == 0
-    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--seed", "7"]
-    line = fails_on_one_line(capsys, text_file.parent, words)
+    start = ["train", "--data", str(text_file), "--out", "run", "--resume"]
+    line = fails_on_one_line(capsys, text_file.parent, [*start, *tiny("--seed", "7")])
     assert "this command says --seed 7; pass --seed 0 to continue it, or another --out" in line
-    line = fails_on_one_line(capsys, text_file.parent, [*words, "--lr", "3e-4", "--hidden", "64"])
+    words = tiny("--seed", "7", "--lr", "3e-4", "--hidden", "64")
+    line = fails_on_one_line(capsys, text_file.parent, [*start, *words])
     assert "says --lr 0.0003, --seed 7, --hidden 64; pass --lr 0.001, --seed 0, --hidden 48 to" in line
     most = ["--lr", "1", "--clip", "2", "--hidden", "64", "--layers", "2", "--weight-decay", "0"]
-    line = fails_on_one_line(capsys, text_file.parent, [*words, *most])
+    line = fails_on_one_line(capsys, text_file.parent, [*start, *tiny("--seed", "7", *most)])
     assert "says --lr 1.0, --weight-decay 0.0, --clip 2.0, --seed 7 and 2 more; pass" in line
     assert train(text_file, "--out", "run", "--resume") == 0
-    words = ["train", "--data", str(text_file), *TINY, "--out", "run", "--resume", "--steps", "3"]
+    words = ["train", "--data", str(text_file), *tiny("--out", "run", "--resume", "--steps", "3")]
     told = "it has 4 steps, and --steps is 3; give --steps more than 4, or another --out"
     assert told in fails_on_one_line(capsys, text_file.parent, words)
 
@@ -483,7 +520,7 @@ cli.main(sys.argv[1:])
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.requested)])
 def test_killed_during_a_save_and_resumed_is_the_same_run(recipe: str, text_file: Path) -> None:
-    words = ["train", "--data", str(text_file), *TINY, "--steps", "6", "--recipe", recipe]
+    words = ["train", "--data", str(text_file), *tiny("--steps", "6", "--recipe", recipe)]
     # Sums of several threads may differ in the last bit from those of one.
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
@@ -604,7 +641,7 @@ def run_signalled(number: int, at: int, words: list[str]) -> tuple[int, str]:
 def test_an_interrupted_run_is_saved_and_names_the_command_that_continues_it(
     number: int, code: int, text_file: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    words = ["train", "--data", str(text_file), *TINY, "--recipe", "delayed", "--save-every", "100"]
+    words = ["train", "--data", str(text_file), *tiny("--recipe", "delayed", "--save-every", "100")]
     ended, line = run_signalled(number, 1, [*words, "--out", "cut"])
     told, _, command = line.partition("; to continue: ")
     assert (ended, told) == (code, "narrowcast: interrupted at step 2 of 4; step 2 is saved")
@@ -616,7 +653,7 @@ def test_an_interrupted_run_is_saved_and_names_the_command_that_continues_it(
 
 
 def test_an_interrupted_run_without_checkpoints_says_that_nothing_is_saved(text_file: Path) -> None:
-    words = ["train", "--data", str(text_file), *TINY, "--save-every", "0", "--out", "run"]
+    words = ["train", "--data", str(text_file), *tiny("--save-every", "0", "--out", "run")]
     told = "narrowcast: interrupted at step 3 of 4; nothing is saved with --save-every 0"
     assert run_signalled(signal.SIGINT, 2, words) == (130, told)
     assert main(words) == 0, "the same command starts again"

@@ -30,6 +30,8 @@ ELSEWHERE = {"model": "preset", "epochs": "steps"}
 """Options of other trainers, and those of `train` in their place."""
 COMMAND = re.compile("(.*?)(?:(; (?:to continue|run|for example):) (.*))?", re.DOTALL)
 """A message, and the command that it may end with."""
+SPACED = re.compile(r"--(?:recipe|mode|keep-bf16)[ =][^ ,]+(?: *, *[^ ,]+)+")
+"""Names with spaces at their commas."""
 LIBRARY = {"bisect", "convert", "export", "receipt", "revert", "watch"}
 """Functions that a user may take for commands."""
 MISSING: str | None = None
@@ -52,7 +54,7 @@ try:
     from ..train.errors import SettingsError, TrainingError
     from ..train.names import RECIPES
     from ..train.presets import PRESETS
-    from .commands import app
+    from .commands import app, values_of
     from .options import EXAMPLES
 
     KNOWN = {
@@ -148,7 +150,11 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if param is None:
         if "extra argument" in found:
             extra = found[found.rfind("(") + 1 :].rstrip(").")
-            return f"{extra!r:.60} belongs to no option of {program}; {_use_of(extra, name) or f'{look} all'}"
+            if spaced := SPACED.search(" ".join(words)):
+                use = f"write {re.sub(' *, *', ',', spaced[0])}, without a space"
+            else:
+                use = _use_of(extra, name) or f"{look} all"
+            return f"{extra!r:.60} belongs to no option of {program}; {use}"
         if program == "narrowcast" and name:
             if name in LIBRARY:
                 return (
@@ -157,12 +163,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
             alike = difflib.get_close_matches(name, names, 1)
             return f"no command {name!r:.60}; {f'the nearest: {alike[0]!r:.60}; ' if alike else ''}{look} all"
         return error.message if kind == "BadParameter" else f"{_uncapitalized(found)}; {look} what it takes"
-    values = []
-    for word, following in zip(words, [*words[1:], ""]):
-        start, equals, value = word.partition("=")
-        if start in param.opts:
-            values.append(value if equals else following)
-    if not values:
+    if not (values := values_of(param, words)):
         return f"{_uncapitalized(found)}; {look} what it takes"
     kinds = (("valid int", "a whole number"), ("number", "a number"), ("float", "a number"))
     use = next((text for part, text in kinds if part in found), f"one that {whole} names")

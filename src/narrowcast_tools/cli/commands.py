@@ -56,7 +56,30 @@ def _show_examples(command: str | None) -> None:
     typer.echo("\n".join([" Examples:", *(f"   {line}" for line in o.EXAMPLES[command or ""])]))
 
 
+def values_of(param: Any, words: list[str]) -> list[str]:
+    """Return the values that a command gives an option, in order; of a flag the options themselves."""
+    values = []
+    for word, following in zip(words, [*words[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name in (*param.opts, *param.secondary_opts):
+            values.append(name if param.is_flag else value if equals else following)
+    return values
+
+
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given: list[Any]
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for param in given:
+            if given.count(param) > 1 and len(values := dict.fromkeys(values_of(param, args))) > 1:
+                first, *_, last = values
+                if param.is_flag:
+                    raise typer.BadParameter(f"{first} and {last} are both given; leave one of them out")
+                raise typer.BadParameter(
+                    f"{param.opts[0]} is given as {first!r:.60} and as {last!r:.60}; give it once"
+                )
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:
         params = super().get_params(ctx)
         return _shown(params) if _HELP in ctx.meta else params
