@@ -11,14 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from ..colors import color_of
 from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from .report import BASELINE, Row, judged
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
-# above a recipe's dots, where it covers none
-ALLOWED = {"marker": "v", "color": "0.15", "markersize": 6, "markeredgewidth": 0, "linewidth": 0}
+WIDEST = 4  # times the gaps' own axis: a limit that is farther away is outside, or all dots would lie on bf16's line
+ALLOWED = {"color": "0.9", "linewidth": 0}
 OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
 NAMES = 84  # points: the width of a recipe's name
 TOP = -0.6  # where the rows begin; the first is at 0
@@ -112,10 +113,12 @@ def _rule(rows: Sequence[Row]) -> str:
     return told + (f"; {', '.join(inside)}: more, but no higher than bf16's highest seed." if inside else ".")
 
 
-def _bound(rows: Sequence[Row]) -> float:
-    """Return where the axis of the last gaps ends, in percent: dots that are close are seen apart."""
+def _axis(rows: Sequence[Row]) -> tuple[float, float]:
+    """Return where the axis of the last gaps begins and ends, in percent: the limits are inside if they are near."""
     gaps = [*_own_range(_baseline(rows)), *(gap for row in rows for gap in row.seed_gaps)]
-    return 1.12 * (max(map(abs, gaps)) or 1.0)
+    bound = 1.12 * (max(map(abs, gaps)) or 1.0)
+    limit = 1.06 * max(_allowed(rows), default=0.0)
+    return -bound, limit if bound < limit <= WIDEST * bound else bound
 
 
 def _own_range(baseline: Row) -> tuple[float, float]:
@@ -137,21 +140,21 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
         keys.append(Line2D([], [], marker="o", markersize=6, label=one, **mark))
         mean = "mean of a recipe's seeds"
         keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label=mean, **mark))
-    if len(rows) > 1 and any(percent < _bound(rows) for percent in _allowed(rows)):
-        keys.append(Line2D([], [], label="largest gap that counts as equal", **ALLOWED))
+    if _allowed(rows):
+        keys.append(Patch(label=f"{'mean ' * _several(rows)}gaps that count as equal", **ALLOWED))
     return keys
 
 
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a line of dots per recipe with the gap that is allowed, and write the gap right of it."""
+    """Draw a line of dots per recipe on the gaps that are allowed, and write the gap right of it."""
     baseline = _baseline(rows)
-    several, allowed, bound = _several(rows), _allowed(rows), _bound(rows)
+    several, allowed, (low, high) = _several(rows), _allowed(rows), _axis(rows)
     _style(axes, f"Percent above bf16 at step {baseline.held_out[-1][0]}\n", "x")
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
-        if allowed and row.tolerance_percent is not None and row.tolerance_percent < bound:
-            axes.plot(row.tolerance_percent, place - 0.4, **ALLOWED)
+        if allowed and row.tolerance_percent is not None:
+            axes.barh(place, min(row.tolerance_percent, high) - low, 0.75, left=low, **ALLOWED)
         dot = {
             "color": color,
             "markersize": 6 if several else 7,
@@ -161,7 +164,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         if several and row is baseline:
             axes.plot(_own_range(row), [place, place], **OWN)
         else:
-            lanes = _lanes(row.seed_gaps, 0.09 * bound)
+            lanes = _lanes(row.seed_gaps, 0.045 * (high - low))
             axes.plot(row.seed_gaps, [place + lane for lane in lanes], "o", **dot)
         if several and row is not baseline:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
@@ -180,7 +183,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     )
     axes.set_yticks(range(len(rows)), [wrap(row.title, NAMES) for row in rows], size=LETTERS)
     axes.set_ylim(len(rows) - 0.5, TOP)
-    axes.set_xlim(-bound, bound)
+    axes.set_xlim(low, high)
     told = "right of 0: worse than bf16"
     if len(rows) > 1 and not several:
         told += "; one seed ranks no recipe"
