@@ -23,6 +23,7 @@ ALLOWED = {"color": "0.9", "linewidth": 0}
 OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
 NAMES = 84  # points: the width of a recipe's name
 TOP = -0.6  # where the rows begin; the first is at 0
+PADDING = 0.04  # of the steps, on either side: the axes cut no marker
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 ON_A_CPU = "A CPU emulates the formats, with the losses of a GPU and not its speed. "
@@ -240,7 +241,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
             ends.append((percents[-1], row))
     axes.set_ylim(low, high)
-    axes.set_xlim(0, last_step)
+    axes.set_xlim(-PADDING * last_step, (1 + PADDING) * last_step)
     axes.locator_params(axis="x", nbins=4)
     names = [wrap(row.title, NAMES) for _, row in ends]
     lines = max((name.count("\n") + 1 for name in names), default=1)
@@ -250,18 +251,19 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         axes.annotate(
             name,
             xy=(last_step, min(max(end, low), high)),
-            xytext=(last_step * 1.05, height),
-            color="0.15",
+            xytext=(last_step * (1 + 4 * PADDING), height),
+            color=color_of(row.recipe),
             size=LETTERS,
             va="center",
             annotation_clip=False,
-            # The line ends at the label's left edge; from the middle it would strike through others.
+            # The line ends at the middle of the label's left edge; without a patch to clip it at, not near a neighbor.
             arrowprops={
                 "arrowstyle": "-",
                 "color": color_of(row.recipe),
-                "linewidth": 1.5,
+                "linewidth": 0.8,
                 "relpos": (0, 0.5),
-                "shrinkA": 0,
+                "patchA": None,
+                "shrinkA": 3,
                 "shrinkB": 2,
             },
         )

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from rich.console import Console
 
+from narrowcast_tools.colors import color_of
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.document import compose
@@ -311,6 +312,22 @@ def test_no_leader_line_strikes_through_a_label() -> None:
     for label in labels:
         assert label.arrow_patch is not None
         assert label.arrow_patch.get_path().get_extents().x1 <= left
+
+
+def test_a_line_ends_at_its_own_label_in_its_color_and_no_marker_is_cut() -> None:
+    """Lines ended between two labels, and the axes cut the first and the last marker in half."""
+    names = ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
+    close = compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)])
+    gaps = figures(lambda: draw(close, subtitle="close"))[0].axes[1]
+    labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
+    for name, label in zip(names, labels):
+        assert label.arrow_patch is not None
+        _, tip = label.arrow_patch.get_transform().transform(label.arrow_patch.get_path().vertices[0])
+        box = Text.get_window_extent(label)
+        assert abs(tip - (box.y0 + box.y1) / 2) < box.height / 4
+        assert label.get_color() == color_of(name)
+    low, high = gaps.get_xlim()
+    assert low < 0 and high > 240
 
 
 @pytest.mark.parametrize(
