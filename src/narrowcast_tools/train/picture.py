@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from ..colors import color_of
 from ..schemes import LETTERS, WIDTH, png, tell, wrap
-from .report import BASELINE, Row, judged
+from .report import BASELINE, Row, judged, too_few
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 WIDEST = 4  # times the gaps' own axis: a limit that is farther away is outside, or all dots would lie on bf16's line
@@ -63,8 +63,9 @@ def finding(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         (_, first), (_, last) = rows[0].held_out[0], rows[0].held_out[-1]
         return f"{rows[0].title} learns the text" if last < first else f"Held-out loss of {rows[0].title}"
-    if not judged(rows):
-        return "After too few steps to judge, losses differ by chance"
+    if few := too_few(rows[0].held_out[-1][0]):
+        largest = max((row.gap_percent for row in rows), key=abs)
+        return f"The largest gap, {signed_percent(largest)}, may be chance: {few} to judge"
     if not above:
         most = math.ceil(10 * max(row.gap_percent for row in rows)) / 10
         none = "On average, no" if _several(rows) else "No"
@@ -93,7 +94,8 @@ def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = _baseline(rows)
     (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
     told = [_rule(rows), "On text not trained on, bf16's loss"]
-    told.append(f"fell from {first:.2f} to {last:.2f}" if len(baseline.held_out) > 1 else f"is {last:.2f}")
+    moved = f"{'fell' if last < first else 'rose'} from {first:.2f} to {last:.2f}"
+    told.append(moved if len(baseline.held_out) > 1 else f"is {last:.2f}")
     told.append(f"nats per {unit}")
     if len(baseline.seeds) > 1:
         low, high = baseline.spread
@@ -170,7 +172,6 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
         if several and row is not baseline:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=13, markeredgewidth=2.5)
         gap = "" if row is baseline else signed_percent(row.gap_percent)
-        gap = gap if judged(rows) else f"{row.held_out_loss:.3f}"
         seeds = f"{len(row.seed_gaps)}" + (
             f" of {len(baseline.seeds)}" if row.seeds != baseline.seeds else ""
         )
@@ -178,7 +179,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     _beside(
         axes,
         TOP,
-        *(("mean", "seeds") if several else ("gap",) if judged(rows) else ("loss",)),
+        *(("mean", "seeds") if several else ("gap",)),
         color="0.35",
         above=7,
     )
@@ -211,7 +212,9 @@ def _beside(axes: Axes, place: float, *told: str, color: str, above: float = 0) 
             "annotation_clip": False,
         }
         right = (50 + 42 * column, above)
-        axes.annotate(text, (1, place), right, ha="right", va="center", size=LETTERS, color=color, **where)
+        axes.annotate(
+            text, (1, place), right, ha="right", va="center_baseline", size=LETTERS, color=color, **where
+        )
 
 
 def _draw_losses(axes: Axes, row: Row, unit: str) -> None:

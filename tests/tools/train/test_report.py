@@ -206,9 +206,15 @@ def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row])
     assert [text.get_text() for text in far.legends[0].get_texts()] == ["gaps that count as equal"]
     short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
     drawn = figures(lambda: draw(short, subtitle="short"))[0]
-    assert "too few steps" in drawn.get_suptitle().replace("\n", " ") and not _marks(drawn.axes[0])
+    title = "The largest gap, +0.50%, may be chance: 30 steps are too few to judge"
+    assert drawn.get_suptitle().replace("\n", " ") == title and not _marks(drawn.axes[0])
     assert "as equal" not in _foot(drawn)
-    assert [text.get_text() for text in drawn.axes[0].texts] == ["2.000", "2.010", "loss"]
+    assert [text.get_text() for text in drawn.axes[0].texts] == ["", "+0.50%", "gap"]
+    assert "bf16's loss fell from 5.54 to 2.00 nats" in _foot(drawn)
+    diverged = compare([result("bf16", 9.0, 30), result("current", 8.0, 30)])
+    drawn = figures(lambda: draw(diverged, subtitle="short"))[0]
+    assert "bf16's loss rose from 5.54 to 9.00 nats" in _foot(drawn)
+    assert "largest gap, \N{MINUS SIGN}11.11%" in drawn.get_suptitle().replace("\n", " ")
 
 
 def test_every_recipe_has_its_own_limit_in_its_row() -> None:
