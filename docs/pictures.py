@@ -39,11 +39,7 @@ H200 = (
     "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "
     "MXFP8 and NVFP4 emulated. NVIDIA H200, torch 2.11.0+cu130, narrowcast 0.1.0"
 )
-FIRST = (
-    f"{ON_A_CPU}434,816 parameters, bytes of the Python standard library's sources. "
-    "Intel(R) Xeon(R) Processor, 2 cores (torch uses 1), Linux x86_64, Python 3.11.7, torch 2.13.0+cpu, "
-    "narrowcast 0.3.0.dev0"
-)
+FIRST = f"{ON_A_CPU}434,816 parameters, bytes of the Python standard library's sources."
 
 
 def rows_of(file: str) -> list[dict[str, str]]:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from narrowcast._checks import counted
-
 from .atomic import write_bytes, write_json
 from .checkpoint import saved_meta
 from .config import TrainConfig, compared_fields, settings_of
@@ -18,7 +16,7 @@ from .folder import CHECKPOINTS, COMPARED, finished_runs, interrupted_runs, run_
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
-from .picture import ON_A_CPU, draw
+from .picture import caption, draw
 from .recipes import CHOICES
 from .report import BASELINE, Row, compare, rows_to_json
 
@@ -123,13 +121,9 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
     """Write into a folder `loss.png`, `summary.csv`, `losses.csv` and `results.json`."""
     shared = comparison.shared
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
-    subtitle = (
-        f"{'' if comparison.timed else ON_A_CPU}{shared['parameters']:,} parameters, "
-        f"{counted(settings['steps'], 'step')} of "
-        f"{counted(settings['batch_size'], 'sequence')} of "
-        f"{settings['seq_len']}, {shared['data']['source']}. {shared['machine']}"
-    )
-    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=subtitle, unit=comparison.unit))
+    text = f"{comparison.unit}s of {shared['data']['source']}"
+    told = caption(comparison.rows, parameters=shared["parameters"], text=text, timed=comparison.timed)
+    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=told, unit=comparison.unit))
     write_bytes(folder / "losses.csv", _losses(comparison.results))
     write_bytes(folder / "summary.csv", _summary(comparison))
     content = {

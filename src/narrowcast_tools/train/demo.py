@@ -16,7 +16,7 @@ from .data import Corpus
 from .document import compose
 from .errors import SettingsError
 from .folder import COMPARED, RESULT
-from .picture import ON_A_CPU, draw, figure
+from .picture import caption, draw, figure
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
@@ -94,10 +94,8 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     corpus = demo.corpus
     settings = {name: value for name, value in compared_fields(demo.config) if name != "recipe"}
     data = {"source": corpus.source, "files": corpus.files, "digest": corpus.digest}
-    emulated = "" if "gpu" in facts else ON_A_CPU
-    told = (
-        f"{emulated}{demo.parameters:,} parameters, bytes of {corpus.source}. {COMPARED} names the machine."
-    )
+    text = f"bytes of {corpus.source}"
+    told = caption(demo.rows, parameters=demo.parameters, text=text, timed="gpu" in facts)
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command,

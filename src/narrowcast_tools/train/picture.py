@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 
 from ..colors import color_of
 from ..schemes import LETTERS, WIDTH, png, tell, wrap
+from .folder import COMPARED
 from .report import BASELINE, Row, judged, too_few
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
@@ -26,7 +27,18 @@ TOP = -0.6  # where the rows begin; the first is at 0
 PADDING = 0.04  # of the steps, on either side: the axes cut no marker
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
-ON_A_CPU = "A CPU emulates the formats, with the losses of a GPU and not its speed. "
+ON_A_CPU = "Emulated on a CPU, with the losses of a GPU. "
+
+
+def caption(rows: Sequence[Row], *, parameters: int, text: str, timed: bool) -> str:
+    """Return what was trained, in a line or two; the results beside the picture have the rest.
+
+    Args:
+        text: such as "bytes of my.txt".
+        timed: False if a CPU trained, which emulates the formats of all rows but bf16's.
+    """
+    emulated = "" if timed or len(rows) == 1 else ON_A_CPU
+    return f"{emulated}{parameters:,} parameters, {text}. {COMPARED} names the machine."
 
 
 def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from narrowcast_tools.train import session
 from narrowcast_tools.train.comparison import compare_runs, write_comparison
@@ -41,7 +42,12 @@ def changed(run: Path, **settings: object) -> None:
     path.write_text(json.dumps({**content, "settings": {**content["settings"], **settings}}))
 
 
-def test_what_is_written_is_what_was_measured(runs: Path) -> None:
+def test_what_is_written_is_what_was_measured(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    feet: list[str] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: feet.append(self.get_supxlabel()) or save(self, *a, **k)
+    )
     comparison = compare_runs([runs])
     assert [row.seeds for row in comparison.rows] == [[0, 1], [0, 1]]
     write_comparison(comparison, runs, command="narrowcast compare runs")
@@ -56,6 +62,9 @@ def test_what_is_written_is_what_was_measured(runs: Path) -> None:
     assert "seed" not in results["settings"]
     assert results["recipes"][1]["seeds"] == [0, 1]
     assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert results["machine"].partition(",")[0] not in feet[0]
+    told = f"bytes of {results['data']['source']}. results.json names the machine."
+    assert "".join(feet[0].split()).endswith(told.replace(" ", "")), "a long path is wrapped"
 
 
 def test_layers_apart_are_a_row_of_their_own(runs: Path) -> None:

@@ -20,7 +20,7 @@ from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.document import compose
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
-from narrowcast_tools.train.picture import OWN, draw, spread
+from narrowcast_tools.train.picture import OWN, caption, draw, spread
 from narrowcast_tools.train.report import (
     SHORTEST_JUDGED,
     Row,
@@ -271,6 +271,16 @@ def test_a_run_alone_shows_its_loss(rows: list[Row]) -> None:
     assert drawn.get_suptitle() == "bf16 learns the text"
     worse = [replace(rows[0], held_out=[(0, 2.0), (10, 3.0)])]
     assert figures(lambda: draw(worse, subtitle="alone"))[0].get_suptitle() == "Held-out loss of bf16"
+
+
+def test_the_foot_leaves_the_machine_to_the_results_and_emulation_to_what_is_emulated(
+    rows: list[Row],
+) -> None:
+    """A fifth of the picture was the processor and versions; bf16 alone was told that a CPU emulates it."""
+    told = {"parameters": 434816, "text": "bytes of my.txt"}
+    named = "434,816 parameters, bytes of my.txt. results.json names the machine."
+    assert caption(rows[:1], timed=False, **told) == named == caption(rows, timed=True, **told)
+    assert caption(rows, timed=False, **told) == f"Emulated on a CPU, with the losses of a GPU. {named}"
 
 
 def test_dots_that_coincide_are_seen_apart() -> None:
