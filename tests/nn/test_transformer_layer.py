@@ -544,12 +544,43 @@ def test_what_is_not_there_is_told() -> None:
         nc.MultiheadAttention(H, 5, device=DEVICE)
 
 
+def test_messages_name_the_options_of_the_layer() -> None:
+    x, mask = torch.randn(LENGTH, BATCH, H, device=DEVICE), torch.zeros(BATCH, 1, 1, 1, device=DEVICE)
+    decoder = make_layer(layer_type="decoder", enc_dec_attn_mask_type="padding")
+    with pytest.raises(ValueError, match="^attn_input_format is 'bhsd'; the nearest: 'sbhd'"):
+        make_layer(attn_input_format="bhsd")
+    with pytest.raises(ValueError, match="with attn_input_format='sbhd' each must"):
+        decoder(x[0], encoder_output=x[0])
+    with pytest.raises(ValueError, match="^attn_input_format='thd' needs cu_seqlens_q"):
+        make_layer(attn_input_format="thd", self_attn_mask_type="padding")(x[0])
+    with pytest.raises(ValueError, match="^encoder_output is missing with layer_type='decoder'; pass it"):
+        decoder(x)
+    for layer in (make_layer(self_attn_mask_type="padding"), make_layer()):
+        with pytest.raises(ValueError, match="^self_attn_mask_type is 'padding' and attention_mask is None"):
+            layer(x, self_attn_mask_type="padding")
+    with pytest.raises(
+        ValueError, match="^enc_dec_attn_mask_type is 'padding' and enc_dec_attn_mask is None"
+    ):
+        decoder(x, encoder_output=x)
+    with pytest.raises(TypeError, match="^enc_dec_attn_mask is torch.float32; it must be torch.bool"):
+        decoder(x, encoder_output=x, enc_dec_attn_mask=mask)
+    angles = torch.zeros(LENGTH - 1, 1, 1, H // HEADS, device=DEVICE)
+    with pytest.raises(
+        ValueError, match=f"^hidden_states has {LENGTH} positions and rotary_pos_emb angles for "
+    ):
+        make_layer()(x, rotary_pos_emb=angles)
+    with pytest.raises(
+        ValueError, match=rf"^rotary_pos_emb has shape \(1, 1, {H // HEADS}\); it must be \(positions, 1, 1"
+    ):
+        make_layer()(x, rotary_pos_emb=angles[0])
+
+
 def test_wrong_inputs_are_told() -> None:
     layer, x = make_layer(), torch.randn(LENGTH, BATCH, H, device=DEVICE)
     with pytest.raises(ValueError, match="each must have 3 dims: sequence, batch, width "):
         layer(x[0])
     with pytest.raises(ValueError, match="encoder_output is missing with attention_type='cross'"):
-        make_layer(layer_type="decoder")(x)
+        make_attention(attention_type="cross")(x)
     with pytest.raises(ValueError, match="encoder_output is given with attention_type='self'"):
         make_attention()(x, encoder_output=x)
     with pytest.raises(

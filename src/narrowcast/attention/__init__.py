@@ -19,8 +19,13 @@ from .context_parallel import context_parallel
 from .core import Lengths, attend
 from .formats import FORMATS, check_tensors, checked_format, sequence_length
 from .kv_cache import InferenceParams, KVCacheManager
-from .masks import MASK_TYPES, MaskRule, mask_rule, standard_slopes
-from .rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+from .masks import MASK_TYPES, MaskRule, OptionNames, mask_rule, standard_slopes
+from .rope import (
+    RotaryPositionEmbedding,
+    apply_fused_qkv_rotary_pos_emb,
+    apply_rotary_pos_emb,
+    check_angles,
+)
 from .scores import Scores
 
 __all__ = [
@@ -33,12 +38,14 @@ __all__ = [
     "Lengths",
     "MaskRule",
     "Masks",
+    "OptionNames",
     "RotaryPositionEmbedding",
     "Scores",
     "Switches",
     "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
     "attend",
+    "check_angles",
     "check_cached",
     "check_not_there",
     "check_tensors",

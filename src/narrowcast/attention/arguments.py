@@ -73,12 +73,12 @@ def _check_lengths(
     thd = qkv_format == "thd"
     if thd and not rule.padding:
         raise ValueError(
-            f"attn_mask_type is {shown(rule.name)}; qkv_format='thd' takes padding types: padding, padding_causal or "
-            "padding_causal_bottom_right"
+            f"{rule.names.attn_mask_type} is {shown(rule.name)}; {rule.names.qkv_format}='thd' takes padding types: "
+            "padding, padding_causal or padding_causal_bottom_right"
         )
     if thd and (cu_seqlens[0] is None or cu_seqlens[1] is None):
         raise ValueError(
-            "qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv, the sums of the sequences' lengths"
+            f"{rule.names.qkv_format}='thd' needs cu_seqlens_q and cu_seqlens_kv, the sums of the sequences' lengths"
         )
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     for name, cu in zip(names, (*cu_seqlens, *padded)):
@@ -149,24 +149,26 @@ def masks_of(
         TypeError: their dtypes.
     """
     _check_lengths(q, k, qkv_format, rule, cu_seqlens, padded, pad_between_seqs)
+    name = rule.names.attention_mask
     if mask is None:
         if rule.arbitrary or (rule.padding and cu_seqlens[0] is None):
             raise ValueError(
-                f"attn_mask_type is {shown(rule.name)} and attention_mask is None; give it, or cu_seqlens of a "
+                f"{rule.names.attn_mask_type} is {shown(rule.name)} and {name} is None; give it, or cu_seqlens of a "
                 "padding type"
             )
         return (None, None), None
     if not (rule.padding or rule.arbitrary) or qkv_format == "thd":
         warn(
-            f"attention_mask is ignored: attn_mask_type={shown(rule.name)} with qkv_format={shown(qkv_format)} reads "
-            "none; leave it out, or choose 'arbitrary' or a padding type"
+            f"{name} is ignored: {rule.names.attn_mask_type}={shown(rule.name)} with "
+            f"{rule.names.qkv_format}={shown(qkv_format)} reads none; leave it out, or choose 'arbitrary' or a padding "
+            "type"
         )
         return (None, None), None
     given = mask if isinstance(mask, tuple) else (mask,)
     for part in given:
-        tensor("attention_mask", part)
+        tensor(name, part)
         if part.dtype != torch.bool:
-            raise TypeError(f"attention_mask is {part.dtype}; it must be torch.bool, True where masked out")
+            raise TypeError(f"{name} is {part.dtype}; it must be torch.bool, True where masked out")
     lengths = sequence_length(q, qkv_format), sequence_length(k, qkv_format)
     batch = _batch(q, qkv_format)
     if rule.arbitrary:
@@ -175,15 +177,15 @@ def masks_of(
         if len(given) != 1 or not fits:
             what = f"has shape {shape_of(given[0])}" if len(given) == 1 else f"is a tuple of {len(given)}"
             raise ValueError(
-                f"attention_mask of attn_mask_type='arbitrary' {what}; use one tensor (batch, heads, queries, keys) of "
-                f"shape {tuple(map(int, wanted))}, dims may be 1"
+                f"{name} of {rule.names.attn_mask_type}='arbitrary' {what}; use one tensor (batch, heads, queries, "
+                f"keys) of shape {tuple(map(int, wanted))}, dims may be 1"
             )
         return (None, None), given[0]
     both = given * 2 if len(given) == 1 else given
     for part, length in zip(both, lengths):
         if part.shape != (batch, 1, 1, length):
             raise ValueError(
-                f"attention_mask has shape {shape_of(part)}, expected {(batch, 1, 1, length)}; queries and keys of "
+                f"{name} has shape {shape_of(part)}, expected {(batch, 1, 1, length)}; queries and keys of "
                 "different lengths need a pair of masks"
             )
     return (both[0], both[1]), None

@@ -19,8 +19,8 @@ def check_cached(rule: MaskRule, layer_number: int | None, packed_inputs: bool) 
     """
     if not rule.padding:
         raise ValueError(
-            f"attn_mask_type is {shown(rule.name)} with inference_params; sequences in a KV cache differ in length, "
-            "use 'padding_causal' or 'padding'"
+            f"{rule.names.attn_mask_type} is {shown(rule.name)} with inference_params; sequences in a KV cache "
+            "differ in length, use 'padding_causal' or 'padding'"
         )
     if packed_inputs:
         raise ValueError(

@@ -60,8 +60,8 @@ def check_context_parallel(
         ValueError: an odd number of tokens, which are no two chunks.
     """
     unsupported = {
-        "qkv_format='thd'": qkv_format == "thd",
-        f"attn_mask_type={shown(rule.name)}": rule.padding or rule.arbitrary,
+        f"{rule.names.qkv_format}='thd'": qkv_format == "thd",
+        f"{rule.names.attn_mask_type}={shown(rule.name)}": rule.padding or rule.arbitrary,
         "core_attention_bias": scores.bias is not None,
         "score_mod": scores.score_mod is not None,
         "return_max_logit": max_logit,

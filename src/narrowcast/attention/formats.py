@@ -16,14 +16,14 @@ def dims_of(letters: str) -> str:
     return ", ".join(_DIMS[letter] for letter in letters)
 
 
-def checked_format(qkv_format: str) -> str:
-    """Check a format's name.
+def checked_format(qkv_format: str, name: str = "qkv_format") -> str:
+    """Check a format's name; ``name``: what the caller calls the argument.
 
     Raises:
         ValueError: it is not one of ``FORMATS``.
     """
     if not is_one_of(qkv_format, FORMATS):
-        raise ValueError(f"qkv_format is {not_among(qkv_format, FORMATS)}")
+        raise ValueError(f"{name} is {not_among(qkv_format, FORMATS)}")
     return qkv_format
 
 

@@ -10,7 +10,8 @@ asks pair by pair (``flex.py``); what needs neither goes to PyTorch's kernels as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ MASK_TYPES = (
 _SPELLINGS = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 
 
+class OptionNames(NamedTuple):
+    """What the module that the user made calls the options of an attention, for messages."""
+
+    attn_mask_type: str = "attn_mask_type"
+    window_size: str = "window_size"
+    attention_mask: str = "attention_mask"
+    qkv_format: str = "qkv_format"
+
+
+ATTENTION_NAMES = OptionNames()
+
+
 @dataclass(frozen=True)
 class MaskRule:
     """The rule of a mask type, a window and a diagonal.
@@ -38,6 +51,7 @@ class MaskRule:
         padding, arbitrary: whether a mask of tokens, or of pairs, belongs to it.
         window: keys seen to the left and right of the diagonal, -1 without bound; (-1, 0) is causal.
         bottom_right: the diagonal ends at the last query and key, instead of beginning at the first ones.
+        names: of the options that a call was made with.
     """
 
     name: str
@@ -45,6 +59,7 @@ class MaskRule:
     arbitrary: bool
     window: tuple[int, int]
     bottom_right: bool
+    names: OptionNames = field(default=ATTENTION_NAMES, compare=False)
 
     @property
     def bounded(self) -> bool:
@@ -57,7 +72,7 @@ def mask_rule(
     window_size: tuple[int, int] | None = None,
     bottom_right_diagonal: bool | None = None,
     *,
-    names: tuple[str, str] = ("attn_mask_type", "window_size"),
+    names: OptionNames = ATTENTION_NAMES,
 ) -> MaskRule:
     """Return the rule of a mask type.
 
@@ -66,25 +81,25 @@ def mask_rule(
         window_size: (left, right), -1 for no bound; a causal type sees nothing on the right, whatever is given.
         bottom_right_diagonal: which diagonal window, ALiBi and a causal mask count from; None: as the type says, top
             left for "causal" and "padding_causal", bottom right for the others.
-        names: what the caller calls the first two arguments.
+        names: what the caller calls the arguments.
 
     Raises:
         ValueError: an unknown type, or a window that is not two ints from -1 on.
     """
     name = _SPELLINGS.get(attn_mask_type, attn_mask_type) if isinstance(attn_mask_type, str) else None
     if name is None or name not in MASK_TYPES:
-        raise ValueError(f"{names[0]} is {not_among(attn_mask_type, MASK_TYPES)}")
+        raise ValueError(f"{names.attn_mask_type} is {not_among(attn_mask_type, MASK_TYPES)}")
     sides = (-1, -1) if window_size is None else window_size
     window = tuple(sides) if isinstance(sides, (tuple, list)) else ()
     if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
         raise ValueError(
-            f"{names[1]} is {shown(window_size)}; give (left, right), each an int, -1 for no bound"
+            f"{names.window_size} is {shown(window_size)}; give (left, right), each an int, -1 for no bound"
         )
     if "causal" in name:
         window = (window[0], 0)
     if bottom_right_diagonal is None:
         bottom_right_diagonal = name not in ("causal", "padding_causal")
-    return MaskRule(name, "padding" in name, name == "arbitrary", window, bottom_right_diagonal)
+    return MaskRule(name, "padding" in name, name == "arbitrary", window, bottom_right_diagonal, names)
 
 
 @dataclass

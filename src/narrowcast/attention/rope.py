@@ -287,7 +287,6 @@ def check_rotary(
     if not is_one_of(tensor_format, FORMATS):
         raise ValueError(f"tensor_format is {not_among(tensor_format, FORMATS)}")
     tensor("t", t)
-    tensor("freqs", freqs)
     positive(cp_size=cp_size)
     whole(cp_rank=cp_rank)
     for label, given in (("start_positions", start_positions), ("cu_seqlens", cu_seqlens)):
@@ -301,26 +300,41 @@ def check_rotary(
         )
     if thd and cu_seqlens is None:
         raise ValueError("tensor_format='thd' needs cu_seqlens, the sums of the sequences' lengths")
-    if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > t.shape[-1]:
-        raise ValueError(
-            f"freqs has shape {shape_of(freqs)}; it must be (positions, 1, 1, channels) with an even number of "
-            f"channels, at most the {t.shape[-1]} of t"
-        )
+    length, batch = (t.shape[0], t.shape[1]) if tensor_format == "sbhd" else (t.shape[1], t.shape[0])
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank is {cp_rank}; it must be from 0 to cp_size - 1 = {cp_size - 1}")
+    check_angles(freqs, t.shape[-1], None if thd else length * cp_size)
     if thd:
         return
-    length, batch = (t.shape[0], t.shape[1]) if tensor_format == "sbhd" else (t.shape[1], t.shape[0])
-    if length * cp_size > freqs.shape[0]:
-        raise ValueError(
-            f"t has {length * cp_size} positions and freqs angles for {freqs.shape[0]}; make more"
-        )
     if cp_size > 1 and length % 2:
         raise ValueError(
             f"t has {length} positions; with cp_size={cp_size} it holds two chunks of equal length"
         )
     if start_positions is not None and start_positions.shape != (batch,):
         raise ValueError(f"start_positions has shape {shape_of(start_positions)}, expected ({batch},)")
+
+
+def check_angles(
+    freqs: Tensor, channels: int, positions: int | None, names: tuple[str, str] = ("freqs", "t")
+) -> None:
+    """Check rotary angles.
+
+    Args:
+        channels: head dim of what they turn.
+        positions: how many are read at least; None if that is not known here.
+        names: what the caller calls the angles, and what they turn.
+    """
+    name, turned = names
+    tensor(name, freqs)
+    if freqs.dim() != 4 or freqs.shape[1:3] != (1, 1) or freqs.shape[-1] % 2 or freqs.shape[-1] > channels:
+        raise ValueError(
+            f"{name} has shape {shape_of(freqs)}; it must be (positions, 1, 1, channels) with an even number of "
+            f"channels, at most the {channels} of a head of {turned}"
+        )
+    if positions is not None and positions > freqs.shape[0]:
+        raise ValueError(
+            f"{turned} has {positions} positions and {name} angles for {freqs.shape[0]}; make more"
+        )
 
 
 def token_positions(

@@ -17,6 +17,7 @@ from ..attention import (
     Lengths,
     MaskRule,
     Masks,
+    OptionNames,
     Scores,
     Switches,
     attend,
@@ -76,6 +77,7 @@ class DotProductAttention(nn.Module):
 
     __prepare_scriptable__ = refuse_script
     softmax_offset: Tensor | None
+    _option_names = OptionNames()
 
     def __init__(
         self,
@@ -295,7 +297,7 @@ class DotProductAttention(nn.Module):
         scores.bias, scores.slopes = self._bias(*bias, device)
         if fmt == "thd" and scores.bias is not None:
             raise ValueError(
-                "qkv_format='thd' has no matrix of pairs that core_attention_bias could be added to"
+                f"{rule.names.qkv_format}='thd' has no matrix of pairs that core_attention_bias could be added to"
             )
         if score_mod is not None:
             if scores.dropout or bias[0] != "no_bias":
@@ -338,6 +340,7 @@ class DotProductAttention(nn.Module):
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             self.window_size if window is None else window,
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
+            names=self._option_names,
         )
 
     def _bias(

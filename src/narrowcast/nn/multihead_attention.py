@@ -13,9 +13,12 @@ from .._checks import flags, is_one_of, positive, shape_of, shown, tensor, text
 from .._keywords import refuse_keywords
 from ..attention import (
     InferenceParams,
+    OptionNames,
     apply_fused_qkv_rotary_pos_emb,
     apply_rotary_pos_emb,
+    check_angles,
     checked_format,
+    sequence_length,
 )
 from ..attention.formats import dims_of
 from ..layers import parameter_device
@@ -106,6 +109,8 @@ class MultiheadAttention(OfParts):
             mask, softmax or normalization is unknown, or ``fuse_wgrad_accumulation`` lacks ``fuse_qkv_params``.
         NotImplementedError: an option of ``**options`` requests something.
     """
+
+    _option_names = OptionNames()
 
     def __init__(
         self,
@@ -300,7 +305,10 @@ class MultiheadAttention(OfParts):
         if rotary_pos_emb is not None:
             of_query = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
             of_key = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
-            rotation = self._rotation(rotary_pos_emb, inference_params, of_query, of_key)
+            turned = [("hidden_states", hidden_states)] * 2
+            if encoder_output is not None:
+                turned[1] = "encoder_output", encoder_output
+            rotation = self._rotation(rotary_pos_emb, turned, inference_params, of_query, of_key)
         packed = rotation is not None and self._rotates_packed(rotation)
         if self.attention_type == "self":
             query, key, value, beside = self._self_operands(
@@ -366,7 +374,7 @@ class MultiheadAttention(OfParts):
             other = "" if encoder_output is None else f", encoder_output {shape_of(encoder_output)}"
             raise ValueError(
                 f"hidden_states has shape {shape_of(hidden_states)}{other}; with "
-                f"qkv_format={shown(self.qkv_format)} each must have {rank} dims: "
+                f"{self._option_names.qkv_format}={shown(self.qkv_format)} each must have {rank} dims: "
                 f"{dims_of(self.qkv_format.removesuffix('hd'))}, width {self.hidden_size}"
             )
         for name, x in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
@@ -448,12 +456,16 @@ class MultiheadAttention(OfParts):
     def _rotation(
         self,
         rotary_pos_emb: RotaryEmbedding,
+        turned: Sequence[tuple[str, Tensor]],
         inference_params: InferenceParams | None,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_kv: Tensor | None,
     ) -> _Rotation:
         """Return the rotary angles of queries and keys; with a KV cache, from the cached length on."""
         angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        for freqs, (name, x) in zip(angles, turned):
+            length = None if self.qkv_format == "thd" else sequence_length(x, self.qkv_format)
+            check_angles(freqs, self.kv_channels, length, ("rotary_pos_emb", name))
         start = None
         if inference_params is not None:
             start = inference_params.get_seqlens_pre_step()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._checks import flags, in_range, is_one_of, shape_of, shown, text
 from .._keywords import refuse_keywords
-from ..attention import InferenceParams, mask_rule
+from ..attention import InferenceParams, MaskRule, OptionNames, checked_format, mask_rule
 from ..layers import parameter_device
 from ..layers.neutral import TransformerOptions, check_neutral
 from ..layers.parameters import parameter_dtype
@@ -54,9 +54,10 @@ class DropPath(nn.Module):
         return f"rate={self.rate}, batch_dim={self.batch_dim}"
 
 
-SELF_MASK = "self_attn_mask_type", "window_size"
-CROSS_MASK = "enc_dec_attn_mask_type", "enc_dec_window_size"
-"""What the masks' arguments are called here; the attentions call them ``attn_mask_type`` and ``window_size``."""
+SELF_NAMES = OptionNames("self_attn_mask_type", qkv_format="attn_input_format")
+CROSS_NAMES = OptionNames(
+    "enc_dec_attn_mask_type", "enc_dec_window_size", "enc_dec_attn_mask", "attn_input_format"
+)
 
 
 class TransformerLayer(OfParts):
@@ -156,6 +157,7 @@ class TransformerLayer(OfParts):
         )
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         text(name=name)
+        checked_format(attn_input_format, "attn_input_format")
         self._check_kind(drop_path_rate, apply_residual_connection_post_layernorm)
         ranks = ranks_of(tp_group, tp_size, set_parallel_mode, sequence_parallel)
         tp_group, tp_size, sequence_parallel = ranks
@@ -191,8 +193,7 @@ class TransformerLayer(OfParts):
     ) -> None:
         """Self attention, and in a decoder that to the encoder; ``own`` and ``cross`` are their masks."""
         names, prefix = ("attn_mask_type", "window_size", "bottom_right_diagonal"), options.pop("prefix")
-        mask_rule(*own, names=SELF_MASK)
-        mask_rule(*cross, names=CROSS_MASK)
+        own_rule, cross_rule = mask_rule(*own, names=SELF_NAMES), mask_rule(*cross, names=CROSS_NAMES)
         self.self_attention = MultiheadAttention(
             *sizes,
             input_layernorm=not self.output_layernorm,
@@ -200,6 +201,7 @@ class TransformerLayer(OfParts):
             **dict(zip(names, own)),
             **options,
         )
+        _rename_options(self.self_attention, own_rule)
         if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
                 *sizes,
@@ -209,6 +211,7 @@ class TransformerLayer(OfParts):
                 **dict(zip(names, cross)),
                 **options,
             )
+            _rename_options(self.inter_attention, cross_rule)
 
     def _add_output(self, size: int, eps: float, drop_path_rate: float, shared: dict[str, Any]) -> None:
         """Add a part's output to the residual: stochastic depth, and the norm of the output."""
@@ -287,8 +290,10 @@ class TransformerLayer(OfParts):
                 f"hidden_states has shape {shape_of(hidden_states)}; a rank's share of the sequence is "
                 f"seq_length / tp_size = {self.local_length} rows"
             )
-        _check_mask(SELF_MASK, self_attn_mask_type, window_size)
-        _check_mask(CROSS_MASK, enc_dec_attn_mask_type, enc_dec_window_size)
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise ValueError(
+                "encoder_output is missing with layer_type='decoder'; pass it, or use layer_type='encoder'"
+            )
         both: dict[str, Any] = dict(
             is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
@@ -350,7 +355,7 @@ class TransformerLayer(OfParts):
         return added if self.drop_path is None else self.drop_path(added)
 
 
-def _check_mask(names: tuple[str, str], kind: str | None, window: Any) -> None:
-    """Check what a forward gives of a mask; None takes the layer's."""
-    if kind is not None or window is not None:
-        mask_rule("no_mask" if kind is None else kind, window, names=names)
+def _rename_options(attention: MultiheadAttention, rule: MaskRule) -> None:
+    """Let an attention's messages call its options as this module does."""
+    core = attention.core_attention
+    attention._option_names, core._option_names, core._rule = rule.names, rule.names, rule
