@@ -614,7 +614,7 @@ def test_errors_of_inputs_name_the_layer_of_the_model() -> None:
     with pytest.raises(TypeError, match=r"in '0.0' of \(32, 32\)"):
         model(torch.ones(16, 32, dtype=torch.float16))
     nc.revert(model)
-    assert not any("_converted_as" in vars(module) for module in model.modules())
+    assert not any("_module_name" in vars(module) for module in model.modules())
 
 
 def test_experts_have_the_role_of_grouped_layers() -> None:

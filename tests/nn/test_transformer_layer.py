@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import narrowcast as nc
+from narrowcast.layers import LinearLayer
+from narrowcast.layers.parameters import named_layer
 from narrowcast.testing import assert_close
 
 H, FFN, HEADS, LENGTH, BATCH = 32, 48, 4, 7, 2
@@ -542,6 +544,18 @@ def test_what_is_not_there_is_told() -> None:
     )
     with pytest.raises(ValueError, match=r"num_attention_heads=5; change one of them, or give kv_channels"):
         nc.MultiheadAttention(H, 5, device=DEVICE)
+
+
+@pytest.mark.parametrize("options", [{}, {"name": "block"}, {"output_layernorm": True}], ids=str)
+def test_messages_name_the_modules_of_the_layer(options: dict[str, Any]) -> None:
+    layer = make_layer(layer_type="decoder", **options)
+    prefix = f"{options['name']}." if "name" in options else ""
+    inner = {name: module for name, module in layer.named_modules() if isinstance(module, LinearLayer)}
+    assert [named_layer(module) for module in inner.values()] == [repr(prefix + name) for name in inner]
+    first = next(iter(inner))
+    x = torch.randn(LENGTH, BATCH, H, device=DEVICE, dtype=torch.float64)
+    with pytest.raises(TypeError, match=f"in '{prefix}{first}' of "):
+        layer(x, encoder_output=x)
 
 
 def test_messages_name_the_options_of_the_layer() -> None:

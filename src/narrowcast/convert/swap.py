@@ -77,7 +77,7 @@ def become(
     module.__class__ = converted_class(layer, original)
     converted: Any = module
     converted._take_over(name)
-    converted._converted_as = place
+    converted._module_name = place
     if recipe is not None:
         converted.recipe = recipe
     added = tuple(key for key in module.__dict__ if key not in before)

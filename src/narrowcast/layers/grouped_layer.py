@@ -40,6 +40,7 @@ from .linear_layer import LinearLayer, Stage
 from .parameters import (
     begun_main_grads,
     checked_input,
+    layer_name,
     main_grad_of,
     parameter_device,
     quantize_parameter,
@@ -211,7 +212,7 @@ class GroupedLinearLayer(LinearLayer):
         quantizer = self._stored_as(self._stages[0])
         if self.single_grouped_weight and is_distributed(self.weight):
             raise RuntimeError(
-                f"FSDP shards {self.name or type(self).__name__}, but not the one tensor that its groups are to be "
+                f"FSDP shards {layer_name(self)}, but not the one tensor that its groups are to be "
                 "quantized into; use single_grouped_weight=False, or make it without quantized_model_init"
             )
         for name, value in zip(self._names_of("weight"), values, strict=True):
@@ -302,7 +303,7 @@ class GroupedLinearLayer(LinearLayer):
         """
         if not self.fuse_wgrad_accumulation:
             return super()._wgrad(name, is_first_microbatch)
-        owner, overwrites, wanted = self.name or type(self).__name__, set(), []
+        owner, overwrites, wanted = layer_name(self), set(), []
         main_grads: list[Tensor | None] = []
         dummies: list[str] = []
         for part in self._names_of(name):
@@ -432,7 +433,7 @@ def check_format(layer: Any, weight: Any, operand: Operand) -> None:
     held = weight.storage_name if isinstance(weight, GroupedTensor) else weight._BARE_NAME
     if held != operand.storage_name:
         raise RuntimeError(
-            f"parameter 'weight' of {layer.name or type(layer).__name__} holds {held}, the recipe in force wants "
+            f"parameter 'weight' of {layer_name(layer)} holds {held}, the recipe in force wants "
             f"{operand.storage_name}; use the recipe of quantized_model_init or shard"
         )
 

@@ -50,6 +50,7 @@ from .parameters import (
     accumulate,
     begun_main_grads,
     largest_magnitude,
+    layer_name,
     main_grad_of,
     mark_added_to_main_grad,
     mark_after_accumulation,
@@ -156,7 +157,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if found and len(found) < len(parts):
             missing = next(part for part, value in zip(names, parts) if value is None)
             raise ValueError(
-                f"{missing} of {self.name or type(self).__name__} is None; assign an nn.Parameter like the others"
+                f"{missing} of {layer_name(self)} is None; assign an nn.Parameter like the others"
             )
         return found
 
@@ -302,9 +303,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
         if recipe is not None and not records_transforms() and in_transform():
-            refuse_in_transform(
-                self.name or type(self).__name__, ", or no recipe: narrowcast.autocast(enabled=False)"
-            )
+            refuse_in_transform(layer_name(self), ", or no recipe: narrowcast.autocast(enabled=False)")
         return linear_plan(
             recipe,
             stage.name,
@@ -369,7 +368,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if lacks_columns and not self._makes_columns(weight):
                 kind = plan.kept_weight.storage_name.rpartition(":")[2]
                 raise RuntimeError(
-                    f"parameter {shown(stage.weight)} of {self.name or type(self).__name__} has no column-wise data "
+                    f"parameter {shown(stage.weight)} of {layer_name(self)} has no column-wise data "
                     "for the gradient of the input, and the layer does not make it from the row-wise data of "
                     f"{kind}; make the layer with gradients enabled, or quantize the weight with columnwise=True, or "
                     "run it under torch.no_grad()"
@@ -399,7 +398,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             wanted = resolve_storage_class(operand.storage_name)
             if not isinstance(weight, wanted):
                 raise RuntimeError(
-                    f"parameter {shown(stage.weight)} of {self.name or type(self).__name__} is a "
+                    f"parameter {shown(stage.weight)} of {layer_name(self)} is a "
                     f"{type(weight).__name__}, the recipe in force wants {wanted.__name__}; use the recipe of "
                     "quantized_model_init or shard"
                 )
@@ -479,7 +478,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _warn_of_delayed_input(self) -> None:
         warn(
             "save_original_input is ignored: the custom recipe scales the input of "
-            f"{self.name or type(self).__name__} with delay"
+            f"{layer_name(self)} with delay"
         )
 
     # -- in high precision -------------------------------------------------------------------------------------------
@@ -529,7 +528,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if not self.fuse_wgrad_accumulation:
             return LinearWgrad(None, False, "", store, ticket)
         weight = getattr(self, name)
-        main_grad, overwrite, dummy = main_grad_of(weight, name, self.name or type(self).__name__)
+        main_grad, overwrite, dummy = main_grad_of(weight, name, layer_name(self))
         begins = begun_main_grads([weight], is_first_microbatch)
         return LinearWgrad(main_grad, overwrite, dummy, store, ticket, *begins)
 

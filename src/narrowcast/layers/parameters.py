@@ -144,9 +144,19 @@ def no_matrix(layer: nn.Module, label: str, weight: Tensor | None) -> ValueError
 
 
 def named_layer(layer: Any) -> str:
-    """Return the name of a layer if it has one, or had one in the model that was converted, else its class."""
-    name = getattr(layer, "name", "") or getattr(layer, "_converted_as", "")
+    """Return the name of a layer in quotes, or its class if it has none."""
+    name = _name_of(layer)
     return shown(name) if name else type(layer).__name__
+
+
+def layer_name(layer: Any) -> str:
+    """Return the name of a layer, or its class if it has none."""
+    return _name_of(layer) or type(layer).__name__
+
+
+def _name_of(layer: Any) -> str:
+    """Return a layer's name in the module that made or converted it, else the name that it was given."""
+    return getattr(layer, "_module_name", "") or getattr(layer, "name", "")
 
 
 def _other_dtype(inp: Tensor, weight: Tensor) -> str:

@@ -237,6 +237,8 @@ class MultiheadAttention(OfParts):
                 size, 2 * rows["key"], parameters_split=split, name=f"{prefix}linear_kv", **column
             )
             self._note_blocks(self.key_value, ("key", "value"))
+        for child, made in self.named_children():
+            made._module_name = prefix + child  # roles have Transformer Engine's names
 
     def _note_blocks(self, layer: Any, kinds: tuple[str, ...]) -> None:
         """Note that the rows of a fused weight are all queries, then all keys, then all values of this rank."""
