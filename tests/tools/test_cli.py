@@ -34,6 +34,7 @@ from narrowcast_tools.train.loop import Run
 from narrowcast_tools.train.names import ALIASES, RECIPES
 from narrowcast_tools.train.presets import DEMO, QUICK
 from narrowcast_tools.train.recipes import CHOICES
+from narrowcast_tools.train.trainer import Trainer
 
 # fmt: off
 TINY = [
@@ -347,6 +348,42 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
         == 1
     )
     assert "note: not compared: no bf16 run among them" in told
+
+
+def test_where_a_run_diverges_the_others_go_on(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others stopped, and the error named neither the run nor --clip."""
+    step = Trainer.step
+
+    def diverging(trainer: Trainer, index: int) -> torch.Tensor:
+        run = trainer.config.recipe, trainer.config.seed, index
+        return step(trainer, index) * (torch.nan if run == ("current", 1, 2) else 1)
+
+    monkeypatch.setattr(Trainer, "step", diverging)
+    monkeypatch.setenv("COLUMNS", "300")
+    words = ["--recipe", "bf16,current,mxfp8", "--seeds", "2", "--out"]
+    assert train(text_file, *words, "c") == 1
+    printed = capsys.readouterr()
+    remedy = "lower --lr (0.001) or --clip (1.0), or raise --warmup (1)"
+    told = (
+        f"note: current, seed 1, diverged in c/current-1: the loss is nan at step 3; {remedy}; the other runs"
+    )
+    assert told in printed.err and "interrupted" not in printed.out
+    told = f"narrowcast: 1 of 6 runs diverged, c/current-1 at step 3; {remedy}, and give --out another folder"
+    assert printed.err.splitlines()[-1] == told
+    assert sorted(path.parent.name for path in Path("c").rglob("result.json")) == [
+        *("bf16-0", "bf16-1", "current-0", "mxfp8-0", "mxfp8-1")
+    ]
+    assert re.search(r"^FP8 current \(current\), seed 1 +diverged at step 3$", printed.out, re.MULTILINE)
+    assert json.loads(Path("c/results.json").read_text())["diverged"] == [
+        {"recipe": "current", "seed": 1, "step": 3}
+    ]
+    assert main(["compare", "c"]) == 0
+    assert "diverged at step 3" in capsys.readouterr().out
+    monkeypatch.setattr(Trainer, "step", step)
+    assert train(text_file, *words, "c", "--resume") == 0
+    assert "diverged" not in capsys.readouterr().out and not list(Path("c").rglob("diverged.json"))
 
 
 def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(

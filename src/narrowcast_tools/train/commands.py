@@ -22,7 +22,7 @@ from .config import RANDOM, VOCABULARY, TrainConfig, override
 from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
-from .errors import SettingsError
+from .errors import SettingsError, TrainingError
 from .folder import CHECKPOINTS, COMPARED, require_unmixed, run_folder
 from .generate import Answer, load_trained
 from .pace import format_pace
@@ -111,7 +111,7 @@ def train(
             )
         if out is None:
             progress.note(f"the runs are in {folder}")
-        series(folder, configs, corpus, progress, resume=resume, ranks=ranks, **kept)
+        diverged = series(folder, configs, corpus, progress, resume=resume, ranks=ranks, **kept)
         if not ranks.first:
             return
         try:
@@ -120,6 +120,8 @@ def train(
             progress.note(f"not compared: {error}")
         except KeyboardInterrupt as error:
             raise Interrupted("interrupted while the runs were compared", resumable=True) from error
+        if diverged:
+            raise TrainingError(diverged)
 
 
 def _train_one(
@@ -147,16 +149,16 @@ def _compare(runs: list[Path], out: Path, command: str) -> None:
     comparison = compare_runs(runs)
     with writing_into(out):
         write_comparison(comparison, out, command=command)
-    _show(comparison.rows, unit=comparison.unit, timed=comparison.timed)
+    _show(comparison.rows, unit=comparison.unit, timed=comparison.timed, diverged=comparison.diverged)
     for note in comparison.notes:
         Console().print(note, highlight=False)
     typer.echo(f"picture: {out / 'loss.png'}\nnumbers: {out / 'summary.csv'}, {out / 'losses.csv'}")
     typer.echo(follow_up("generate", comparison.best, "--prompt", "Once upon "))
 
 
-def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte") -> None:
+def _show(rows: Sequence[Row], *, timed: bool, unit: str = "byte", diverged: Sequence[dict] = ()) -> None:
     console = Console()
-    console.print(terminal_table(rows, unit, timed=timed))
+    console.print(terminal_table(rows, unit, timed=timed, diverged=diverged))
     for remark in remarks(rows, timed=timed):
         console.print(remark, highlight=False)
 

@@ -12,7 +12,7 @@ from .atomic import write_bytes, write_json
 from .checkpoint import saved_meta
 from .config import TrainConfig, compared_fields, settings_of
 from .errors import SettingsError
-from .folder import CHECKPOINTS, COMPARED, finished_runs, interrupted_runs, run_of
+from .folder import CHECKPOINTS, COMPARED, diverged_runs, finished_runs, interrupted_runs, run_of
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
@@ -48,6 +48,7 @@ class Comparison:
         timed: whether all ran on GPUs; a CPU emulates the formats, and its speed is not a recipe's own.
         best: folder of the run with the lowest last held-out loss.
         notes: on runs that were interrupted, a sentence each.
+        diverged: recipe, seed and step of the runs that diverged.
     """
 
     rows: list[Row]
@@ -56,6 +57,7 @@ class Comparison:
     timed: bool
     best: Path
     notes: list[str]
+    diverged: list[dict]
 
     @property
     def unit(self) -> str:
@@ -94,7 +96,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
             taken.append(told)
     notes += [f"{told}; all are compared at step {min(ends)}" for told in taken]
     if not paths:
-        raise SettingsError(f"no finished run: {notes[0]}")
+        raise SettingsError(f"no finished run{f': {notes[0]}' if notes else ''}")
     for path, content in zip(paths, contents):
         _require_comparable(paths[0], contents[0], path, content)
     results = [_up_to(min(ends), _result(content)) if ends else _result(content) for content in contents]
@@ -114,7 +116,8 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     machines = sorted({one_line(content["machine"]) for content in contents})
     shared = {**contents[0], "machine": "; ".join(machines)}
     timed = all("gpu" in content["machine"] for content in contents)
-    return Comparison(compare(results, strict=strict), results, shared, timed, run_of(best), notes)
+    diverged = [json.loads(path.read_text()) for path in diverged_runs(folders)]
+    return Comparison(compare(results, strict=strict), results, shared, timed, run_of(best), notes, diverged)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
@@ -133,6 +136,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
         "parameters": shared["parameters"],
         "settings": settings,
         "recipes": rows_to_json(comparison.rows),
+        "diverged": comparison.diverged,
     }
     write_json(folder / COMPARED, content)
 

@@ -14,7 +14,7 @@ from .comparison import compare_runs
 from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
-from .errors import SettingsError
+from .errors import SettingsError, TrainingError
 from .folder import COMPARED, RESULT
 from .picture import caption, draw, figure
 from .progress import Progress
@@ -78,7 +78,9 @@ def run_demo(
             "add --resume to continue it, or give --out another folder"
         )
     configs = [replace(config, recipe=name) for name in recipes]
-    series(runs, configs, corpus, progress, resume=resume, intro=describe_runs(config, corpus, recipes))
+    intro = describe_runs(config, corpus, recipes)
+    if diverged := series(runs, configs, corpus, progress, resume=resume, intro=intro):
+        raise TrainingError(diverged)
     comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes], strict=False)
     return Demo(comparison.rows, config, corpus, comparison.results[0].parameters)
 

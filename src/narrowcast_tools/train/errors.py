@@ -7,3 +7,11 @@ class SettingsError(Exception):
 
 class TrainingError(Exception):
     """A run that cannot go on, such as one whose loss is no longer finite; the message is one line."""
+
+
+class DivergedError(TrainingError):
+    """A run whose loss or weights are no longer finite at ``step``."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step

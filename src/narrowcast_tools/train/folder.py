@@ -23,6 +23,7 @@ SHOWN_RUNS = 3
 LOCK = ".lock"
 RESULT = "result.json"
 COMPARED = "results.json"  # of a comparison
+DIVERGED = "diverged.json"  # of a run that did
 CHECKPOINTS = "checkpoints"
 DESCRIPTION = "checkpoint.json"  # of a checkpoint
 
@@ -45,9 +46,15 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def interrupted_runs(folders: Sequence[Path]) -> list[Path]:
-    """Return the folders of the runs with checkpoints and no result in folders, at any depth."""
+    """Return the folders of the runs with checkpoints in folders, at any depth, that neither ended nor diverged."""
     runs = {path.parent for folder in folders for path in run_of(folder).rglob(CHECKPOINTS)}
-    return sorted(run for run in runs if not (run / RESULT).exists())
+    return sorted(run for run in runs if not any((run / name).exists() for name in (RESULT, DIVERGED)))
+
+
+def diverged_runs(folders: Sequence[Path]) -> list[Path]:
+    """Return the files of the runs without a result in folders, at any depth, that say where these diverged."""
+    found = {path for folder in folders for path in run_of(folder).rglob(DIVERGED)}
+    return sorted(path for path in found if not path.with_name(RESULT).exists())
 
 
 def run_of(path: Path) -> Path:

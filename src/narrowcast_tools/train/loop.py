@@ -13,7 +13,7 @@ from ..interrupt import EXIT_CODES, Interrupted, Stop, noticing
 from . import checkpoint, snapshot
 from .config import TrainConfig
 from .data import Corpus
-from .errors import SettingsError, TrainingError
+from .errors import DivergedError, SettingsError, TrainingError
 from .history import History, RunResult
 from .memory import memory_told
 from .pace import measure
@@ -80,7 +80,8 @@ class Run:
             further: steps of the runs after this one, for the time left, as `Progress.begin` takes them.
 
         Raises:
-            TrainingError: a loss or a saved model is not finite, a checkpoint cannot be written, or memory ran out.
+            DivergedError: a loss or a saved model is not finite.
+        TrainingError: the model that --init gives is not finite, a checkpoint cannot be written, or memory ran out.
             Interrupted: Ctrl-C or SIGTERM. One process finishes its step and saves it. Several processes may be in
                 different steps, so they stop at once.
         """
@@ -173,10 +174,10 @@ class Run:
 
     def _require_finite(self, what: str, loss: float, step: int) -> None:
         if not math.isfinite(loss):
-            remedy = f"lower --lr ({self.config.lr}) or raise --warmup"
+            told = f"the {what} is {loss} at step {step}"
             if step == 0:  # of the model that --init gives
-                remedy = "give --init finite weights"
-            raise TrainingError(f"the {what} is {loss} at step {step}; {remedy}")
+                raise TrainingError(f"{told}; give --init finite weights")
+            raise DivergedError(f"{told}; {remedy(self.config)}", step)
 
     def _evaluate(self, done: int) -> None:
         loss = self.trainer.evaluate()
@@ -209,6 +210,11 @@ class Run:
                 f"cannot save a checkpoint in {self.folder}: {error.strerror or error}; {kept}"
             ) from error
         self.saved_step = done
+
+
+def remedy(config: TrainConfig) -> str:
+    """Return what to change where a run diverged."""
+    return f"lower --lr ({config.lr}) or --clip ({config.clip}), or raise --warmup ({config.warmup})"
 
 
 def _require_empty(folder: Path) -> None:

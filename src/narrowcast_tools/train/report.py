@@ -187,26 +187,37 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     return said
 
 
-def terminal_table(rows: Sequence[Row], unit: str = "byte", *, timed: bool = True) -> Table:
-    """Return the rows as a table for rich; a loss is per `unit`, and `timed` as `columns` takes it."""
+def terminal_table(
+    rows: Sequence[Row], unit: str = "byte", *, timed: bool = True, diverged: Sequence[dict] = ()
+) -> Table:
+    """Return the rows as a table for rich.
+
+    Args:
+        unit: that a loss is per.
+        timed: as `columns` takes it.
+        diverged: runs that have no loss: recipe, seed and step of each.
+    """
     counts = {len(row.seeds) for row in rows}
     many = f"{'' if len(counts) == 1 else 'up to '}{max(counts)} seeds"
     title = f"held-out loss in nats per {unit}" + (
         f", mean of {many}, lowest to highest" if max(counts) > 1 else ""
     )
-    texts = {**columns(rows, timed=timed), "recipe": [_both_names(row) for row in rows]}
+    texts = {**columns(rows, timed=timed), "recipe": [_both_names(row.recipe, row.title) for row in rows]}
     table = make_table([*texts], title, left=("allowed",))
     for row, line in zip(rows, zip(*texts.values())):
         color = "green" if row.within else "red"
         colored = row.tolerance_percent is not None and judged(rows)
         table.add_row(*(Text(text, color if colored and text == _gap(row) else "") for text in line))
+    for run in diverged:
+        title = f"{CHOICES[run['recipe']].title}, seed {run['seed']}"
+        table.add_row(_both_names(run["recipe"], title), Text(f"diverged at step {run['step']}", "red"))
     return table
 
 
-def _both_names(row: Row) -> str:
-    """Return the title, with the word of `--recipe` behind it unless both are the same."""
-    title = CHOICES[row.recipe].title
-    return row.title if title == row.recipe else row.title.replace(title, f"{title} ({row.recipe})", 1)
+def _both_names(recipe: str, told: str) -> str:
+    """Return a title, with the word of `--recipe` behind it unless both are the same."""
+    title = CHOICES[recipe].title
+    return told if title == recipe else told.replace(title, f"{title} ({recipe})", 1)
 
 
 def markdown_table(rows: Sequence[Row], *, timed: bool = True) -> str:

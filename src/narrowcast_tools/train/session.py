@@ -17,10 +17,10 @@ from .atomic import write_bytes, write_json, writing_into
 from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
-from .errors import SettingsError
-from .folder import CHECKPOINTS, RESULT, runs_below
+from .errors import DivergedError, SettingsError, TrainingError
+from .folder import CHECKPOINTS, DIVERGED, RESULT, runs_below
 from .history import RunResult
-from .loop import Run
+from .loop import Run, remedy
 from .machine import describe, remark
 from .memory import expected_peak, parameters_of
 from .progress import Progress
@@ -109,7 +109,16 @@ def run_in(
         rising = rising if config.warmup > config.steps else ""
         for text in filter(None, (intro, remark(config.device), corpus.remark, repeated, rising)):
             progress.note(text)
-    result = run.train(title, further)
+    marker = folder / DIVERGED
+    if ranks.first:
+        marker.unlink(missing_ok=True)
+    try:
+        result = run.train(title, further)
+    except DivergedError as error:
+        if ranks.first:
+            with writing_into(folder):
+                write_json(marker, {"recipe": config.recipe, "seed": config.seed, "step": error.step})
+        raise
     report = folder / RESULT
     if resume and run.first_step == config.steps:
         progress.note(f"the run has all its steps; --steps above {config.steps} trains it further")
@@ -128,19 +137,23 @@ def series(
     *,
     resume: bool,
     **kept: Any,
-) -> None:
+) -> str:
     """Train runs of other recipes and seeds one after the other, each in its own folder below one.
 
-    Finished ones are left as they are.
+    Finished ones are left as they are. Where one diverges, the others go on, unless several processes train them.
 
     Args:
         resume: continue each run from its newest checkpoint, if it has one.
         kept: `intro`, `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
 
+    Returns:
+        which runs diverged, and what to change; "" if none did.
+
     Raises:
         SettingsError, TrainingError: as `Run`.
         Interrupted: as `Run`; the finished runs are kept, so it is always resumable.
     """
+    diverged = []
     remarks = True  # the runs share the text: its remarks are noted once
     several = len({config.seed for config in configs}) > 1
     titles = [f"{config.recipe}, seed {config.seed}" if several else "" for config in configs]
@@ -161,6 +174,14 @@ def series(
         options = {"resume": saved, "told": False, "title": title, "further": further, "remarks": remarks}
         try:
             run_in(own, config, corpus, progress, **options, **kept)
+        except DivergedError as error:
+            if kept.get("ranks", ALONE).mode:  # the others may not have noticed
+                raise TrainingError(f"{own}: {error}") from error
+            diverged.append(f"{own} at step {error.step}")
+            rest = "; the other runs go on" if index + 1 < len(configs) else ""
+            progress.note(f"{config.recipe}, seed {config.seed}, diverged in {own}: {error}{rest}")
+        except TrainingError as error:
+            raise TrainingError(f"{own}: {error}") from error
         except Interrupted as error:
             raise Interrupted(str(error), resumable=True, code=error.code) from error
         except KeyboardInterrupt as error:  # between two runs
@@ -168,6 +189,13 @@ def series(
                 raise
             raise Interrupted(f"interrupted before {own.name}", resumable=True) from error
         remarks = False
+    if not diverged:
+        return ""
+    others = f" and {len(diverged) - 1} more" if len(diverged) > 1 else ""
+    return (
+        f"{len(diverged)} of {counted(len(configs), 'run')} diverged, {diverged[0]}{others}; "
+        f"{remedy(configs[0])}, and give --out another folder"
+    )
 
 
 def _time(config: TrainConfig) -> float:

@@ -176,7 +176,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(
 ) -> None:
     losses = torch.tensor([5.0, 5.0, 5.0, float("nan"), 5.0, 5.0])
     monkeypatch.setattr(Trainer, "step", lambda self, index: losses[index])
-    with pytest.raises(TrainingError, match=r"the loss is nan at step 4; lower --lr \(0\.002\)"):
+    with pytest.raises(
+        TrainingError, match=r"the loss is nan at step 4; lower --lr \(0\.002\) or --clip \(1\.0\)"
+    ):
         Run(config, corpus, progress, folder=None).train()
 
 
