@@ -237,6 +237,7 @@ class MultiheadAttention(OfParts):
                 size, 2 * rows["key"], parameters_split=split, name=f"{prefix}linear_kv", **column
             )
             self._note_blocks(self.key_value, ("key", "value"))
+        made: Any
         for child, made in self.named_children():
             made._module_name = prefix + child  # roles have Transformer Engine's names
 
