@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .train.names import RECIPES as NAMES
 from .words import find
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
@@ -80,4 +81,5 @@ def find_optimizer(name: str) -> tuple[float, float, float]:
 
 def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
-    return find(recipe, RECIPES, "--recipe", ", for which these GPUs have no measured rates")
+    why = ", for which these GPUs have no measured rates" if recipe in NAMES else ""
+    return find(recipe, RECIPES, "--recipe", why)

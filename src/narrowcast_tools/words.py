@@ -17,7 +17,8 @@ from typing import TypeVar
 
 AUTO = "auto"  # of the recipe and of the device
 DEVICES = (AUTO, "cpu", "cuda")
-MEANT = {"gpu": "; for a GPU use 'cuda'"}  # by another word than a device's; `cpu` looks like it
+MEANT = {"gpu": ("a GPU", "cuda"), "fp8": ("FP8", "current"), "float8": ("FP8", "current")}
+"""What words are taken for, and its name here."""
 T = TypeVar("T")
 
 
@@ -44,6 +45,9 @@ def find(name: str, known: Mapping[str, T], option: str, why: str = "", *, sugge
         or difflib.get_close_matches(name.lower(), known, 1)
     )
     near = f"; the nearest: {alike[0]!r:.60}" if alike and suggest else ""
+    what, meant = MEANT.get(name.lower(), ("", ""))
+    if meant in known:
+        near = f"; for {what} use {meant!r:.60}"
     raise ValueError(f"{option} is {name!r:.60}{why}{near}; use one of {any_of(known)}")
 
 

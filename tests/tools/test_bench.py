@@ -72,6 +72,7 @@ def test_the_picture_has_no_empty_panel(
             ["tiny", "--recipe", "curent"],
             "--recipe is 'curent'; the nearest: 'current'; use one of delayed",
         ),
+        (["tiny", "--recipe", "fp8"], "--recipe is 'fp8'; for FP8 use 'current'; use one of delayed"),
         (["tiny", "--mode", "fast"], "--mode is 'fast'; use one of eager, compiled or graphs"),
         (
             ["tiny", "--optimizer", "Adam"],

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import typer
 
-from ..words import AUTO, DEVICES, MEANT, find
+from ..words import AUTO, DEVICES, find
 
 RECIPES: tuple[str, ...] = ("delayed", "current", "block")
 MODES: tuple[str, ...] = ("eager", "compiled", "graphs")
@@ -90,8 +90,7 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     for words, known, option in checks:
         for word in words:
             try:
-                meant = MEANT.get(word.lower(), "") if option == "--device" else ""
-                find(word, dict.fromkeys(known), option, meant, suggest=option != "--device")
+                find(word, dict.fromkeys(known), option, suggest=option != "--device")
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from None
     for name in ("seconds", "minutes"):

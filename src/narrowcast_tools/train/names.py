@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ..words import AUTO, DEVICES, MEANT, find
+from ..words import AUTO, DEVICES, find
 from .errors import SettingsError
 
 RECIPES = ("bf16", "delayed", "current", "rowwise", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4")
@@ -11,19 +11,18 @@ MODES = ("fsdp", "tp", "fsdp+tp")
 TP_SIZE = 2  # default of fsdp+tp
 
 
-def one_of(known: Collection[str], word: str, option: str, why: str = "", *, suggest: bool = True) -> str:
+def one_of(known: Collection[str], word: str, option: str, *, suggest: bool = True) -> str:
     """Return the word.
 
     Args:
         option: that takes the word, for the message.
-        why: what else the message says of the word.
         suggest: whether the message has the name that looks like it.
 
     Raises:
         SettingsError: it is not among the known ones.
     """
     try:
-        return find(word, {name: name for name in known}, option, why, suggest=suggest)
+        return find(word, {name: name for name in known}, option, suggest=suggest)
     except ValueError as error:
         raise SettingsError(str(error)) from None
 
@@ -34,7 +33,7 @@ def device_word(word: str) -> str:
     Raises:
         SettingsError: it is none.
     """
-    return one_of(DEVICES, word, "--device", MEANT.get(word.lower(), ""), suggest=False)
+    return one_of(DEVICES, word, "--device", suggest=False)
 
 
 def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
@@ -49,8 +48,7 @@ def recipe_name(word: str, option: str = "--recipe", *others: str) -> str:
     name = ALIASES.get(word, word)
     if name in RECIPES:
         return name
-    meant = "; for FP8 use 'current'" if word.lower() in ("fp8", "float8") else ""
-    return one_of([*others, *RECIPES], word, option, meant, suggest=not meant)
+    return one_of([*others, *RECIPES], word, option)
 
 
 def recipe_names(words: str) -> list[str]:

@@ -231,6 +231,14 @@ def test_gradients_travel_as_they_are_when_they_are_sent(changes: dict, size: in
             "--pp-size is 64 x 1 stages, for 32 layers; use 1, 2, 4, 8, 16 or 32\n",
         ),
         (
+            "--recipe curent",
+            "--recipe is 'curent'; the nearest: 'current'; use one of bf16, delayed, current or",
+        ),
+        (
+            "--recipe fp8",
+            "--recipe is 'fp8'; for FP8 use 'current'; use one of bf16, delayed, current or block",
+        ),
+        (
             "--recipe bf16 --saved-activations fp8",
             "need an FP8 recipe; leave --saved-activations out, or use --recipe current\n",
         ),
