@@ -313,6 +313,8 @@ def test_arguments_too_few_and_too_many_are_named(call: Any, told: str) -> None:
         (nc, "FusedAdam", "narrowcast.optimizers.FusedAdam"),
         (nc, "weights", "narrowcast.serving.weights"),
         (nc.recipe, "Float8CurrentScalin", "narrowcast.recipe.Float8CurrentScaling"),
+        (nc.recipe, "MXFP8", "narrowcast.recipe.MXFP8BlockScaling"),
+        (nc.recipe, "NVFP4", "narrowcast.recipe.NVFP4BlockScaling"),
         (nc.nn, "Linea", "narrowcast.nn.Linear"),
         (nc.distributed, "load_checkpont", "narrowcast.distributed.load_checkpoint"),
     ],

@@ -211,6 +211,8 @@ def refuse_attribute(module: str, name: str) -> NoReturn:
         for one in room.__all__:
             known.setdefault(one.lower(), f"{room.__name__}.{one}")
     near = difflib.get_close_matches(name.lower(), known, 1, 0.75)
+    if not near and len(name) >= 4:  # such as MXFP8
+        near = [one for one in known if one.startswith(name.lower())]
     if near:
         raise AttributeError(f"{told}; did you mean {known[near[0]]}?")
     kind = re.search("[A-Z][a-z]+$", name)  # such as Scaling

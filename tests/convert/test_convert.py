@@ -308,6 +308,12 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
             ValueError,
             "convert: '0': no recipe is named 'curent'; the nearest",
         ),
+        (
+            nn.Linear(4, 4),
+            "bf16",
+            ValueError,
+            "no recipe is named 'bf16'; leave convert out to keep layers, or give None",
+        ),
         (nn.Linear(4, 4), [CURRENT], TypeError, r"convert: recipe is \[Float8CurrentScaling.* of type list"),
         ([3], CURRENT, TypeError, r"model is \[3\], of type list; pass a torch.nn.Module"),
         (nn.Linear, CURRENT, TypeError, r"model is the class Linear; .* as Linear\(...\) makes"),

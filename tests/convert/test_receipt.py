@@ -78,7 +78,7 @@ def test_a_receipt_that_is_taken_for_the_model_says_where_that_is() -> None:
     for name in ("train", "parameters", "to"):
         with pytest.raises(AttributeError, match=rf"`model = narrowcast.convert\(.*`model\.{name}`"):
             getattr(receipt, name)
-    with pytest.raises(AttributeError, match="no attribute 'coverage'"):
+    with pytest.raises(AttributeError, match="'coverage'; did you mean assert_coverage or flops_covered[?]"):
         receipt.coverage  # noqa: B018
     with pytest.raises(TypeError, match="receipt: model is a Receipt; pass the torch.nn.Module"):
         nc.receipt(receipt)  # type: ignore[arg-type]

@@ -589,6 +589,26 @@ def test_messages_name_the_options_of_the_layer() -> None:
         make_layer()(x, rotary_pos_emb=angles[0])
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: make_layer(num_gqa_groups=3), f"num_gqa_groups=3; num_gqa_groups may be 1, 2, {HEADS}$"),
+        (
+            lambda: nc.MultiheadAttention(60, 6, tp_size=2, set_parallel_mode=True, num_gqa_groups=3),
+            "num_gqa_groups may be 2, 6$",
+        ),
+        (
+            lambda: nc.MultiheadAttention(60, 5, tp_size=2, set_parallel_mode=True),
+            "change num_attention_heads or tp_size$",
+        ),
+        (lambda: nc.DotProductAttention(4, 16, num_gqa_groups=3), "num_gqa_groups may be 1, 2, 4$"),
+    ],
+)
+def test_what_num_gqa_groups_may_be_is_told(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
 def test_wrong_inputs_are_told() -> None:
     layer, x = make_layer(), torch.randn(LENGTH, BATCH, H, device=DEVICE)
     with pytest.raises(ValueError, match="each must have 3 dims: sequence, batch, width "):

@@ -30,6 +30,12 @@ def check_not_there(**options: Any) -> None:
             raise NotImplementedError(f"{name}={shown(value)} is not supported by this module; leave it out")
 
 
+def groups_of(heads: int, tp_size: int) -> str:
+    """Return what ``num_gqa_groups`` may be, for a message."""
+    counts = [str(n) for n in range(tp_size, min(heads, 1024) + 1, tp_size) if heads % n == 0]
+    return f"num_gqa_groups may be {', '.join(counts)}" if counts else "change num_attention_heads or tp_size"
+
+
 def separate(
     q: Tensor | None, k: Tensor | None, v: Tensor | None, qkv: Tensor | None, kv: Tensor | None, dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import weakref
@@ -210,7 +211,10 @@ class Receipt:
     def __getattr__(self, name: str) -> Any:
         """Raise for an absent attribute; the message says where the model is."""
         if name.startswith("__") or not hasattr(nn.Module, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            known = [one for one in dir(self) if not one.startswith("_")]
+            near = difflib.get_close_matches(name, known, 2, 0.55)
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{meant}")
         raise AttributeError(
             f"this is a receipt, and {name!r} belongs to the model; narrowcast.convert works in place and returns the "
             f"model: write `model = narrowcast.convert(model, recipe)`, then `model.{name}`"

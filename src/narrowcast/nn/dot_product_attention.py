@@ -27,6 +27,7 @@ from ..attention import (
     checked_format,
     context_parallel,
     extended,
+    groups_of,
     in_format,
     mask_rule,
     masks_of,
@@ -119,7 +120,7 @@ class DotProductAttention(nn.Module):
         if num_attention_heads % groups or num_attention_heads % tp_size or groups % tp_size:
             raise ValueError(
                 f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={groups}, and both of "
-                f"tp_size={tp_size}"
+                f"tp_size={tp_size}; {groups_of(num_attention_heads, tp_size)}"
             )
         one_of("attention_type", attention_type, ("self", "cross"))
         one_of("softmax_type", softmax_type, SOFTMAX_TYPES)

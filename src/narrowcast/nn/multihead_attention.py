@@ -18,6 +18,7 @@ from ..attention import (
     apply_rotary_pos_emb,
     check_angles,
     checked_format,
+    groups_of,
     sequence_length,
 )
 from ..attention.formats import dims_of
@@ -526,9 +527,12 @@ def _head_channels(hidden_size: int, heads: int, groups: int, kv_channels: int |
         kv_channels = hidden_size // heads
     positive(kv_channels=kv_channels)
     if heads % groups:
-        raise ValueError(f"num_attention_heads={heads} is not a multiple of num_gqa_groups={groups}")
+        raise ValueError(
+            f"num_attention_heads={heads} is not a multiple of num_gqa_groups={groups}; {groups_of(heads, tp_size)}"
+        )
     if heads % tp_size or groups % tp_size:
         raise ValueError(
-            f"num_attention_heads={heads} and num_gqa_groups={groups} must be multiples of tp_size={tp_size}"
+            f"num_attention_heads={heads} and num_gqa_groups={groups} must be multiples of tp_size={tp_size}; "
+            f"{groups_of(heads, tp_size)}"
         )
     return kv_channels
