@@ -12,6 +12,7 @@ from typing import Any
 import bench_worker
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from torch import nn
 
 from narrowcast_tools import cli
@@ -21,6 +22,7 @@ from narrowcast_tools.bench.measure import Contender, Result, contenders
 from narrowcast_tools.bench.measure import measure as run
 from narrowcast_tools.bench.worker import Worker
 from narrowcast_tools.bench.works import build, step_of
+from narrowcast_tools.schemes import LETTERS
 
 
 @pytest.fixture
@@ -47,15 +49,64 @@ def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("memory", "panels"), [(None, 1), (5.0, 2)])
-def test_the_picture_has_no_empty_panel(
-    memory: float | None, panels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that were saved."""
+    figures: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
+    return figures
+
+
+@pytest.mark.parametrize(("memory", "panels"), [(None, 1), (5.0, 2)])
+def test_the_picture_has_no_empty_panel(memory: float | None, panels: int, drawn: list[Figure]) -> None:
     show.picture([Result("Linear", "bf16", "compiled", 2.0, 1.0, memory, "")], "narrowcast bench")
     assert len(drawn[0].axes) == panels
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_picture_states_its_finding_and_groups_its_bars(drawn: list[Figure]) -> None:
+    """Its title was the command, and the name of a group stood before its first bar only, in letters of 7 points."""
+    results = [
+        Result(work, name, mode, 2.0 * share, share, None, "")
+        for work in ("Linear 32x64->64", "grouped 8x(4096->14336), 8192 rows")
+        for name, mode, share in (
+            ("bf16", "compiled", 1.0),
+            ("current", "eager", 2.5),
+            ("nvfp4, FusedAdam, head in current", "compiled", 1.25),
+        )
+    ]
+    failed = Result("Linear 32x64->64", "TE current", "eager", None, None, None, "not installed")
+    show.picture([*results, failed], "narrowcast bench tiny: cpu")
+    (figure,) = drawn
+    title = "No step is faster than bf16's: they take 1.25 to 2.50 times as long"
+    assert figure.get_suptitle().replace("\n", " ") == title
+    assert figure.get_supxlabel() == "Longer is slower; 1 is bf16, compiled.\nnarrowcast bench tiny: cpu"
+    (axes,) = figure.axes
+    labels = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
+    each = ["bf16, compiled", "current, eager", "nvfp4, FusedAdam, head in current, compiled"]
+    assert labels == 2 * each
+    told = {text.get_text().strip().replace("\n", " "): text.get_position()[1] for text in axes.texts}
+    assert {"2.000 ms", "2.50", "1.25", "Linear 32x64->64"} < told.keys()
+    places = axes.get_yticks()
+    groups = [child.xy[1] for child in axes.get_children() if isinstance(child, Annotation)]
+    assert groups[0] < places[0] < places[2] < groups[1] < places[3], "each name is above its bars"
+    assert groups[1] - groups[0] > 1.5 * len(each), "room between groups"
+    assert all(text.get_size() >= LETTERS for text in (*axes.texts, *axes.get_yticklabels()))
+    box, edge = figure.get_tightbbox(), 2 / 72
+    assert -edge <= box.x0 and box.x1 <= figure.get_figwidth() + edge
+    faster = [results[0], results[1]._replace(ms=1.6, share=0.8)]
+    show.picture(faster, "narrowcast bench")
+    title = "Up to 1.25 times as fast as bf16: current, eager"
+    assert drawn[1].get_suptitle().replace("\n", " ") == title
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_what_failed_draws_without_a_warning(drawn: list[Figure]) -> None:
+    show.picture(
+        [Result("Linear", "bf16", "compiled", None, None, None, "out of memory")], "narrowcast bench"
+    )
+    assert drawn[0].get_suptitle() == "No step was measured"
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..colors import color_of
-from ..schemes import png
+from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from ..tables import make_table
 from .measure import Result
 
 HEADINGS = {"share": "time over bf16", "memory": "peak MiB"}
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
+
+ROW = 0.185  # inches: the height of a line of a label
+NAMES = 108  # points: the width of a contender's name
 
 
 def table(results: Sequence[Result], title: str) -> Table:
@@ -75,40 +80,91 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
     return results
 
 
-def picture(results: Sequence[Result], title: str) -> bytes:
+def picture(results: Sequence[Result], caption: str) -> bytes:
     """Return bars of time and of memory over those of bf16, a group per work: a PNG image.
 
     A CPU has no memory figures, and its picture no panel for them.
+
+    Args:
+        caption: command and machine.
     """
-    works = list(dict.fromkeys(one.work for one in results))
-    base = {one.work: one for one in results if one.contender == "bf16"}
-    names = ["time over bf16 compiled"]
-    if any(first.memory for first in base.values()):
-        names.append("peak memory over bf16 compiled")
-    figure = Figure(figsize=(11, 1.4 + 0.28 * len(results)), dpi=130, layout="constrained")
-    figure.suptitle(title.replace(": ", "\n", 1), x=0.01, ha="left", weight="bold", size=11)
-    columns = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    labels: list[str] = []
-    place = 0.0
-    for work in works:
-        for one in (one for one in results if one.work == work and one.ms is not None):
-            labels.append(f"{one.contender}, {one.mode}" if one.contender != "bf16" else f"{work}: bf16")
-            first = base.get(work)
-            values = [one.share, None]
-            if first is not None and first.memory and one.memory is not None:
-                values[1] = one.memory / first.memory
-            for axes, value in zip(columns, values):
-                axes.barh(place, value or 0.0, color=color_of(one.contender))
-                if value:
-                    told = axes.text(value, place, f" {value:.2f}", va="center", size=7)
-                    told.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})  # over the line at 1
-            place += 1
-    for axes, name in zip(columns, names):
-        axes.set_title(name, size=9, loc="left")
-        axes.axvline(1.0, color="0.6", lw=0.8, zorder=0)
-        axes.margins(x=0.08, y=0.01)
-        axes.tick_params(axis="x", labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    columns[0].set_yticks(range(len(labels)), labels, size=7)
-    columns[0].invert_yaxis()
+    panels = {"Time of a step": _bars(results, "ms"), "Peak memory": _bars(results, "memory")}
+    panels = {title: bars for title, bars in panels.items() if bars or title == "Time of a step"}
+    rows = [max(1, sum(bar.rows for bar in bars)) for bars in panels.values()]
+    size = WIDTH, 0.35 * len(panels) + ROW * sum(rows)
+    figure = Figure(figsize=size, dpi=190, layout="constrained")
+    drawn = figure.subplots(len(panels), 1, height_ratios=rows, squeeze=False)[:, 0]
+    for axes, (title, bars) in zip(drawn, panels.items()):
+        axes.set_title(f"{title} over bf16's", loc="left", size=LETTERS, weight="bold")
+        _draw(axes, bars)
+    longer = "Longer is slower" if len(panels) == 1 else "Longer is slower, or more memory"
+    tell(figure, _finding(results), f"{longer}; 1 is bf16, compiled.\n{caption}")
     return png(figure)
+
+
+class Bar(NamedTuple):
+    """A contender's bar, or with no length the name of the group of bars below it."""
+
+    label: str
+    color: str = ""
+    length: float = 0.0
+    told: str = ""
+
+    @property
+    def rows(self) -> float:
+        """How many lines it takes."""
+        return self.label.count("\n") + (1 if self.length else 1.5)
+
+
+def _bars(results: Sequence[Result], column: Literal["ms", "memory"]) -> list[Bar]:
+    """Return a column's bars over those of bf16, each work's below its name; none without one of bf16."""
+    bars: list[Bar] = []
+    for work in dict.fromkeys(one.work for one in results):
+        values = {one: value for one in results if one.work == work and (value := getattr(one, column))}
+        base = next((value for one, value in values.items() if one.contender == "bf16"), None)
+        if base is None:
+            continue
+        bars.append(Bar(wrap(work, 72 * WIDTH)))
+        for one, value in values.items():
+            plain = f"{value:,.3f} ms" if column == "ms" else f"{value:,.0f} MiB"
+            told = plain if one.contender == "bf16" else f"{value / base:.2f}"
+            label = wrap(f"{one.contender}, {one.mode}", NAMES)
+            bars.append(Bar(label, color_of(one.contender), value / base, told))
+    return bars
+
+
+def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
+    """Draw bars below the name of their group."""
+    labels: dict[float, str] = {}
+    end = 0.0
+    for bar in bars:
+        end += bar.rows
+        place = end - bar.label.count("\n") / 2
+        if not bar.length:
+            left = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+            axes.annotate(bar.label, (0, place), (-NAMES - 5, 0), va="center", size=LETTERS, **left)
+            continue
+        labels[place] = bar.label
+        axes.barh(place, bar.length, 0.8, color=bar.color)
+        told = axes.text(bar.length, place, f" {bar.told}", va="center_baseline", size=LETTERS)
+        told.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})  # over the line at 1
+    axes.axvline(1.0, color=color_of("bf16"), linewidth=1, linestyle="--", zorder=0)
+    axes.set_xticks([])
+    axes.set_yticks(list(labels), list(labels.values()), size=LETTERS, color="0.35")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+    axes.set_ylim(end + 0.6, 0.8)
+
+
+def _finding(results: Sequence[Result]) -> str:
+    """Return the title: the fastest contender, or how much longer all take."""
+    shares = {one: one.share for one in results if one.share is not None and one.contender != "bf16"}
+    if not shares:
+        return "The time of a step in bf16" if any(one.ms for one in results) else "No step was measured"
+    fastest = min(shares, key=shares.__getitem__)
+    if shares[fastest] < 1:
+        return f"Up to {1 / shares[fastest]:.2f} times as fast as bf16: {fastest.contender}, {fastest.mode}"
+    times = dict.fromkeys(f"{share:.2f}" for share in (shares[fastest], max(shares.values())))
+    return f"No step is faster than bf16's: they take {' to '.join(times)} times as long"
