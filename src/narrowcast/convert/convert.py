@@ -24,7 +24,7 @@ from .stored import DECODED, nothing_to_store, restore, store, stores, uses_of_p
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "linear layer"
-_NONE = "leave convert out to keep layers, or give None in a table"
+_NONE = "no convert or None in a table leaves layers as they are"
 
 
 @overload
