@@ -475,9 +475,10 @@ def test_a_watched_model_that_turns_back_trains_and_converts_again() -> None:
     nc.revert(model)(x).sum().backward()
     with pytest.raises(RuntimeError, match="no watched layer is left: .*reverted"):
         watch.step()
-    assert "0.weight" not in str(watch) and "not called" not in str(watch)
+    assert "0.weight" not in str(watch) and "not called" not in str(watch) and "last of" not in str(watch)
     nc.convert(model, QUANTIZED["current"])(x).sum().backward()
     assert len(watch.step()) == 6
+    assert str(watch).endswith("\nlast of 2 samples; all are in watch.records")
     nc.revert(model)
     watch.close()
     assert not list(model.buffers()) and all(type(one) is nn.Linear for one in model)

@@ -373,7 +373,11 @@ class Watch:
         if idle:
             lines.append(f"under a recipe, but not called in a sampled step: {some(idle)}")
         routers = [one for one in self.routers if one.step == self.records[-1].step]
-        return "\n".join([*lines, *(["", *table_of(routers)] if routers else [])])
+        lines += ["", *table_of(routers)] if routers else []
+        samples = len({one.step for one in self.records})
+        if samples > 1:
+            lines.append(f"last of {samples} samples; all are in watch.records")
+        return "\n".join(lines)
 
     def to_csv(self, path: str | Path) -> None:
         """Write all records, one a line under the names of :class:`Record`.
