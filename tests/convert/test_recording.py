@@ -45,9 +45,28 @@ def test_every_gemm_is_counted_and_finds_its_layer(compiled: bool) -> None:
     assert {one.calls for one in ran.values()} == {2}
     assert {one.compiled for one in ran.values()} == {compiled}
     assert {one.emulated for one in ran.values()} == {True}
-    assert ran["layers.0.up", "fprop"].precision == "E4M3 x E4M3 (Float8CurrentScaling)"
-    assert ran["layers.0.up", "wgrad"].precision == "E5M2 x E4M3 (Float8CurrentScaling)"
+    assert ran["layers.0.up", "fprop"].precision == "E4M3 x E4M3 (FP8 current)"
+    assert ran["layers.0.up", "wgrad"].precision == "E5M2 x E4M3 (FP8 current)"
     assert receipt.ran().idle == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("delayed", "E4M3 x E4M3 (FP8 delayed, FP8 current)"),
+        ("current", "E4M3 x E4M3 (FP8 current)"),
+        ("rowwise", "E4M3 x E4M3 (FP8 rowwise)"),
+        ("block", "E4M3 x E4M3 (FP8 block)"),
+        ("mxfp8", "E4M3 x E4M3 (MXFP8)"),
+        ("nvfp4", "E2M1 x E2M1 (NVFP4)"),
+    ],
+)
+def test_a_precision_has_the_words_of_recipes(name: str, told: str) -> None:
+    model = nc.convert(nn.Linear(32, 32), name)
+    receipt = nc.receipt(model)
+    with receipt.recording():
+        model(torch.randn(32, 32))
+    assert [one.precision for one in receipt.ran()] == [told]
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)

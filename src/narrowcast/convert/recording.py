@@ -16,8 +16,16 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._table import aligned
-from ..functional import GemmCall, element_of, gemm_call
+from ..functional import GemmCall, element_of, gemm_call, half_of
 from ..functional.gemm import gemm_directions
+from ..quantizers import (
+    DelayedFloat8Quantizer,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8RowsQuantizer,
+    IdentityQuantizer,
+    Quantizer,
+)
 from ..tensors import DequantizingTensor
 from ..upstream.aot import runs_compiled
 from ..upstream.functionalization import OperatorMode
@@ -25,6 +33,14 @@ from ..upstream.modules import own_parameters
 from ..upstream.tensors import schema_of
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+_FORMATS: dict[type[Quantizer], str] = {
+    DelayedFloat8Quantizer: "FP8 delayed",
+    Float8CurrentScalingQuantizer: "FP8 current",
+    Float8RowsQuantizer: "FP8 rowwise",
+    Float8BlockQuantizer: "FP8 block",
+    IdentityQuantizer: "high precision",
+}
+"""Formats with how their scales come; the others have the names of their quantizers, such as MXFP8."""
 _NATIVE = {f"aten::_scaled_{kind}mm{version}" for kind in ("", "grouped_") for version in ("", "_v2")}
 
 
@@ -35,7 +51,7 @@ class RanGemm:
     Attributes:
         name: the weight's name in the receipt; names joined by " or " if ambiguous, "" if unknown.
         gemm: "fprop", "dgrad" or "wgrad".
-        precision: the elements of both operands and their format.
+        precision: the elements of both operands and their format, such as "E5M2 x E4M3 (FP8 current)".
         emulated: decoded and multiplied in higher precision.
         compiled: called from a compiled graph.
         calls: number of calls.
@@ -229,9 +245,16 @@ def _place(tensor: Tensor) -> int:
 
 
 def _precision(gemm: GemmCall) -> str:
-    """Return the elements of both operands, and their formats by the names of the quantizers."""
+    """Return the elements of both operands, and their formats in the words of ``docs/convert.md``."""
     quantizers = gemm.left_quantizer, gemm.right_quantizer
-    elements = [element_of(one, side) for one, side in zip(quantizers, gemm_directions(gemm.kind))]
+    sides = list(zip(quantizers, gemm_directions(gemm.kind)))
+    elements = [element_of(one, side) for one, side in sides]
     codes = " x ".join("high" if one is None else re.sub(r"^kFloat\d+|^k", "", one.name) for one in elements)
-    formats = dict.fromkeys(type(one).__name__.removesuffix("Quantizer") for one in quantizers)
+    formats = dict.fromkeys(_format(half_of(one, side)) for one, side in sides)
     return f"{codes} ({', '.join(formats)})"
+
+
+def _format(quantizer: Quantizer | None) -> str:
+    if quantizer is None:
+        return "high precision"
+    return _FORMATS.get(type(quantizer)) or type(quantizer).__name__.removesuffix("Quantizer")

@@ -15,7 +15,7 @@ from .batch_invariant import (
     mix_batch_invariant,
     softmax_batch_invariant,
 )
-from .counting import GemmCall, element_of, gemm_call
+from .counting import GemmCall, element_of, gemm_call, half_of
 from .cross_entropy import (
     columns_at_once,
     cross_entropy_gradient,

@@ -48,11 +48,16 @@ def gemm_call(func: Any, args: Sequence[Any]) -> GemmCall | None:
     return GemmCall(**{name: named.get(name, True) for name in GemmCall._fields})
 
 
-def element_of(quantizer: Any, columnwise: bool) -> DType | None:
-    """Return the element format of one direction's codes; None for a tensor in high precision."""
+def half_of(quantizer: Any, columnwise: bool) -> Any:
+    """Return the quantizer of one direction; None for a tensor in high precision."""
     if isinstance(quantizer, str):  # in a graph that was exported
         quantizer = quantizer_of_text(quantizer)
-    dtype = None if quantizer is None else getattr(quantizer._half(columnwise), "dtype", None)
+    return None if quantizer is None else quantizer._half(columnwise)
+
+
+def element_of(quantizer: Any, columnwise: bool) -> DType | None:
+    """Return the element format of one direction's codes; None for a tensor in high precision."""
+    dtype = getattr(half_of(quantizer, columnwise), "dtype", None)
     return None if dtype is None else DType(dtype)
 
 
