@@ -437,6 +437,25 @@ def test_a_fused_call_refuses_layers_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: nc.convert(nn.ModuleDict({"up": nn.Linear(32, 32)}), "current")["up"], "weight of up"),
+        (lambda: nc.Linear(32, 32, device="cpu", recipe="delayed"), "weight of Linear"),
+        (lambda: nc.LayerNormMLP(32, 32, device="cpu", recipe="mxfp8"), "fc1_weight of LayerNormMLP"),
+        (lambda: nc.ops.Linear(32, 32, device="cpu"), "weight of BasicLinear"),
+    ],
+)
+def test_a_layer_of_float64_is_named_when_it_would_quantize(make: Any, name: str) -> None:
+    layer, x = make().double(), torch.randn(4, 32, dtype=torch.float64)
+    told = f"^{name} is torch.float64, which no recipe quantizes; call .float\\(\\) or .bfloat16\\(\\) on the model"
+    with nc.autocast(recipe="current"), pytest.raises(TypeError, match=told):
+        layer(x)
+    with nc.autocast(enabled=False), torch.no_grad():
+        if not isinstance(layer, nc.LayerNormMLP):  # norms have no float64
+            assert layer(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
     "dtype", [torch.int64, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn]
 )
 @pytest.mark.parametrize(

@@ -336,11 +336,16 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             workspace: of a stored weight, where it was made already.
             needs_bias: whether the gradient of the bias is requested; None: ``bias`` tells.
         Raises:
-            TypeError: ``is_first_microbatch`` is no bool.
+            TypeError: ``is_first_microbatch`` is no bool, or the weight is of float64.
             RuntimeError: the weight is stored without the data that the backward reads, or in another format.
             ValueError: the bias does not fit the weight; the layer is split in a way that the batch-invariant mode does
                 not allow.
         """
+        if plan.quantized and weight.dtype == torch.float64:
+            raise TypeError(
+                f"{stage.weight} of {layer_name(self)} is torch.float64, which no recipe quantizes; call .float() or "
+                ".bfloat16() on the model and its input"
+            )
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"{stage.bias} has shape {shape_of(bias)}; it needs {weight.shape[0]} elements, one for each row of "
