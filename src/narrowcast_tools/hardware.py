@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .train.names import RECIPES as NAMES
+from .colors import RECIPES as COLORS
 from .words import find
 
 TERA, GIGA, GIB = 1e12, 1e9, 2.0**30
@@ -81,5 +81,5 @@ def find_optimizer(name: str) -> tuple[float, float, float]:
 
 def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
-    why = ", for which these GPUs have no measured rates" if recipe in NAMES else ""
+    why = ", for which these GPUs have no measured rates" if recipe in COLORS else ""  # every recipe has one
     return find(recipe, RECIPES, "--recipe", why)
