@@ -237,6 +237,14 @@ def test_refusals(words: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err
 
 
+def test_without_a_gpu_no_device_is_advised_that_account_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", "account", "--device", "cuda"]) == 2
+    assert "no CUDA device; run it on a GPU, or bench tiny here" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_the_account_of_a_small_step_covers_it() -> None:
     account = take_account(MODELS[0], Contender("bf16", "compiled", None), CEILINGS)

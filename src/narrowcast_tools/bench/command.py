@@ -46,7 +46,8 @@ def bench(
     if device == AUTO:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device is cuda, and torch finds no CUDA device; use --device cpu")
+        use = "run it on a GPU, or bench tiny here" if suite == "account" else "use --device cpu"
+        raise typer.BadParameter(f"--device is cuda, and torch finds no CUDA device; {use}")
     recipes, modes = bench_settings({**context.params, "device": device})
     suite = suite or ("tiny" if device == "cpu" else "all")
     if suite == "account":

@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit code: 0 done, 1 the work failed, 2 the command or a setting is wrong, 130 or 143 interrupted.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["help"]:
-        words = [*words[1:], "--help"]
+    if words[:1] == ["help"] or words[1:] == ["help"]:
+        words = [*(word for word in words if word != "help"), "--help"]
     try:
         code = _run(words)
         sys.stdout.flush()

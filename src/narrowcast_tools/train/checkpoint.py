@@ -64,9 +64,9 @@ class NoCheckpoint(SettingsError):
 
     def __init__(self, folder: Path, passed_over: list[str]) -> None:
         self.passed_over = "; ".join(passed_over)
+        why = f" ({self.passed_over})" if passed_over else ""
         super().__init__(
-            f"no checkpoint to resume in {folder} ({self.passed_over or 'there is none'}); check --out, or start a new "
-            "run without --resume"
+            f"no checkpoint to resume in {folder}{why}; check --out, or start a new run without --resume"
         )
 
 

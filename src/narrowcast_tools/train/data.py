@@ -77,12 +77,12 @@ def load_corpus(path: Path | None, *, seq_len: int, tokens: Tokens | None = None
         reader = _Reader("", set())
         texts = reader.read(root)
         if not texts:
+            why = f" ({left_out})" if (left_out := reader.left_out()) else ""
             raise SettingsError(
-                f"{source} holds no text ({reader.left_out()}); give --data a text file or a folder of text files"
+                f"{source} holds no text{why}; give --data a text file or a folder of text files"
             )
-        remark = (
-            f"text: {len(texts):,} files, {sum(map(len, texts)):,} bytes of {source}; {reader.left_out()}"
-        )
+        counted = f"text: {len(texts):,} files, {sum(map(len, texts)):,} bytes of {source}"
+        remark = "; ".join(filter(None, (counted, reader.left_out())))
     return replace(split(texts, seq_len=seq_len, source=source, tokens=tokens), remark=remark)
 
 
@@ -199,9 +199,9 @@ class _Reader:
         return texts
 
     def left_out(self) -> str:
-        """Return a note on skipped files, such as `skipped 2 binary, 1 hidden`."""
+        """Return a note on skipped files, such as `skipped 2 binary, 1 hidden`; "" if there are none."""
         counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._counts.items()))
-        return "; ".join(part for part in (f"skipped {counted or 'nothing'}", self._end) if part)
+        return "; ".join(part for part in (f"skipped {counted}" if counted else "", self._end) if part)
 
     def _paths(self, root: Path) -> Iterator[Path]:
         for folder, folders, names in os.walk(root):

@@ -110,6 +110,9 @@ def without_checkpoint(path: Path, why: str = "") -> str:
     """Return why a folder has nothing to load, and what to give instead. ``why``: what its checkpoints have."""
     if not path.exists():
         return _absent(path)
+    if path.is_file():
+        run = next((f"its run, {one.parent}" for one in path.parents if one.name == CHECKPOINTS), "a run")
+        return f"{path} is a file; give the folder of {run}"
     if several := runs_below(path):
         return f"{path} {several}"
     if (path / COMPARED).exists():

@@ -9,8 +9,9 @@ import torch
 from ..hardware import RECIPES, find_optimizer
 from ..plan.estimate import Layout, held
 from ..plan.models import Model
-from .config import ModelConfig, TrainConfig
+from .config import RANDOM, ModelConfig, TrainConfig
 from .errors import SettingsError, TrainingError
+from .presets import PRESETS
 
 FLOAT = 4
 TOKEN = 8  # int64
@@ -64,7 +65,7 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
     wanted = (
         (
             "model with its optimizer",
-            int(max(FLOAT, bytes_of_weight(config) / ranks) * parameters_of(config.model)),
+            _bytes_of_model(config, ranks),
             "--dim, --hidden or --layers",
         ),
         (
@@ -78,12 +79,25 @@ def require_memory(config: TrainConfig, ranks: int = 1, parts: int = 1) -> None:
             "--eval-batches or --batch-size",
         ),
     )
-    for what, size, options in wanted:
+    for index, (what, size, options) in enumerate(wanted):
         if size > room:
+            smaller = _largest_preset(room, ranks) if index == 0 and config.init == RANDOM else ""
             raise SettingsError(
                 f"the {what} would take {_gigabytes(size)}, and this machine's {config.device} has "
-                f"{_gigabytes(room)}; lower {options}"
+                f"{_gigabytes(room)}; lower {options}{smaller}"
             )
+
+
+def _largest_preset(room: float, ranks: int) -> str:
+    """Return the advice to take the largest preset whose model fits; "" if none does."""
+    sizes = {name: _bytes_of_model(preset, ranks) for name, preset in PRESETS.items()}
+    fitting = [name for name in sizes if sizes[name] <= room]
+    return f", or use --preset {max(fitting, key=sizes.__getitem__)}" if fitting else ""
+
+
+def _bytes_of_model(config: TrainConfig, ranks: int) -> int:
+    """Return the bytes of a model with its optimizer on a rank, which builds the model as a whole."""
+    return int(max(FLOAT, bytes_of_weight(config) / ranks) * parameters_of(config.model))
 
 
 @contextmanager

@@ -419,6 +419,16 @@ def test_the_memory_that_a_plan_may_use_is_told_apart_from_the_gpus(capsys: pyte
     assert "GiB of 127.9 usable per GPU " in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_file_that_is_no_configuration_is_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It was taken for the name of a model."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(9))
+    assert cli.main(["plan", "--model", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert f"--model is {path}, which cannot be read (no configuration: " in told
+    assert told.endswith("; give a model's config.json\n")
+
+
 def test_small_sizes_and_times_are_no_zeros(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     path = tmp_path / "config.json"

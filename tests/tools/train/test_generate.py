@@ -153,6 +153,10 @@ def test_a_terminal_shows_control_characters_and_obeys_none(
     ("words", "parts"),
     [
         (["absent"], ["absent does not exist; give the folder of a run"]),
+        (
+            ["run/checkpoints/step-00000020/model.safetensors"],
+            ["/model.safetensors is a file; give the folder of its run, run"],
+        ),
         (["run", "--tokens", "0"], ["--tokens is 0"]),
         (
             ["run", "--tokens", "1000000"],

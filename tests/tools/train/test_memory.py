@@ -12,6 +12,7 @@ from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.errors import SettingsError, TrainingError
 from narrowcast_tools.train.memory import memory_told, parameters_of, require_memory
 from narrowcast_tools.train.model import Decoder
+from narrowcast_tools.train.presets import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,20 @@ def test_what_fits_is_let_through(config: TrainConfig, monkeypatch: pytest.Monke
     require_memory(config)
     with pytest.raises(SettingsError, match=r"the scores of a batch would take .* cpu has .*--batch-size"):
         require_memory(replace(config, batch_size=1000))
+
+
+def test_a_model_that_is_too_large_names_the_largest_preset_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for room, told in (
+        (16, "; lower --dim, --hidden or --layers, or use --preset 1b$"),
+        (0.01, " or --layers$"),
+    ):
+        monkeypatch.setattr(memory, "_memory_of", lambda device, room=room: int(room * 2**30))
+        with pytest.raises(SettingsError, match=told):
+            require_memory(PRESETS["8b"])
+    with pytest.raises(SettingsError, match=" or --layers$"):
+        require_memory(replace(PRESETS["8b"], init="folder"))
 
 
 def test_failed_allocations_are_told(config: TrainConfig) -> None:
