@@ -369,7 +369,8 @@ def _why_missing(file: Path) -> str:
     if folder.is_file():
         return f"{folder} is a file; give its folder, {folder.parent}"
     if not folder.is_dir() and len(folder.parts) == 2 and not folder.parent.is_dir():
-        return f"{folder} is no folder; of a model on the Hub give huggingface_hub.snapshot_download({str(folder)!r})"
+        name = shown(str(folder))
+        return f"{folder} is no folder; of a model on the Hub give huggingface_hub.snapshot_download({name})"
     if not folder.is_dir():
         return f"{folder} is no folder; give the folder that nc.export, or save_pretrained of Transformers, wrote"
     names = sorted(one.name for one in folder.iterdir())
