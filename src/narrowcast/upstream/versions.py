@@ -42,6 +42,9 @@ NOT_WORKING = {
     "pipeline schedules that split the backward, such as `ScheduleInterleavedZeroBubble`, fail inside PyTorch",
     "PyTorch 2.11 to 2.13": "`torch.optim.SGD(fused=True)` on a CPU leaves most of a bf16 or fp16 weight as it was "
     "([pytorch#191763](https://github.com/pytorch/pytorch/issues/191763))",
+    "PyTorch 2.11 to 2.15": "eager `torch.nn.LayerNorm` on a CPU sums the gradients of its parameters in bf16, where "
+    "they stop at 256 per thread (`findings/torch-layer-norm-on-cpu-stops-at-256.sh`), unless `convert(norms=True)` or "
+    "`torch.compile` runs it",
 }
 """What is known not to work, and why."""
 
