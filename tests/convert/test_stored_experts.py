@@ -124,10 +124,12 @@ def test_what_cannot_be_stored_says_so_beside_what_is() -> None:
 
 
 def test_a_recording_sees_the_gemms_of_codes() -> None:
+    """Memory that was freed is another tensor's by then: a gradient was taken for the weight that had lain there."""
     experts = nc.convert(frozen(), STORED["block"], weights="stored")
     receipt = nc.receipt(experts)
     with receipt.recording():
         step(experts)
+    assert not receipt._recorders[0]._seen
     assert [(one.name, one.gemm) for one in receipt.ran()] == [
         (name, gemm) for name in ("gate_up_proj", "down_proj") for gemm in ("fprop", "dgrad")
     ]

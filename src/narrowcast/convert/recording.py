@@ -8,6 +8,7 @@ difference whether the calls come from eager code or from a compiled graph.
 from __future__ import annotations
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ class Recorder(OperatorMode):
         for weight in weights:
             self._weights.setdefault(weight.size, []).append(weight)
         self._calls, self._inlined = list[_Call](), 0
-        self._seen: dict[int, _Buffers] = {}  # by address; the last buffers at each
+        self._seen: dict[int, _Buffers] = {}  # by address, as long as they are there
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -197,7 +198,10 @@ class Recorder(OperatorMode):
             names = self._names_of(tensor) or ([] if decoded is None else decoded.made_from)
             buffers.made_from += [name for name in names if name not in buffers.made_from]
         for tensor in _tensors(out):
-            self._seen[_place(tensor)] = buffers
+            storage = tensor.untyped_storage()
+            self._seen[storage.data_ptr()] = buffers
+            # else the next tensor in its memory would be taken for it
+            weakref.finalize(storage, self._seen.pop, storage.data_ptr(), None).atexit = False
 
     def _buffers_of(self, operand: Sequence[Tensor]) -> _Buffers:
         known = [self._seen[_place(x)] for x in operand if _place(x) in self._seen]
