@@ -194,7 +194,7 @@ def _weights(model: Model, layout: Layout) -> tuple[float, float, float]:
     """Return weights of the largest pipeline rank, unsharded by FSDP: layers, experts, embedding and head."""
     layers = ceil(model.layers / layout.pp)
     mixtures = min(model.moe_layers, layers)
-    ends = (2 if layout.pp == 1 else 1) * model.dim * model.vocabulary / layout.tp
+    ends = (2 if layout.pp == 1 and not model.tied else 1) * model.dim * model.vocabulary / layout.tp
     return (
         layers * model.layer_weights / layout.tp,
         mixtures * model.expert_weights / (layout.ep * layout.tp),

@@ -12,7 +12,7 @@ from ..words import any_of, find, is_address
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder: ``layers`` blocks of attention and a gated feed-forward layer, an embedding and a head of their own.
+    """A decoder: ``layers`` blocks of attention and a gated feed-forward layer, an embedding and a head.
 
     With ``experts`` the feed-forward layers after the first ``dense_layers`` are mixtures: ``active_experts`` of width
     ``expert_hidden`` see each token, and ``shared_experts`` see all. ``attention`` is the number of weights of one
@@ -34,6 +34,7 @@ class Model:
     shared_experts: int = 0
     expert_hidden: int = 0
     dense_layers: int = 0
+    tied: bool = False  # the head is the embedding
 
     @property
     def attention_weights(self) -> int:
@@ -76,7 +77,7 @@ class Model:
         return (
             self.layers * self.layer_weights
             + self.moe_layers * self.expert_weights
-            + 2 * self.dim * self.vocabulary
+            + (2 - self.tied) * self.dim * self.vocabulary
         )
 
     def attention_flops(self, length: int) -> float:
@@ -189,4 +190,5 @@ def _shape_of(found: dict[str, Any], name: str) -> Model:
         found.get("n_shared_experts") or shared,
         width if experts else 0,
         dense if experts else 0,
+        bool(found.get("tie_word_embeddings")),
     )

@@ -187,6 +187,8 @@ def generate(
     trained = load_trained(run, device=place, recipe=recipe, emulate=emulate)
     answer = Answer(trained, prompt, tokens, samples=samples)
     progress = make_progress(Console(stderr=True))
+    for line in trained.passed_over:
+        progress.note(line)
     if trained.config.init == RANDOM and (few := too_few(trained.step)):
         progress.note(f"{few} for text that can be read; train {SHORTEST_JUDGED} or more")
     if answer.remark:

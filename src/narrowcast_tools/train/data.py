@@ -1,7 +1,9 @@
 """Tokens of real text in a training and a held-out part, and batches that depend on (seed, step) alone."""
 
+import codecs
 import hashlib
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -159,6 +161,10 @@ def _read_file(path: Path) -> list[bytes]:
         raise SettingsError(
             f"cannot read {path} ({error.strerror}); give --data a readable text file"
         ) from error
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SettingsError(
+            f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > text.txt"
+        )
     if b"\0" in text[:SNIFFED]:
         raise SettingsError(f"{path} is a binary file; give --data a text file or a folder of text files")
     return [text]

@@ -45,12 +45,14 @@ class Trained:
         config: settings of its run.
         tokens: what its tokens are.
         step: of its checkpoint.
+        passed_over: a line for each newer checkpoint that is damaged.
     """
 
     model: Decoder
     config: TrainConfig
     tokens: Tokens
     step: int
+    passed_over: list[str]
 
 
 def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate: bool = False) -> Trained:
@@ -67,13 +69,13 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     """
     if (path / DESCRIPTION).exists():
         try:
-            found, run = checkpoint.load(path), path.parent.parent
+            found, passed_over, run = checkpoint.load(path), [], path.parent.parent
         except checkpoint.DamagedCheckpoint as error:
             raise SettingsError(f"{path} cannot be read: {error}; give another checkpoint") from error
     else:
         try:
             run = run_of(path)
-            found = checkpoint.load_newest(run / CHECKPOINTS)[0]
+            found, passed_over = checkpoint.load_newest(run / CHECKPOINTS)
         except checkpoint.NoCheckpoint as error:
             why = f" ({error.passed_over})" if error.passed_over else ""
             raise SettingsError(without_checkpoint(path, why)) from error
@@ -105,7 +107,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     if recipe is not None:
         set_recipes(model, {"": build_recipe(recipe, device=device, emulate=emulate), HEAD: None})
     model.to(device=device, dtype=torch.bfloat16).eval()
-    return Trained(model, replace(config, compile=False), tokens, found.step)
+    return Trained(model, replace(config, compile=False), tokens, found.step, passed_over)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ ALLOWED = {"color": "0.9", "linewidth": 0}
 OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
 NAMES = 84  # points: the width of a recipe's name
 TOP = -0.6  # where the rows begin; the first is at 0
+LEARNED = 0.01  # of the first loss: a smaller change teaches nothing
 PADDING = 0.04  # of the steps, on either side: the axes cut no marker
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
@@ -75,6 +76,9 @@ def finding(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         (_, first), (_, last) = rows[0].held_out[0], rows[0].held_out[-1]
         return f"{rows[0].title} learns the text" if last < first else f"Held-out loss of {rows[0].title}"
+    (_, first), *_, (_, last) = _baseline(rows).held_out * 2
+    if abs(last / first - 1) < LEARNED and len(_baseline(rows).held_out) > 1:
+        return f"bf16 has not learned: its loss went from {first:.2f} to {last:.2f}"
     if few := too_few(rows[0].held_out[-1][0]):
         largest = max((row.gap_percent for row in rows), key=abs)
         return f"The largest gap, {signed_percent(largest)}, may be chance: {few} to judge"
@@ -257,7 +261,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             ends.append((percents[-1], row))
     axes.set_ylim(low, high)
     axes.set_xlim(-PADDING * last_step, (1 + PADDING) * last_step)
-    axes.locator_params(axis="x", nbins=4)
+    axes.locator_params(axis="x", nbins=4, integer=True)
     names = [wrap(row.title, NAMES) for _, row in ends]
     lines = max((name.count("\n") + 1 for name in names), default=1)
     apart = min(0.11 * lines, 1 / max(1, len(ends))) * (high - low)

@@ -72,6 +72,14 @@ def test_a_configuration_says_the_shape(name: str, tmp_path: Path, monkeypatch: 
     assert find_model(str(tmp_path / "own.json")) == replace(MODELS[name], name="own")
 
 
+def test_a_head_that_is_the_embedding_counts_once(tmp_path: Path) -> None:
+    """Llama 3.2 1B: 1.236 billion parameters."""
+    sizes = {**CONFIGS["8b"], "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
+    sizes |= {"num_attention_heads": 32, "head_dim": 64, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    assert find_model(str(tmp_path)).parameters / 1e9 == pytest.approx(1.236, rel=0.002)
+
+
 # Parameters in billions, and those that a token meets: of the model cards.
 MIXTURES = {
     "Qwen3-30B-A3B": (30.5, 3.3, 48, 2048, 6144, 32, 4, 151936, {"head_dim": 128, "num_experts": 128,

@@ -164,8 +164,12 @@ def test_the_default_text_is_there() -> None:
         ),
         (lambda path: path.mkdir(), r"holds no text; give --data a text file"),
         (lambda path: path.write_bytes(b"\0" * 999), r"is a binary file; give --data a text file"),
+        (
+            lambda path: path.write_text("hello" * 99, encoding="utf-16"),
+            r"is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 .*text > text.txt$",
+        ),
     ],
-    ids=["missing", "empty file", "short file", "empty folder", "binary"],
+    ids=["missing", "empty file", "short file", "empty folder", "binary", "UTF-16"],
 )
 def test_bad_paths(tmp_path: Path, make, message: str) -> None:
     path = tmp_path / "text"

@@ -190,7 +190,9 @@ def test_bad_commands(
     assert len(lines) == 1 and all(part in lines[0] for part in parts), lines
 
 
-def test_a_checkpoint_by_its_folder_and_a_damaged_one(trained_run: Path) -> None:
+def test_a_checkpoint_by_its_folder_and_a_damaged_one(
+    trained_run: Path, capsys: pytest.CaptureFixture
+) -> None:
     newest = load_trained(trained_run, device="cpu")
     assert newest.step == 20
     earlier = trained_run / "checkpoints" / "step-00000010"
@@ -201,7 +203,12 @@ def test_a_checkpoint_by_its_folder_and_a_damaged_one(trained_run: Path) -> None
     (earlier / "model.safetensors").write_bytes(b"")
     with pytest.raises(SettingsError, match=r"step-00000010 cannot be read: .*give another checkpoint"):
         load_trained(earlier, device="cpu")
-    shutil.rmtree(trained_run / "checkpoints" / "step-00000020")
+    newer = trained_run / "checkpoints" / "step-00000020"
+    shutil.copytree(newer, trained_run / "checkpoints" / "step-00000030")
+    assert main(["generate", str(trained_run), "--device", "cpu", "--tokens", "1"]) == 0
+    assert "passed over" in capsys.readouterr().err
+    shutil.rmtree(trained_run / "checkpoints" / "step-00000030")
+    shutil.rmtree(newer)
     told = (
         r"holds no checkpoint that can be read \(passed over .*step-00000010: model.safetensors has 0 bytes"
     )

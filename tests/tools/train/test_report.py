@@ -211,6 +211,9 @@ def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row])
     assert "as equal" not in _foot(drawn)
     assert [text.get_text() for text in drawn.axes[0].texts] == ["", "+0.50%", "gap"]
     assert "bf16's loss fell from 5.54 to 2.00 nats" in _foot(drawn)
+    dead = compare([result("bf16", 5.54), result("current", 5.53)])
+    drawn = figures(lambda: draw(dead, subtitle="dead"))[0]
+    assert _title(drawn) == "bf16 has not learned: its loss went from 5.54 to 5.54"
     diverged = compare([result("bf16", 9.0, 30), result("current", 8.0, 30)])
     drawn = figures(lambda: draw(diverged, subtitle="short"))[0]
     assert "bf16's loss rose from 5.54 to 9.00 nats" in _foot(drawn)
