@@ -255,13 +255,11 @@ def _assembled(
 ) -> dict[str, GroupedTensor]:
     """Return the quantized parameters of a module of experts by name; none where one cannot be kept as codes."""
     made: dict[str, GroupedTensor] = {}
-    first = next(coded[key] for stack in stacks for key in stack.keys if key in coded)
-    fmt, _, recipe = first
+    fmt, _, recipe = next(coded[key] for stack in stacks for key in stack.keys if key in coded)
     for stack in stacks:
         dtype, experts = state[stack.key].dtype, _matrices(stack, coded)
-        alike = all(
-            coded[key]._replace(found={}) == first._replace(found={}) for key in coded.keys() & stack.keys
-        )
+        own = [coded[key] for key in stack.keys if key in coded]
+        alike = all(one.format == fmt and one.recipe == recipe for one in own)
         if not experts or not alike:
             return {}
         members = [
@@ -318,7 +316,7 @@ def _quantize_while_reading(
         held = any(why_not_stored(weight.tensor, uses, meta=True) for weight in one.weights)
         if not plain or held or one.reason or not converted.issuperset(keys):
             continue
-        kind = "linear" if one.layer is Linear else "grouped_linear"
+        kind = one.layer._module_type  # type: ignore[union-attr]
         quantizers |= {key: stored_quantizer(recipe, name, weights, kind) for name, key in keys.items()}
         chosen.append(one.name)
     if not chosen:

@@ -81,7 +81,7 @@ class Run:
 
         Raises:
             DivergedError: a loss or a saved model is not finite.
-        TrainingError: the model that --init gives is not finite, a checkpoint cannot be written, or memory ran out.
+            TrainingError: the model that --init gives is not finite, a checkpoint cannot be written, or memory ran out.
             Interrupted: Ctrl-C or SIGTERM. One process finishes its step and saves it. Several processes may be in
                 different steps, so they stop at once.
         """

@@ -76,8 +76,9 @@ def finding(rows: Sequence[Row]) -> str:
     if len(rows) == 1:
         (_, first), (_, last) = rows[0].held_out[0], rows[0].held_out[-1]
         return f"{rows[0].title} learns the text" if last < first else f"Held-out loss of {rows[0].title}"
-    (_, first), *_, (_, last) = _baseline(rows).held_out * 2
-    if abs(last / first - 1) < LEARNED and len(_baseline(rows).held_out) > 1:
+    held_out = _baseline(rows).held_out
+    first, last = held_out[0][1], held_out[-1][1]
+    if abs(last / first - 1) < LEARNED and len(held_out) > 1:
         return f"bf16 has not learned: its loss went from {first:.2f} to {last:.2f}"
     if few := too_few(rows[0].held_out[-1][0]):
         largest = max((row.gap_percent for row in rows), key=abs)
