@@ -1,10 +1,12 @@
 """First training step of a compiled stack of ``TransformerLayer``s: how long it takes, relative to the same in bf16.
 
 Each case runs in a process of its own, without the compiler's caches of earlier ones. On a GPU Inductor compiles, and
-the time is the wall clock's. On a CPU nothing is compiled after the graphs are traced (``aot_eager``), and the time is
-the process's. ``--cases`` names the recipes, between semicolons. ``--how`` is "whole" for the stack as one graph, "by
-block" for one compiled block that serves as all. ``--jobs`` cases run side by side. For a recipe with ", translated"
-PyTorch translates each launch again, as it does for other packages (``upstream.triton.keep_intermediate_code``).
+the time is the wall clock's. On a CPU nothing is compiled after the graphs are traced (``aot_eager``), and the time
+is the process's. A second process with the caches of the first follows; ``step_ms`` is that of its warm steps,
+forward and backward as a loop issues them, on a GPU. ``--cases`` names the recipes, between semicolons. ``--how`` is
+"whole" for the stack as one graph, "by block" for one compiled block that serves as all. ``--jobs`` cases run side by
+side. For a recipe with ", translated" PyTorch translates each launch again, as it does for other packages
+(``upstream.triton.keep_intermediate_code``).
 ``bits`` is a hash of the output and the gradients.
 """
 
@@ -13,23 +15,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from harness import Row, parser, report
+from harness import Row, parser, report, seconds_of
 from torch import Tensor, nn
 
 import narrowcast as nc
 
-BATCH, LENGTH = 4, 128
+BATCH = 4
+STEPS, TURNS = 20, 5  # of warm steps
 RECIPES: dict[str, Any] = {
     "bf16": lambda: None,
     "current": nc.recipe.Float8CurrentScaling,
@@ -60,8 +65,11 @@ class Stack(nn.Module):
 TRANSLATED = ", translated"
 
 
-def first_step(layers: int, hidden: int, how: str, name: str, device: str) -> tuple[float, str]:
-    """Seconds of the first forward and backward, on top of what PyTorch's compiler takes to load; a hash of results."""
+def first_step(
+    layers: int, hidden: int, length: int, how: str, name: str, device: str
+) -> tuple[float, str, float]:
+    """Seconds of the first forward and backward, on top of what PyTorch's compiler takes to load; a hash of results;
+    milliseconds of a warm step, 0 on a CPU."""
     torch.manual_seed(0)
     model = Stack(layers, hidden, device)
     nc.set_recipe(model, RECIPES[name.removesuffix(TRANSLATED)]())
@@ -75,7 +83,7 @@ def first_step(layers: int, hidden: int, how: str, name: str, device: str) -> tu
     else:
         for block in model.blocks:
             block.compile(fullgraph=True, backend=backend)
-    x = torch.randn(BATCH, LENGTH, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+    x = torch.randn(BATCH, length, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
     clock = time.perf_counter if device == "cuda" else time.process_time
     start = clock()
     y = run(x)
@@ -83,7 +91,20 @@ def first_step(layers: int, hidden: int, how: str, name: str, device: str) -> tu
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = clock() - start
-    return seconds, digest([y, x.grad, *(p.grad for p in model.parameters())])
+    bits = digest([y, x.grad, *(p.grad for p in model.parameters())])
+    return seconds, bits, warm_ms(model, lambda: run(x).sum().backward()) if device == "cuda" else 0.0
+
+
+def warm_ms(model: nn.Module, step: Callable[[], None]) -> float:
+    """Milliseconds of a step among steps that follow each other, the median of turns."""
+
+    def once() -> None:
+        step()
+        model.zero_grad()
+
+    once()
+    once()
+    return 1e3 * statistics.median(seconds_of(once, STEPS, "cuda") for _ in range(TURNS))
 
 
 def digest(tensors: list[Any]) -> str:
@@ -94,32 +115,42 @@ def digest(tensors: list[Any]) -> str:
     return found.hexdigest()[:12]
 
 
-def in_a_process(*case: Any) -> tuple[float, str]:
-    """Seconds of a case and the hash of its results, or NaN where it failed."""
+def in_processes(*case: Any) -> Row:
+    """What a process finds, and one with its caches after it; NaN where they failed."""
+    found: list[list[str]] = []
     with tempfile.TemporaryDirectory() as caches:
         own = {"TRITON_CACHE_DIR": caches, "TORCHINDUCTOR_CACHE_DIR": caches}
         words = [sys.executable, __file__, "--case", json.dumps(case)]
-        done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
-    if done.returncode:
-        print(done.stderr[-2000:], flush=True)
-        return float("nan"), ""
-    seconds, bits = done.stdout.splitlines()[-1].split()
-    print(*case, seconds, bits, flush=True)
-    return float(seconds), bits
+        for _ in range(2):
+            done = subprocess.run(words, env=os.environ | own, capture_output=True, text=True)
+            if done.returncode:
+                print(done.stderr[-2000:], flush=True)
+                return {"first_step_s": float("nan")}
+            found.append(done.stdout.splitlines()[-1].split())
+            print(*case, *found[-1], flush=True)
+    (first, bits, _), (second, again, milliseconds) = found
+    if bits != again:
+        raise AssertionError(f"{case}: the second process computed other bits")
+    row: Row = {"first_step_s": round(float(first), 2), "second_process_s": round(float(second), 2)}
+    return row | {"step_ms": round(float(milliseconds), 2), "bits": bits}
 
 
 def measure(chosen: Namespace) -> list[Row]:
     names, ways = chosen.cases.split(";"), chosen.how.split(";")
-    cases = [(chosen.layers, chosen.hidden, how, name, chosen.device) for how in ways for name in names]
+    sizes = chosen.layers, chosen.hidden, chosen.length
+    cases = [(*sizes, how, name, chosen.device) for how in ways for name in names]
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        times = dict(zip(cases, pool.map(lambda case: in_a_process(*case), cases)))
+        found = dict(zip(cases, pool.map(lambda case: in_processes(*case), cases)))
     rows: list[Row] = []
-    for (layers, hidden, how, name, device), (seconds, bits) in times.items():
-        base, _ = times.get((layers, hidden, how, "bf16", device), (0.0, ""))
+    for case, measured in found.items():
+        layers, hidden, _, how, name, device = case
         row: Row = {"layers": layers, "hidden": hidden, "how": how, "recipe": name}
-        row |= {"backend": "inductor" if device == "cuda" else "aot_eager", "first_step_s": round(seconds, 2)}
-        row |= {"bits": bits}
-        rows.append(row | ({"share_of_bf16": round(seconds / base, 2)} if base else {}))
+        row |= {"backend": "inductor" if device == "cuda" else "aot_eager"} | measured
+        base = found.get((*sizes, how, "bf16", device), {})
+        for seconds, share in ("first_step_s", "share_of_bf16"), ("step_ms", "step_share_of_bf16"):
+            if base.get(seconds):
+                row[share] = round(row[seconds] / base[seconds], 2)
+        rows.append(row)
     return rows
 
 
@@ -127,6 +158,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--layers", type=int, default=12)
     options.add_argument("--hidden", type=int, default=1024)
+    options.add_argument("--length", type=int, default=2048, help="tokens of each of the 4 sequences")
     options.add_argument("--cases", default=";".join(RECIPES))
     options.add_argument("--how", default="whole;by block")
     options.add_argument("--jobs", type=int, default=1)
@@ -135,7 +167,7 @@ def main() -> None:
     if chosen.case:
         case = json.loads(chosen.case)
         keep = "narrowcast.kernels.launch.keep_intermediate_code"
-        with mock.patch(keep) if case[3].endswith(TRANSLATED) else nullcontext():
+        with mock.patch(keep) if case[4].endswith(TRANSLATED) else nullcontext():
             print(*first_step(*case))
         return
     report("first_step", measure(chosen), chosen)

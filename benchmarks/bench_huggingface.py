@@ -70,9 +70,8 @@ def make(recipe: str, lora: bool, device: str) -> Any:
 def parameter_bytes(model: nn.Module) -> int:
     total = 0
     for parameter in model.parameters():
-        parts: Any = (
-            parameter.get_data_tensors() if isinstance(parameter, nc.QuantizedTensor) else [parameter]
-        )
+        quantized = isinstance(parameter, (nc.QuantizedTensor, nc.GroupedTensor))
+        parts: Any = parameter.get_data_tensors() if quantized else [parameter]
         total += sum(part.numel() * part.element_size() for part in parts if part is not None)
     return total
 

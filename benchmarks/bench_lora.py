@@ -2,9 +2,11 @@
 
 The layers are compiled one by one and share one graph, the last norm and the loss are others; ``eager`` runs them as
 they are. A step is forward, backward and AdamW on the adapters, timed as a loop issues it; contenders take turns.
-Adapters are in bf16, but where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart`` without
-products in the GEMMs; ``head`` quantizes the frozen head, too. The vocabulary is an eighth of the model's, so that the
-head has the share that it has beside 32 layers. ``replayed`` is the whole step in a CUDA graph, for bf16, too.
+Adapters are in bf16, but where the name says fp32, PEFT's default. ``fused`` is ``nc.fuse_adapters``, ``apart``
+without products in the GEMMs; ``head`` quantizes the frozen head, too. ``--mixture`` takes layers of the shape of
+Qwen3-30B-A3B, with adapters on attention, and experts by ``grouped_mm`` in bf16. The vocabulary is an eighth of the
+model's, so that the head has the share that it has beside 32 layers. ``replayed`` is the whole step in a CUDA graph,
+for bf16, too.
 ``--profile NAME`` prints where the GPU's time goes.
 """
 
@@ -41,6 +43,30 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
     },
 }
+MIXTURES: dict[str, dict[str, int]] = {
+    "cuda": {
+        "vocab_size": 16032,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "cpu": {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
 STEPS = 5  # of a turn
 BATCH = {"cuda": (4, 2048), "cpu": (2, 32)}
 # name -> (recipe, how weights are stored)
@@ -63,22 +89,32 @@ CONTENDERS = [
 ]
 
 
-def make(name: str, device: str) -> Any:
+def make(name: str, device: str, mixture: bool) -> Any:
     import peft
     import transformers
+    from transformers.models.llama import modeling_llama
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
 
     # While a graph is captured, Transformers makes a tensor of the causal mask; else a flag says it, as here always.
-    transformers.models.llama.modeling_llama.create_causal_mask = lambda *_, **__: None
+    for modeling in (modeling_llama, modeling_qwen3_moe):
+        modeling.create_causal_mask = lambda *_, **__: None
     base = next(base for base in BASES if name.startswith(base))
     recipe, weights = BASES[base]
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES[device], attn_implementation="sdpa", use_cache=False)
+    options: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
     with torch.device(device):
-        model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        if mixture:
+            options["experts_implementation"] = "grouped_mm" if device == "cuda" else "eager"
+            sparse = transformers.Qwen3MoeConfig(**MIXTURES[device], **options)
+            model: Any = transformers.Qwen3MoeForCausalLM(sparse).to(torch.bfloat16)
+        else:
+            dense = transformers.LlamaConfig(**SIZES[device], **options)
+            model = transformers.LlamaForCausalLM(dense).to(torch.bfloat16)
     model.requires_grad_(False)
     if recipe:
         nc.convert(model, RECIPES[recipe](), heads="head" in name, weights=weights)
-    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if mixture else "all-linear"
+    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets)
     model = peft.get_peft_model(model, adapters, autocast_adapter_dtype="fp32" in name)
     if "fused" in name:
         nc.fuse_adapters(model)
@@ -88,9 +124,9 @@ def make(name: str, device: str) -> Any:
     return model
 
 
-def step_of(name: str, device: str) -> tuple[Any, Callable[[], torch.Tensor]]:
+def step_of(name: str, device: str, mixture: bool) -> tuple[Any, Callable[[], torch.Tensor]]:
     """Return a model and what makes one step of it."""
-    model, cuda = make(name, device), device == "cuda"
+    model, cuda = make(name, device, mixture), device == "cuda"
     if "eager" not in name:
         backend, base = "inductor" if cuda else "aot_eager", model.base_model.model
         for layer in base.model.layers:
@@ -110,7 +146,7 @@ def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], o
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    model, step = step_of(name, device)
+    model, step = step_of(name, device, options.mixture)
     begin = time.perf_counter()
     losses = [step().item() for _ in range(6)]
     warm_up = time.perf_counter() - begin
@@ -120,6 +156,7 @@ def prepare(name: str, options: argparse.Namespace) -> tuple[Row, Callable[[], o
     frozen -= sum(p.nbytes for p in layers.parameters() if p.requires_grad)
     row: Row = {"contender": name, "frozen_mib": frozen / 2**20, "peak_gib": peak, "loss_after_6": losses[-1]}
     row |= {"warm_up_seconds": warm_up, "layers": len(layers)}
+    row |= {"model": "mixture" if options.mixture else "dense"}
     if not (cuda and "replayed" in name):
         return row, step
     replay = captured(step)
@@ -170,6 +207,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--names", nargs="*", default=(), help="contenders by their whole names")
+    options.add_argument("--mixture", action="store_true", help="layers of a mixture of experts")
     options.add_argument("--profile", default="", help="a contender whose kernels are printed")
     chosen = options.parse_args()
     report("lora", measure(chosen), chosen)
