@@ -146,11 +146,35 @@ def test_accelerate_offloads_codes(weights: Any, offload: Any) -> None:
     assert len(seen) == 4 and all(same(weight, held[i % 2]) for i, weight in enumerate(seen))
 
 
-def test_accelerate_without_the_map_is_told_of_it() -> None:
+WITHOUT_MAP: dict[str, Callable[[Any, Any], Any]] = {
+    "cpu_offload": lambda a, m: a.cpu_offload(m, DEVICE),
+    "disk_offload": lambda a, m: a.disk_offload(m, tempfile.mkdtemp(), DEVICE),
+    "dispatch_model": lambda a, m: a.dispatch_model(
+        m, {"0": DEVICE, "1": "disk"}, main_device=DEVICE, offload_dir=tempfile.mkdtemp()
+    ),
+    "attach_align_device_hook": lambda a, m: a.hooks.attach_align_device_hook(m, DEVICE, offload=True),
+}
+
+
+@pytest.mark.parametrize("offload", WITHOUT_MAP.values(), ids=WITHOUT_MAP)
+@pytest.mark.parametrize("weights", ["stored", "nvfp4"])
+def test_accelerate_without_the_map_is_refused_when_it_offloads(weights: Any, offload: Any) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
-    for offload in (accelerate.cpu_offload, lambda model: accelerate.disk_offload(model, tempfile.mkdtemp())):
-        away = offload(stored("nvfp4", 160, 224))
+    layers = stored(weights, 160, 224, 96)
+    for model in (layers, layers[1]) if offload is not WITHOUT_MAP["dispatch_model"] else (layers,):
         with pytest.raises(
-            TypeError, match=r"give cpu_offload or dispatch_model state_dict=narrowcast\.weights_map"
+            TypeError,
+            match=r"of a Linear away .* give cpu_offload or dispatch_model state_dict=narrowcast\.weights_map",
         ):
-            away(inputs(160))
+            offload(accelerate, model)
+
+
+def test_accelerate_offloads_what_is_not_stored_and_takes_its_hooks_off() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    model = nc.convert(frozen(160, 224), CURRENT)
+    expected = step(model, inputs(160))
+    accelerate.disk_offload(model, tempfile.mkdtemp(), DEVICE)
+    assert all(torch.equal(a, b) for a, b in zip(step(model, inputs(160)), expected))
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert not hasattr(model[0], "_hf_hook") and not model[0].weight.is_meta
+    assert all(torch.equal(a, b) for a, b in zip(step(model, inputs(160)), expected))

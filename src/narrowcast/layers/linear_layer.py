@@ -44,6 +44,7 @@ from ..tensors.storage import resolve_storage_class
 from ..upstream.fsdp import is_distributed, is_managed, replace_local_part
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import in_transform
+from .accelerate_hook import AccelerateHook
 from .delayed import DelayedLayer
 from .parameters import (
     INIT_STD,
@@ -95,6 +96,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     # the name of the four-bit format that convert/stored.py keeps the weight in, and each pass decodes; "" without
     _decodes: str = ""
     return_bias: bool = False
+    _hf_hook = AccelerateHook()
 
     def __init__(
         self,
