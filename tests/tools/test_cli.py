@@ -392,6 +392,7 @@ def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
     assert train(text_file, "--recipe", "bf16", "--out", "run") == 0
     assert main(["compare", "run", "--out", "c"]) == 0
     told = capsys.readouterr().out
+    assert "picture: run/loss.png" in told and Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "One recipe, nothing to compare; train another with --recipe." in told
     assert "gap" not in told and "CPU emulates" not in told and Path("c/loss.png").exists()
     assert main(["generate", "run", "--tokens", "2", "--device", "cpu"]) == 0

@@ -12,7 +12,7 @@ from .atomic import write_bytes, write_json
 from .checkpoint import saved_meta
 from .config import TrainConfig, compared_fields, settings_of
 from .errors import SettingsError
-from .folder import CHECKPOINTS, COMPARED, diverged_runs, finished_runs, interrupted_runs, run_of
+from .folder import CHECKPOINTS, COMPARED, LOSSES, diverged_runs, finished_runs, interrupted_runs, run_of
 from .history import History, RunResult
 from .machine import one_line
 from .pace import Pace
@@ -126,7 +126,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
     text = f"{comparison.unit}s of {shared['data']['source']}"
     told = caption(comparison.rows, parameters=shared["parameters"], text=text, timed=comparison.timed)
-    write_bytes(folder / "loss.png", draw(comparison.rows, subtitle=told, unit=comparison.unit))
+    write_bytes(folder / LOSSES, draw(comparison.rows, subtitle=told, unit=comparison.unit))
     write_bytes(folder / "losses.csv", _losses(comparison.results))
     write_bytes(folder / "summary.csv", _summary(comparison))
     content = {

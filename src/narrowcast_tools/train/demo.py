@@ -15,7 +15,7 @@ from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
 from .errors import SettingsError, TrainingError
-from .folder import COMPARED, RESULT
+from .folder import COMPARED, LOSSES, RESULT
 from .picture import caption, draw, figure
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
@@ -108,7 +108,7 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
         "runs": rows_to_json(demo.rows),
     }
     write_json(folder / COMPARED, content)
-    write_bytes(folder / "loss.png", draw(demo.rows, subtitle=told))
+    write_bytes(folder / LOSSES, draw(demo.rows, subtitle=told))
     if document is not None:
         _write_document(demo, facts, svg(figure(demo.rows, subtitle=told)), command, document)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)

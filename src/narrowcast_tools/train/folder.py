@@ -23,6 +23,7 @@ SHOWN_RUNS = 3
 LOCK = ".lock"
 RESULT = "result.json"
 COMPARED = "results.json"  # of a comparison
+LOSSES = "loss.png"  # the picture of a run alone, or of a comparison
 DIVERGED = "diverged.json"  # of a run that did
 CHECKPOINTS = "checkpoints"
 DESCRIPTION = "checkpoint.json"  # of a checkpoint

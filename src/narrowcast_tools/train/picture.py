@@ -28,36 +28,46 @@ LEARNED = 0.01  # of the first loss: a smaller change teaches nothing
 PADDING = 0.04  # of the steps, on either side: the axes cut no marker
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
-ON_A_CPU = "Emulated on a CPU, with the losses of a GPU. "
+CURVE = {"linewidth": 1.6, "marker": "o", "markersize": 2.5}
+BATCHES = {"color": "0.75", "linewidth": 0.8}
+
+ON_A_CPU = "Low precision emulated on a CPU, which rounds values as a GPU does. "
 
 
-def caption(rows: Sequence[Row], *, parameters: int, text: str, timed: bool) -> str:
+def caption(rows: Sequence[Row], *, parameters: int, text: str, timed: bool, file: str = COMPARED) -> str:
     """Return what was trained, in a line or two; the results beside the picture have the rest.
 
     Args:
         text: such as "bytes of my.txt".
         timed: False if a CPU trained, which emulates the formats of all rows but bf16's.
+        file: of the results.
     """
-    emulated = "" if timed or len(rows) == 1 else ON_A_CPU
-    return f"{emulated}{parameters:,} parameters, {text}. {COMPARED} names the machine."
+    emulated = "" if timed or all(row.recipe == BASELINE for row in rows) else ON_A_CPU
+    return f"{emulated}{parameters:,} parameters, {text}. {file} names the machine."
 
 
-def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> bytes:
+def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte", train: Sequence[float] = ()) -> bytes:
     """Return a PNG image of ``figure``."""
-    return png(figure(rows, subtitle=subtitle, unit=unit))
+    return png(figure(rows, subtitle=subtitle, unit=unit, train=train))
 
 
-def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
+def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte", train: Sequence[float] = ()) -> Figure:
     """Draw a comparison: the finding, each recipe's last gap beside the allowed one, and the gaps over the steps.
 
+    A run alone has its losses instead, and recipes have theirs over the steps if these are too few to judge gaps.
+
     Args:
-        rows: the comparison; the baseline among them.
+        rows: the comparison; the baseline among them if there are several.
         subtitle: what was trained, where.
         unit: what a token is called.
+        train: the loss of each step's batch, of a run alone.
     """
     if len(rows) == 1:
         drawn = Figure(figsize=(WIDTH, 2.6), dpi=285, layout="constrained")
-        _draw_losses(drawn.subplots(), rows[0], unit)
+        axes = drawn.subplots()
+        if train:
+            axes.plot(range(1, len(train) + 1), train, **BATCHES)
+        _draw_losses(axes, rows, unit)
     else:
         lines = [wrap(row.title, NAMES).count("\n") + 1 for row in rows]
         last, steps = (0.17 * max(lines) + 0.13) * len(rows), max(2.3, 0.22 * sum(lines))
@@ -65,19 +75,22 @@ def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte") -> Figure:
         drawn = Figure(figsize=(WIDTH, last + steps + 2.0), dpi=285, layout=layout)
         ends, curves = drawn.subplots(2, 1, height_ratios=[last, steps])
         _draw_last_gaps(ends, rows)
-        _draw_gaps(curves, rows)
-    tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", _keys(rows))
+        if judged(rows):
+            _draw_gaps(curves, rows)
+        else:
+            _draw_losses(curves, rows, unit)
+    keys = _keys_of_run(rows[0]) if train else _keys(rows)
+    tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", keys, columns=2 if train else 1)
     return drawn
 
 
 def finding(rows: Sequence[Row]) -> str:
     """Return the title: whether the recipes' losses count as equal to bf16's."""
     above = [row.title for row in rows if not row.within]
-    if len(rows) == 1:
-        (_, first), (_, last) = rows[0].held_out[0], rows[0].held_out[-1]
-        return f"{rows[0].title} learns the text" if last < first else f"Held-out loss of {rows[0].title}"
     held_out = _baseline(rows).held_out
     first, last = held_out[0][1], held_out[-1][1]
+    if len(rows) == 1:
+        return f"{rows[0].title}: held-out loss {_moved(rows[0])}"
     if abs(last / first - 1) < LEARNED and len(held_out) > 1:
         return f"bf16 has not learned: its loss went from {first:.2f} to {last:.2f}"
     if few := too_few(rows[0].held_out[-1][0]):
@@ -90,8 +103,16 @@ def finding(rows: Sequence[Row]) -> str:
     return f"{'Mean loss' if _several(rows) else 'Loss'} not equal to bf16's: {', '.join(above)}"
 
 
+def _moved(row: Row) -> str:
+    """Return such as "fell from 5.58 to 2.99"."""
+    (_, first), (_, last) = row.held_out[0], row.held_out[-1]
+    if len(row.held_out) == 1:
+        return f"is {last:.2f}"
+    return f"{'fell' if last < first else 'rose'} from {first:.2f} to {last:.2f}"
+
+
 def _baseline(rows: Sequence[Row]) -> Row:
-    return next(row for row in rows if row.recipe == BASELINE)
+    return next((row for row in rows if row.recipe == BASELINE), rows[0])
 
 
 def _several(rows: Sequence[Row]) -> bool:
@@ -109,11 +130,9 @@ def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
 
 def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = _baseline(rows)
-    (_, first), (_, last) = baseline.held_out[0], baseline.held_out[-1]
-    told = [_rule(rows), "On text not trained on, bf16's loss"]
-    moved = f"{'fell' if last < first else 'rose'} from {first:.2f} to {last:.2f}"
-    told.append(moved if len(baseline.held_out) > 1 else f"is {last:.2f}")
-    told.append(f"nats per {unit}")
+    if len(rows) == len(baseline.seeds) == 1:
+        return "Held-out text is not trained on."
+    told = [_rule(rows), f"On text not trained on, bf16's loss {_moved(baseline)} nats per {unit}"]
     if len(baseline.seeds) > 1:
         low, high = baseline.spread
         told.append(
@@ -204,7 +223,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(rows) - 0.5, TOP)
     axes.set_xlim(low, high)
     told = "right of 0: worse than bf16"
-    if len(rows) > 1 and not several:
+    if judged(rows) and not several:  # the title of fewer steps says more
         told += "; one seed ranks no recipe"
     axes.set_xlabel(told, size=LETTERS)
 
@@ -234,11 +253,18 @@ def _beside(axes: Axes, place: float, *told: str, color: str, above: float = 0) 
         )
 
 
-def _draw_losses(axes: Axes, row: Row, unit: str) -> None:
-    """Draw the held-out losses of a run that has none beside it."""
-    _style(axes, f"Nats per {unit} by step")
+def _keys_of_run(row: Row) -> list[Artist]:
+    """Return the legend of a run alone."""
+    held_out = Line2D([], [], color=color_of(row.recipe), **CURVE, label="held-out text")
+    return [held_out, Line2D([], [], **BATCHES, label="training batch")]
+
+
+def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
+    """Draw the held-out losses by step. The recipes have the colors of the rows above; their curves nearly coincide."""
+    _style(axes, f"Loss in nats per {unit} by step")
     axes.set_xlabel("optimizer step", size=LETTERS)
-    axes.plot(*zip(*row.held_out), color=color_of(row.recipe), linewidth=1.6, marker="o", markersize=4)
+    for row, dashes in zip(rows, _dashes(rows)):
+        axes.plot(*zip(*row.held_out), dashes, color=color_of(row.recipe), **CURVE)
     axes.locator_params(axis="x", nbins=5, integer=True)
 
 
@@ -257,8 +283,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     for row, dashes in zip(rows, _dashes(rows)):
         if row is not baseline:
             steps, percents = zip(*row.gaps)
-            color = color_of(row.recipe)
-            axes.plot(steps, percents, dashes, color=color, linewidth=1.6, marker="o", markersize=2.5)
+            axes.plot(steps, percents, dashes, color=color_of(row.recipe), **CURVE)
             ends.append((percents[-1], row))
     axes.set_ylim(low, high)
     axes.set_xlim(-PADDING * last_step, (1 + PADDING) * last_step)

@@ -84,6 +84,11 @@ def compare(results: Sequence[RunResult], *, strict: bool = False) -> list[Row]:
     return [_row(runs, baseline, strict) for runs in groups.values()]
 
 
+def alone(result: RunResult) -> Row:
+    """Return a run as a row that has no other beside it."""
+    return _row(runs := [result], runs, strict=False)
+
+
 def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
     first = runs[0]
     choice = CHOICES[first.recipe]
@@ -148,8 +153,9 @@ def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
         "recipe": [row.title for row in rows],
         "held-out loss": [_loss(row) for row in rows],
     }
-    if len(rows) > 1 and judged(rows):
+    if len(rows) > 1:
         columns["gap to bf16"] = [_gap(row) for row in rows]
+    if len(rows) > 1 and judged(rows):
         columns["allowed"] = [_allowed(row) for row in rows]
     if timed:
         columns["tokens/s"] = [f"{row.tokens_per_second:,.0f}" for row in rows]
@@ -183,7 +189,7 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     elif few := too_few(rows[0].held_out[-1][0]):
         said.append(f"{few} to rank recipes: losses differ by chance; take {SHORTEST_JUDGED} or more.")
     if not timed and len(rows) > 1:
-        said.append("A CPU emulates the formats: it shows the losses of a GPU, and not its speed.")
+        said.append("A CPU emulates low precision: it rounds values as a GPU does, and is slower.")
     return said
 
 

@@ -36,7 +36,7 @@ def test_results_picture_and_page(
     assert picture.startswith(b"\x89PNG")
     for scheme in ("light", "dark"):
         told = (page.parent / "assets" / f"first-light-{scheme}.svg").read_text()
-        assert "Emulated on a CPU" in told
+        assert "emulated on a CPU" in told
     assert '<img src="assets/first-light-light.svg"' in page.read_text()
     for run in results["runs"]:
         assert f"{run['held_out_loss']:.4f}" in page.read_text()

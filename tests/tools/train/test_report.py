@@ -24,8 +24,10 @@ from narrowcast_tools.train.picture import OWN, caption, draw, spread
 from narrowcast_tools.train.report import (
     SHORTEST_JUDGED,
     Row,
+    alone,
     columns,
     compare,
+    judged,
     markdown_table,
     remarks,
     rows_to_json,
@@ -132,12 +134,16 @@ def test_terminal_table(rows: list[Row]) -> None:
     assert "1%, missed" in console.file.getvalue()
 
 
-def test_a_short_run_on_a_cpu_shows_its_losses_and_no_verdict_or_speed() -> None:
+def test_a_short_run_on_a_cpu_shows_its_gap_and_no_verdict_or_speed() -> None:
     short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
-    assert list(columns(short, timed=False)) == ["recipe", "held-out loss"]
+    shown = columns(short, timed=False)
+    assert list(shown) == ["recipe", "held-out loss", "gap to bf16"] and shown["gap to bf16"] == [
+        "-",
+        "+0.50%",
+    ]
     assert remarks(short, timed=False) == [
         "30 steps are too few to rank recipes: losses differ by chance; take 240 or more.",
-        "A CPU emulates the formats: it shows the losses of a GPU, and not its speed.",
+        "A CPU emulates low precision: it rounds values as a GPU does, and is slower.",
     ]
     (row,) = compare([result("bf16", 2.0)])
     assert remarks([replace(row, held_out=[(1, 2.0)])] * 2, timed=True) == [
@@ -246,10 +252,11 @@ def test_equal_losses_draw_without_a_warning() -> None:
     for rows in (
         compare([result("bf16", 2.0, 30)]),
         compare([result("bf16", 2.0, 30), result("current", 2.0, 30)]),
+        compare([result("bf16", 2.0), result("current", 2.0)]),
     ):
         low, high = figures(lambda: draw(rows, subtitle="equal"))[0].axes[-1].get_ylim()
-        gap = 0.0 if len(rows) > 1 else 2.0
-        assert low < gap < high
+        end = 0.0 if judged(rows) and len(rows) > 1 else 2.0
+        assert low < end < high
 
 
 @pytest.mark.filterwarnings("error")
@@ -257,7 +264,8 @@ def test_no_text_is_cut_at_an_edge(rows: list[Row]) -> None:
     """The last letter of a line, the minus signs of the ticks and long names were outside of the image."""
     long = "my_recipes.py:HybridBlockScaledRecipe (layers 0 and 15: FP8 current, head: bf16)"
     named = [replace(rows[0]), replace(rows[1], title=long), *rows[2:]]
-    for some in (rows, named, rows[:1]):
+    short = compare([result(name, 2.0, 30) for name in ("bf16", "current", "block")])
+    for some in (rows, named, short, rows[:1]):
         told = "434,816 parameters, bytes of /a/rather/long/path/of/text.txt: 20 steps of 8 sequences of 64"
         drawn = figures(lambda: draw(some, subtitle=f"{told}, {told}"))[0]
         box, edge = drawn.get_tightbbox(), 2 / 72
@@ -270,10 +278,32 @@ def test_a_run_alone_shows_its_loss(rows: list[Row]) -> None:
     drawn = figures(lambda: draw(rows[:1], subtitle="alone"))[0]
     (axes,) = drawn.axes
     assert list(axes.lines[0].get_ydata()) == [5.545, 3.0, 2.0]
-    assert axes.get_title(loc="left") == "Nats per byte by step" and "recipes" not in _foot(drawn)
-    assert drawn.get_suptitle() == "bf16 learns the text"
-    worse = [replace(rows[0], held_out=[(0, 2.0), (10, 3.0)])]
-    assert figures(lambda: draw(worse, subtitle="alone"))[0].get_suptitle() == "Held-out loss of bf16"
+    assert axes.get_title(loc="left") == "Loss in nats per byte by step"
+    assert _foot(drawn) == "Held-out text is not trained on. alone"
+    title = drawn.get_suptitle().replace("\n", " ")
+    assert title == "bf16: held-out loss fell from 5.54 to 2.00"
+    for worse, told in (([(0, 2.0), (10, 3.0)], "rose from 2.00 to 3.00"), ([(10, 3.0)], "is 3.00")):
+        title = figures(lambda: draw([replace(rows[0], held_out=worse)], subtitle=""))[0].get_suptitle()
+        assert title == f"bf16: held-out loss {told}"
+
+
+def test_a_low_precision_run_alone_shows_its_batches_too() -> None:
+    """It had no picture: a comparison needs bf16."""
+    run = result("current", 2.0, 30)
+    drawn = figures(lambda: draw([alone(run)], subtitle="alone", train=run.history.train))[0]
+    (axes,) = drawn.axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [30 * [5.0], [5.545, 3.0, 2.0]]
+    assert list(axes.lines[0].get_xdata()) == list(range(1, 31))
+    assert _title(drawn) == "FP8 current: held-out loss fell from 5.54 to 2.00"
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["held-out text", "training batch"]
+
+
+def test_few_steps_show_losses_and_not_gaps_by_step() -> None:
+    """A panel of gaps showed chance as if it ranked the recipes."""
+    short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
+    axes = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
+    assert axes.get_title(loc="left") == "Loss in nats per byte by step"
+    assert [list(line.get_ydata()) for line in axes.lines] == [[5.545, 3.0, 2.0], [5.545, 3.0, 2.01]]
 
 
 def test_the_foot_leaves_the_machine_to_the_results_and_emulation_to_what_is_emulated(
@@ -282,8 +312,10 @@ def test_the_foot_leaves_the_machine_to_the_results_and_emulation_to_what_is_emu
     """A fifth of the picture was the processor and versions; bf16 alone was told that a CPU emulates it."""
     told = {"parameters": 434816, "text": "bytes of my.txt"}
     named = "434,816 parameters, bytes of my.txt. results.json names the machine."
+    on_a_cpu = "Low precision emulated on a CPU, which rounds values as a GPU does."
+    assert caption(rows[1:2], timed=False, **told) == f"{on_a_cpu} {named}", "a run alone, too"
     assert caption(rows[:1], timed=False, **told) == named == caption(rows, timed=True, **told)
-    assert caption(rows, timed=False, **told) == f"Emulated on a CPU, with the losses of a GPU. {named}"
+    assert caption(rows, timed=False, **told) == f"{on_a_cpu} {named}"
 
 
 def test_dots_that_coincide_are_seen_apart() -> None:
