@@ -283,8 +283,8 @@ def test_a_run_alone_shows_its_loss(rows: list[Row]) -> None:
     title = drawn.get_suptitle().replace("\n", " ")
     assert title == "bf16: held-out loss fell from 5.54 to 2.00"
     for worse, told in (([(0, 2.0), (10, 3.0)], "rose from 2.00 to 3.00"), ([(10, 3.0)], "is 3.00")):
-        title = figures(lambda: draw([replace(rows[0], held_out=worse)], subtitle=""))[0].get_suptitle()
-        assert title == f"bf16: held-out loss {told}"
+        drawn = figures(lambda: draw([replace(rows[0], held_out=worse)], subtitle=""))[0]
+        assert drawn.get_suptitle().replace("\n", " ") == f"bf16: held-out loss {told}"
 
 
 def test_a_low_precision_run_alone_shows_its_batches_too() -> None:
