@@ -140,7 +140,8 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
     assert train(text_file, "--recipe", "current", "--out", "run") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("current: held-out loss ")
-    first, second, third, follow_up = printed.out.splitlines()
+    first, second, third, picture, follow_up = printed.out.splitlines()
+    assert picture == "picture: run/loss.png"
     assert follow_up.startswith("next: ") and follow_up.endswith(" generate run --prompt 'Once upon '")
     assert (
         first.endswith(" nats per byte after 4 steps")
@@ -375,7 +376,7 @@ def test_where_a_run_diverges_the_others_go_on(
     assert sorted(path.parent.name for path in Path("c").rglob("result.json")) == [
         *("bf16-0", "bf16-1", "current-0", "mxfp8-0", "mxfp8-1")
     ]
-    assert re.search(r"^FP8 current \(current\), seed 1 +diverged at step 3$", printed.out, re.MULTILINE)
+    assert re.search(r"^FP8 current \(current\), seed 1 +diverged at step 3 *$", printed.out, re.MULTILINE)
     assert json.loads(Path("c/results.json").read_text())["diverged"] == [
         {"recipe": "current", "seed": 1, "step": 3}
     ]

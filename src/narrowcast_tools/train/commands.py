@@ -15,7 +15,7 @@ from ..interrupt import Interrupted
 from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
-from .atomic import write_bytes, writing_into
+from .atomic import writing_into
 from .checkpoint import saved_meta
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, TrainConfig, override
@@ -23,15 +23,14 @@ from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
 from .errors import SettingsError, TrainingError
-from .folder import CHECKPOINTS, COMPARED, LOSSES, RESULT, require_unmixed, run_folder
+from .folder import CHECKPOINTS, COMPARED, LOSSES, require_unmixed, run_folder
 from .generate import Answer, load_trained
 from .pace import format_pace
-from .picture import caption, draw
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
 from .ranks import Ranks, folder_of_all, joined, require_ranks
 from .recipes import read_recipe_table
-from .report import BASELINE, SHORTEST_JUDGED, Row, alone, remarks, terminal_table, too_few
+from .report import BASELINE, SHORTEST_JUDGED, Row, remarks, terminal_table, too_few
 from .session import describe_runs, run_in, run_name, series
 from .tokens import TOKENIZER, load_tokens
 
@@ -130,12 +129,6 @@ def _train_one(
 ) -> None:
     result = run_in(folder, config, corpus, progress, ranks=ranks, **kept)
     if ranks.first:
-        text = f"{corpus.unit}s of {corpus.source}"
-        rows, timed = [alone(result)], config.device != "cpu"
-        foot = caption(rows, parameters=result.parameters, text=text, timed=timed, file=RESULT)
-        with writing_into(folder):
-            picture = draw(rows, subtitle=foot, unit=corpus.unit, train=result.history.train)
-            write_bytes(folder / LOSSES, picture)
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "

@@ -18,13 +18,15 @@ from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .errors import DivergedError, SettingsError, TrainingError
-from .folder import CHECKPOINTS, DIVERGED, RESULT, runs_below
+from .folder import CHECKPOINTS, DIVERGED, LOSSES, RESULT, runs_below
 from .history import RunResult
 from .loop import Run, remedy
 from .machine import describe, remark
 from .memory import expected_peak, parameters_of
+from .picture import caption, draw
 from .progress import Progress
 from .ranks import ALONE, Ranks
+from .report import alone
 from .report import BASELINE
 from .tokens import TOKENIZER
 
@@ -126,6 +128,8 @@ def run_in(
     if ranks.first and not written:  # resuming a finished run measures no speed
         with writing_into(folder):
             write_json(report, _summary(config, corpus, result, ranks))
+            if not title:
+                write_bytes(folder / LOSSES, _picture(config, corpus, result))
     return result
 
 
@@ -210,6 +214,13 @@ def run_name(config: TrainConfig) -> str:
 
 def _is_finished(path: Path, config: TrainConfig) -> bool:
     return path.exists() and json.loads(path.read_text())["settings"] == dict(compared_fields(config))
+
+
+def _picture(config: TrainConfig, corpus: Corpus, result: RunResult) -> bytes:
+    rows, text = [alone(result)], f"{corpus.unit}s of {corpus.source}"
+    timed = config.device != "cpu"
+    told = caption(rows, parameters=result.parameters, text=text, timed=timed, file=RESULT)
+    return draw(rows, subtitle=told, unit=corpus.unit, train=result.history.train)
 
 
 def _summary(config: TrainConfig, corpus: Corpus, result: RunResult, ranks: Ranks) -> dict[str, object]:
