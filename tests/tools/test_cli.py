@@ -311,8 +311,9 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     told = capsys.readouterr()
     printed, err = told.out, " ".join(told.err.split())
     assert (
-        "in 4 runs: bf16, current, 2 seeds each; each line has the time left of its run and of all" in err
+        "in 4 runs: bf16, current, 2 seeds each bf16, seed 0 step 0/4" in err
         and "bf16, seed 0     step 0/4" in told.err
+        and ", run 4/4" in told.err
     )
     *written, follow_up = printed.splitlines()[-3:]
     assert written == ["picture: c/loss.png", "numbers: c/summary.csv, c/losses.csv"]

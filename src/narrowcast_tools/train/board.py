@@ -33,8 +33,8 @@ class Board(Progress):
         self._shown, self._folder, self._config = shown, folder, config
         self._writer: Any = None
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
-        self._shown.begin(title, done=done, total=total, further=further)
+    def begin(self, title: str, *, done: int, total: int, place: str = "") -> None:
+        self._shown.begin(title, done=done, total=total, place=place)
         self._writer = self._make(str(self._folder), purge_step=done + 1 if done else None)
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:

@@ -67,17 +67,19 @@ class Run:
         if config.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # left by an earlier run
         if folder is not None and resume:
-            _, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
+            loaded, passed_over = checkpoint.load_newest(folder, lambda found: self._continue(found, corpus))
             for note in passed_over:
                 progress.note(note)
+            if loaded.step < config.steps:
+                progress.note(f"goes on after step {loaded.step} of {config.steps}, from {loaded.path}")
         self.first_step = len(self.history.train)
 
-    def train(self, title: str = "", further: int = 0) -> RunResult:
+    def train(self, title: str = "", place: str = "") -> RunResult:
         """Run the remaining steps, with evaluations and saves.
 
         Args:
             title: of the run in its progress; empty for its recipe.
-            further: steps of the runs after this one, for the time left, as `Progress.begin` takes them.
+            place: among several runs, as `Progress.begin` takes it.
 
         Raises:
             DivergedError: a loss or a saved model is not finite.
@@ -86,8 +88,8 @@ class Run:
                 different steps, so they stop at once.
         """
         began, watch = time.perf_counter(), Stopwatch()
-        steps = {"done": self.first_step, "total": self.config.steps, "further": further}
-        self.progress.begin(title or self.config.recipe, **steps)
+        steps = {"done": self.first_step, "total": self.config.steps}
+        self.progress.begin(title or self.config.recipe, place=place, **steps)
         signals = nullcontext(Stop()) if self.ranks.mode else noticing(self.progress.note)
         try:
             with memory_told(self.config), signals as stop:

@@ -16,7 +16,7 @@ NARROWEST_BAR = 6  # cells
 TITLE = len("delayed")
 LOSS, HELD_OUT = len("loss 5.545"), len("held-out 5.545")
 TIME = len("59:59")
-FIGURES, ALL_RUNS = len("loss 5.545  held-out 5.545  left 59:59"), len(", all 59:59")
+FIGURES = len("loss 5.545  held-out 5.545  left 59:59")
 SPEED = (len("34,558 tok/s"), len("3.0 GiB"), len("MFU 41.4%"))
 TIMED_STEPS = 2  # least number for the time left: the first step compiles and warms up
 
@@ -24,8 +24,8 @@ TIMED_STEPS = 2  # least number for the time left: the first step compiles and w
 class Progress:
     """The output of a run; this one prints nothing, as in all but one of several processes."""
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
-        """The run begins, or goes on, at ``done`` of ``total`` steps; later ones take as long as ``further`` steps."""
+    def begin(self, title: str, *, done: int, total: int, place: str = "") -> None:
+        """The run begins, or goes on, at ``done`` of ``total`` steps. ``place``: among several, such as "run 2/7"."""
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
         """A step is done. ``evaluates``: the held-out text is tried next."""
@@ -50,35 +50,30 @@ class _Layout:
 
     def __init__(self, width: int, *, crops: bool) -> None:
         self._width, self._crops = width, crops
-        self._several = False
-        self._further: int = 0
         self._begin = 0
+        self._place = ""
 
-    def begin(self, begin: int, further: int) -> None:
+    def begin(self, begin: int, place: str) -> None:
         """A run begins, whose lines have ``begin`` characters before the figures."""
-        self._begin, self._further = begin, further
-        self._several = self._several or further != 0
+        self._begin, self._place = begin, f", {place}" if place else ""
 
     def room(self) -> int:
         """Return the characters that the figures without the speed leave of a line."""
-        return self._width - self._begin - FIGURES - self._several * ALL_RUNS
+        return self._width - self._begin - FIGURES - len(self._place)
 
-    def figures(self, loss: str, held_out: str, pace: Pace, per_step: float | None, steps: int) -> str:
+    def figures(self, loss: str, held_out: str, pace: Pace, time: str) -> str:
         """Return the figures that there is room for.
 
         Args:
             loss, held_out: with the word before the number, or what is done instead.
-            per_step: seconds; None if not known.
-            steps: that are left of this run.
+            time: that is left of this run, with the word before it.
         """
         figures = [
             f"{loss:<{LOSS}}",
             f"  {held_out:<{HELD_OUT}}",
-            f"  left {_time(per_step, steps)}",
+            f"  {time}",
+            self._place,
         ]
-        if self._several:
-            runs = "runs " if self.room() >= len("runs ") else ""
-            figures.append(f", all {runs}{_time(per_step, steps + self._further)}")
         always = 0 if self._crops else len(figures)
         parts = format_pace(pace).split("  ") if pace.tokens_per_second else []
         figures += [f"  {part:>{width}}" for width, part in zip(SPEED, [*parts, *3 * [""]])]
@@ -90,14 +85,13 @@ class _Layout:
         return told
 
 
-def _time(per_step: float | None, steps: int) -> str:
-    """Return the time of some steps in `TIME` characters."""
-    if per_step is None:
-        return f"{'-':>{TIME}}"
-    seconds = per_step * steps
+def _time(word: str, seconds: float | None) -> str:
+    """Return a time in `TIME` characters after a word; None if it is not known."""
+    if seconds is None:
+        return f"{word} {'-':>{TIME}}"
     minutes = int(seconds) // 60
     told = f"{minutes // 60}h{minutes % 60:02d}m" if minutes < 600 else f"{minutes // 60}h"
-    return f"{format_duration(seconds) if minutes < 100 else told:>{TIME}}"
+    return f"{word} {format_duration(seconds) if minutes < 100 else told:>{TIME}}"
 
 
 class Bar(Progress):
@@ -107,12 +101,12 @@ class Bar(Progress):
         self._console = console
         self._layout = _Layout(console.width, crops=True)
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+    def begin(self, title: str, *, done: int, total: int, place: str = "") -> None:
         title = f"{title:<{TITLE}} "
         width = len(title) + len(f"{total}/{total}") + 2
-        self._layout.begin(width, further)
+        self._layout.begin(width, place)
         if bar := self._layout.room() > NARROWEST_BAR:
-            self._layout.begin(width + NARROWEST_BAR + 1, further)
+            self._layout.begin(width + NARROWEST_BAR + 1, place)
         # A new one for each run: one that starts again prints the lines of the runs before it once more.
         self._rich = RichProgress(
             TextColumn("{task.description}"),
@@ -125,11 +119,11 @@ class Bar(Progress):
         self._rich.start()
         # A run begins with an evaluation, and a resumed one with a step.
         loss, held_out = ("first step", "held-out -") if done else ("loss -", "evaluating")
-        fields = {"loss": loss, "held_out": held_out, "pace": Pace(0.0)}
+        fields = {"loss": loss, "held_out": held_out, "pace": Pace(0.0), "stepped": False}
         self._task = self._rich.add_task(title, completed=done, total=total, **fields)
 
     def step(self, done: int, loss: float, pace: Pace, *, evaluates: bool = False) -> None:
-        self._rich.update(self._task, completed=done, loss=f"loss {loss:.3f}", pace=pace)
+        self._rich.update(self._task, completed=done, loss=f"loss {loss:.3f}", pace=pace, stepped=True)
         if evaluates:
             self._rich.update(self._task, held_out="evaluating")
 
@@ -153,9 +147,11 @@ class _Figures(ProgressColumn):
         self._layout = layout
 
     def render(self, task: Task) -> Text:
-        per_step = 1 / task.speed if task.speed else None
+        left = (task.remaining or 0) / task.speed if task.speed else None
+        # The first step may compile for minutes: a clock shows that it goes on.
+        time = _time("left", left) if task.fields["stepped"] else _time("busy", task.elapsed)
         loss, held_out, pace = (task.fields[name] for name in ("loss", "held_out", "pace"))
-        return Text(self._layout.figures(loss, held_out, pace, per_step, int(task.remaining or 0)))
+        return Text(self._layout.figures(loss, held_out, pace, time))
 
 
 class Lines(Progress):
@@ -171,9 +167,9 @@ class Lines(Progress):
         self._loss = "-"
         self._pace = Pace(0.0)
 
-    def begin(self, title: str, *, done: int, total: int, further: int = 0) -> None:
+    def begin(self, title: str, *, done: int, total: int, place: str = "") -> None:
         self._title, self._total = title, total
-        self._layout.begin(len(self._begin_of(done)), further)
+        self._layout.begin(len(self._begin_of(done)), place)
         self._loss, self._pace, self._timed = "-", Pace(0.0), None
         self._last_line = time.monotonic()
 
@@ -196,10 +192,8 @@ class Lines(Progress):
         self._last_line = time.monotonic()
         first, at = self._timed or (done, 0.0)
         timed = done >= first + TIMED_STEPS
-        per_step = (self._last_line - at) / (done - first) if timed else None
-        figures = self._layout.figures(
-            f"loss {self._loss}", held_out, self._pace, per_step, self._total - done
-        )
+        left = (self._last_line - at) / (done - first) * (self._total - done) if timed else None
+        figures = self._layout.figures(f"loss {self._loss}", held_out, self._pace, _time("left", left))
         self._print(f"{self._begin_of(done)}{figures}".rstrip())
 
     def _print(self, text: str) -> None:

@@ -27,11 +27,9 @@ from .picture import caption, draw
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .report import alone
-from .report import BASELINE
 from .tokens import TOKENIZER
 
 BOARD = "tensorboard"
-EMULATED = 3.0  # times as long as in bf16 a step takes on a CPU: 1.7 to 4 in the recipes of the demo
 
 
 def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], seeds: int = 1) -> str:
@@ -39,11 +37,10 @@ def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], s
     model, runs = config.model, len(recipes) * seeds
     table = " and --recipe-table" if config.recipe_table else ""
     each = f", {seeds} seeds each" if seeds > 1 else ""
-    times = "; each line has the time left of its run and of all runs" if runs > 1 else ""
     return (
         f"trains {counted(model.layers, 'block')} of width {model.dim} ({parameters_of(model):,} parameters), "
         f"{counted(config.steps, 'step')} of {counted(config.tokens_per_step, corpus.unit)} of {corpus.source}, "
-        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}{each}{times}"
+        f"in {counted(runs, 'run')}: {', '.join(recipes)}{table}{each}"
     )
 
 
@@ -56,7 +53,7 @@ def run_in(
     resume: bool,
     told: bool,
     title: str = "",
-    further: int = 0,
+    place: str = "",
     intro: str = "",
     remarks: bool = True,
     tokenizer: str = "",
@@ -69,7 +66,7 @@ def run_in(
         resume: continue from the newest checkpoint.
         told: whether to tell the folder's name.
         title: of the run in its progress; empty for its recipe.
-        further: steps of the runs after this one, as `Progress.begin` takes them.
+        place: among several runs, as `Progress.begin` takes it.
         intro: says what is trained.
         remarks: whether to note that, and what is unusual about the processor and the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
@@ -109,13 +106,17 @@ def run_in(
             f"--lr {config.lr:g}; give --warmup a smaller number"
         )
         rising = rising if config.warmup > config.steps else ""
-        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated, rising)):
+        compiles = (
+            "--compile compiles in the first evaluation and in the first step, which may take a minute each"
+        )
+        compiles = compiles if config.compile else ""
+        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated, rising, compiles)):
             progress.note(text)
     marker = folder / DIVERGED
     if ranks.first:
         marker.unlink(missing_ok=True)
     try:
-        result = run.train(title, further)
+        result = run.train(title, place)
     except DivergedError as error:
         if ranks.first:
             with writing_into(folder):
@@ -128,7 +129,7 @@ def run_in(
     if ranks.first and not written:  # resuming a finished run measures no speed
         with writing_into(folder):
             write_json(report, _summary(config, corpus, result, ranks))
-            if not title:
+            if not place:
                 write_bytes(folder / LOSSES, _picture(config, corpus, result))
     return result
 
@@ -174,8 +175,8 @@ def series(
         torch.compiler.reset()
         gc.collect()  # free the previous model before creating the next
         title = f"{titles[index]:<{widest}}"  # the figures of all runs stand below each other
-        further = round(sum(one.steps * _time(one) for one in configs[index + 1 :]) / _time(config))
-        options = {"resume": saved, "told": False, "title": title, "further": further, "remarks": remarks}
+        place = f"run {index + 1}/{len(configs)}" if len(configs) > 1 else ""
+        options = {"resume": saved, "told": False, "title": title, "place": place, "remarks": remarks}
         try:
             run_in(own, config, corpus, progress, **options, **kept)
         except DivergedError as error:
@@ -200,11 +201,6 @@ def series(
         f"{len(diverged)} of {counted(len(configs), 'run')} diverged, {diverged[0]}{others}; "
         f"{remedy(configs[0])}, and give --out another folder"
     )
-
-
-def _time(config: TrainConfig) -> float:
-    """Return about how long a step takes, relative to one in bf16."""
-    return 1.0 if config.device != "cpu" or config.recipe == BASELINE else EMULATED
 
 
 def run_name(config: TrainConfig) -> str:

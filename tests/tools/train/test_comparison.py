@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from narrowcast_tools.train import session
@@ -151,16 +152,34 @@ def test_runs_without_checkpoints(
     assert json.loads(report.read_text())["settings"]["steps"] == 3
 
 
-def test_the_time_of_all_runs_is_told_from_the_first(
+def test_every_run_has_its_place_among_all(
     config: TrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a dash through the first run, bf16's, which emulates nothing."""
+    """The time of all runs took recipes to be equally slow: it rose and fell by a half from run to run."""
     told = []
-    monkeypatch.setattr(session, "run_in", lambda *args, further, **kept: told.append(further))
+    monkeypatch.setattr(session, "run_in", lambda *args, place, **kept: told.append(place))
     configs = [replace(config, recipe=name, steps=100) for name in ("bf16", "current", "nvfp4")]
     series(tmp_path, configs, corpus, Progress(), resume=False)
-    series(tmp_path, [replace(one, device="cuda") for one in configs], corpus, Progress(), resume=False)
-    assert told == [2 * 100 * session.EMULATED, 100, 0, 200, 100, 0]
+    series(tmp_path, configs[:1], corpus, Progress(), resume=False)
+    assert told == ["run 1/3", "run 2/3", "run 3/3", ""]
+
+
+def test_compiling_is_announced(
+    config: TrainConfig, corpus: Corpus, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute passed in silence."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for compile in (False, True):
+        run_in(
+            tmp_path / str(compile),
+            replace(config, compile=compile),
+            corpus,
+            progress,
+            resume=False,
+            told=False,
+        )
+        written = " ".join(progress._console.file.getvalue().split())
+        assert ("--compile compiles in the first evaluation and in the first step" in written) == compile
 
 
 def test_a_text_that_is_drawn_more_than_once_is_told(

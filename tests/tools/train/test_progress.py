@@ -74,13 +74,13 @@ def test_a_bar_cuts_no_number_however_many_steps(width: int, title: str, total: 
     """Of 3000 steps of several recipes a terminal of 80 columns had `195/30…`."""
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     bar = make_progress(console)
-    bar.begin(title, done=0, total=total, further=total)
+    bar.begin(title, done=0, total=total, place="run 2/7")
     bar.evaluated(0, 5.545)
     bar.step(195, 4.321, Pace(34558.0))
     bar.end()
     last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1].rstrip()
     assert f"195/{total} loss 4.321  held-out 5.545" in last and "…" not in last and len(last) <= width
-    assert ", all " in last or width < 80
+    assert ", run 2/7" in last or width < 80
 
 
 def test_the_bar_says_what_is_done_while_there_is_no_loss() -> None:
@@ -90,7 +90,14 @@ def test_the_bar_says_what_is_done_while_there_is_no_loss() -> None:
     def shown() -> str:
         bar._rich.refresh()
         written = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain
-        return written.splitlines()[-1].rstrip().partition("/40 ")[2].partition("  left")[0].rstrip()
+        return (
+            written.splitlines()[-1]
+            .rstrip()
+            .partition("/40 ")[2]
+            .replace("  busy  0:00", "")
+            .partition("  left")[0]
+            .rstrip()
+        )
 
     bar.begin("bf16", done=0, total=40)
     assert shown() == "loss -      evaluating"
@@ -132,21 +139,35 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_time_left_is_that_of_timed_steps_and_of_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_counts_the_seconds_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that compiles was silent for a minute."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, get_time=lambda: now[0])
+    bar = Bar(console)
+    bar.begin("bf16", done=0, total=40)
+    bar.evaluated(0, 5.545)
+    now[0] = 75.0
+    bar._rich.refresh()
+    assert "first step  held-out 5.545  busy  1:15" in Text.from_ansi(console.file.getvalue()).plain
+    bar.step(1, 4.5, Pace(0.0))
+    bar.end()
+    last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]
+    assert last.rstrip().endswith("loss 4.500  held-out 5.545  left     -")
+
+
+def test_the_time_left_is_that_of_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step compiles: it alone once said that hours were left."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO())
     lines = Lines(console)
-    lines.begin("bf16", done=0, total=10, further=20)
+    lines.begin("bf16", done=0, total=10, place="run 1/3")
     for done, seconds in ((1, 100.0), (2, 110.0), (3, 120.0)):
         now[0] = seconds
         lines.step(done, 2.5, Pace(0.0))
     first, second, third = console.file.getvalue().splitlines()
-    assert all(
-        line.endswith("loss 2.500                  left     -, all runs     -") for line in (first, second)
-    )
-    assert third.endswith("step  3/10  loss 2.500                  left  1:10, all runs  4:30")
+    assert all(line.endswith("loss 2.500                  left     -, run 1/3") for line in (first, second))
+    assert third.endswith("step  3/10  loss 2.500                  left  1:10, run 1/3")
 
 
 def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
@@ -156,7 +177,7 @@ def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     console = Console(file=io.StringIO(), width=80)
     lines = Lines(console)
-    lines.begin("delayed, seed 0", done=0, total=240, further=20)
+    lines.begin("delayed, seed 0", done=0, total=240, place="run 2/2")
     lines.evaluated(0, 5.545)
     for done in range(8, 12):
         now[0] += 11.0
@@ -164,11 +185,11 @@ def test_figures_stand_in_columns_of_80_and_an_evaluated_step_has_one_line(
         if done == 10:
             lines.evaluated(done, 3.055)
     assert console.file.getvalue().splitlines() == [
-        "delayed, seed 0  step   0/240  loss -      held-out 5.545  left     -, all     -",
-        "delayed, seed 0  step   8/240  loss 2.500                  left     -, all     -",
-        "delayed, seed 0  step   9/240  loss 2.500                  left     -, all     -",
-        "delayed, seed 0  step  10/240  loss 2.500  held-out 3.055  left 42:10, all 45:50",
-        "delayed, seed 0  step  11/240  loss 2.500                  left 41:59, all 45:39",
+        "delayed, seed 0  step   0/240  loss -      held-out 5.545  left     -, run 2/2",
+        "delayed, seed 0  step   8/240  loss 2.500                  left     -, run 2/2",
+        "delayed, seed 0  step   9/240  loss 2.500                  left     -, run 2/2",
+        "delayed, seed 0  step  10/240  loss 2.500  held-out 3.055  left 42:10, run 2/2",
+        "delayed, seed 0  step  11/240  loss 2.500                  left 41:59, run 2/2",
     ]
 
 
@@ -193,19 +214,19 @@ def test_a_line_has_as_much_of_the_speed_as_fits(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def test_the_bar_has_the_time_of_all_runs() -> None:
+def test_the_bar_has_the_place_of_its_run() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=90)
     bar = make_progress(console)
-    bar.begin("delayed", done=0, total=240, further=960)
+    bar.begin("delayed", done=0, total=240, place="run 2/7")
     for done in range(0, 240, 5):
         bar.step(done, 4.321, Pace(34558.0))
     bar.end()
     last = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain.splitlines()[-1]
-    assert last.startswith("delayed  ━") and ", all runs  0:0" in last and "…" not in last
+    assert last.startswith("delayed  ━") and ", run 2/7" in last and "…" not in last
 
 
 def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The speed came and went, and a time stood elsewhere in each run: the first and the last told none of all runs."""
+    """The speed came and went, and a time stood elsewhere in each run."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     plain, shown = (
@@ -213,8 +234,8 @@ def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytes
         Console(file=io.StringIO(), force_terminal=True, width=120),
     )
     for output in (Lines(plain), Bar(shown)):
-        for title, further in (("bf16", 600), ("delayed", 300), ("current", 0)):
-            output.begin(title, done=0, total=300, further=further)
+        for number, title in enumerate(("bf16", "delayed", "current"), 1):
+            output.begin(title, done=0, total=300, place=f"run {number}/3")
             output.evaluated(0, 5.545)
             for done in (1, 2, 100, 200, 300):
                 now[0] += 5000.0
@@ -226,9 +247,9 @@ def test_every_line_of_a_command_has_the_columns_of_the_first(monkeypatch: pytes
     text = Text.from_ansi(shown.file.getvalue().replace("\r", "\n")).plain
     bars = [line for line in text.splitlines() if "━" in line]
     for told in (lines, bars):
-        for word in ("loss ", "held-out ", "left ", ", all runs ", " tok/s", " GiB"):
+        for word in ("loss ", "held-out ", "left ", ", run ", " tok/s", " GiB"):
             assert len({line.index(word) for line in told if word in line}) == 1, word
-    assert "left 5h36m, all runs   22h" in lines[3]
+    assert "left 5h36m, run 1/3" in lines[3]
 
 
 def test_formats() -> None:

@@ -261,7 +261,9 @@ def test_a_checkpoint_that_does_not_fit_is_passed_over(
         notes.clear()
         run = Run(config, corpus, progress, folder, resume=True)
         assert run.first_step == 3, kind
-        assert len(notes) == 1 and "passed over" in notes[0] and "step-00000006" in notes[0], (kind, notes)
+        passed, goes_on = notes
+        assert "passed over" in passed and "step-00000006" in passed, (kind, notes)
+        assert goes_on == f"goes on after step 3 of 6, from {folder / 'step-00000003'}"
     assert run.train().history == whole.history
 
 
