@@ -183,13 +183,15 @@ def test_a_stored_layer_that_modules_to_save_trains_warns_of_lost_steps(weights:
     assert len(copies) == 2 and len(stored) == (14 if remedy else 16)
 
 
-@pytest.mark.parametrize("weights", ["stored", "mxfp4"])
-def test_adapters_of_stored_experts_train_merge_and_unmerge(weights: Any) -> None:
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def make_mixture(inner: int = 96) -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
         vocab_size=96,
         hidden_size=128,
-        moe_intermediate_size=96,
+        moe_intermediate_size=inner,
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -197,12 +199,15 @@ def test_adapters_of_stored_experts_train_merge_and_unmerge(weights: Any) -> Non
         num_experts=4,
         num_experts_per_tok=2,
     )
-    base = transformers.Qwen3MoeForCausalLM(config).bfloat16().requires_grad_(False)
-    nc.convert(base, nc.recipe.Float8BlockScaling(), weights=weights)
+    return transformers.Qwen3MoeForCausalLM(config).bfloat16().requires_grad_(False)
+
+
+@pytest.mark.parametrize("weights", ["stored", "mxfp4"])
+def test_adapters_of_stored_experts_train_merge_and_unmerge(weights: Any) -> None:
+    base = nc.convert(make_mixture(), nc.recipe.Float8BlockScaling(), weights=weights)
     plain = logits(base)
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     experts = base.model.layers[0].mlp.experts
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=[], target_parameters=names))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=[], target_parameters=EXPERTS))
     assert torch.equal(logits(model), plain)
     model.train()(input_ids=WORDS, labels=WORDS).loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -221,3 +226,93 @@ def test_adapters_of_stored_experts_train_merge_and_unmerge(weights: Any) -> Non
         held = zip(weight.get_data_tensors(), buffers)
         assert all(a is None if b is None else torch.equal(a, b) for a, b in held)
     assert torch.equal(logits(model), tuned)
+
+
+def adapted_mixture(base: Any, *names: str) -> Any:
+    """Return a mixture with adapters of experts and of ``q_proj`` under these names."""
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False)
+    model = peft.get_peft_model(base, lora, names[0])
+    for name in names[1:]:
+        model.add_adapter(name, lora)
+    return model
+
+
+def adapted_weights(model: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of adapters, with the weight of each."""
+    found = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    return [(one, getattr(one.get_base_layer(), getattr(one, "parameter_name", "weight"))) for one in found]
+
+
+@pytest.mark.parametrize("weights", ["stored", "nvfp4"])
+def test_several_adapters_merge_with_one_rounding(weights: Any) -> None:
+    base = nc.convert(make_mixture(), nc.recipe.Float8BlockScaling(), weights=weights)
+    model = adapted_mixture(base, "a", "b")
+    layers = adapted_weights(model)
+    assert len(layers) == 3
+    before = [weight.detach().clone() for _, weight in layers]
+    model.merge_adapter(["a", "b"])
+    for (layer, weight), codes in zip(layers, before, strict=True):
+        expected, values = codes.clone(), codes.dequantize()
+        with torch.no_grad():
+            for name in ("a", "b"):
+                values += layer.get_delta_weight(name)
+            expected.copy_(values)
+        assert torch.equal(weight.dequantize(), expected.dequantize())
+    for merges in ((["b"],), (["a"], ["b"]), (["a", "b"], [])):
+        model.unmerge_adapter()
+        assert all(torch.equal(weight, codes) for (_, weight), codes in zip(layers, before, strict=True))
+        for names in merges:
+            model.merge_adapter(names)
+
+
+def test_a_write_between_two_merges_is_not_undone() -> None:
+    base = nc.convert(make_mixture(), nc.recipe.Float8BlockScaling(), weights="stored")
+    model = adapted_mixture(base, "a", "b")
+    before = [weight.detach().clone() for _, weight in adapted_weights(model)]
+    model.merge_adapter(["a"])
+    with torch.no_grad():
+        for _, weight in adapted_weights(model):
+            weight.mul_(2.0)
+    model.merge_adapter(["b"])
+    model.unmerge_adapter()
+    for (_, weight), codes in zip(adapted_weights(model), before, strict=True):
+        assert weight.dequantize().norm() > 1.5 * codes.dequantize().norm()
+
+
+def test_a_merge_that_fails_leaves_the_codes() -> None:
+    base = nc.convert(make_mixture(), nc.recipe.Float8BlockScaling(), weights="nvfp4")
+    model = adapted_mixture(base, "a")
+    with torch.no_grad():
+        for layer, _ in adapted_weights(model):
+            layer.lora_B["a"].weight.fill_(float("nan"))
+    for layer, weight in adapted_weights(model):
+        codes = weight.detach().clone()
+        with pytest.raises(ValueError, match="NaNs detected"):
+            layer.merge(safe_merge=True)
+        held = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+        assert held is weight and not layer.merged and torch.equal(weight, codes)
+
+
+@pytest.mark.parametrize("weights", ["stored", "nvfp4"])
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_adapters_of_stored_experts_step_with_master_weights(weights: Any, in_fp32: bool) -> None:
+    recipe = nc.recipe.Float8BlockScaling()
+    stored = nc.convert(make_mixture(), recipe, weights=weights)
+    plain = make_mixture()
+    plain.load_state_dict(stored.state_dict())
+    losses: list[list[float]] = []
+    for base in (stored, nc.convert(plain, recipe)):
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
+        model = peft.get_peft_model(base, lora, autocast_adapter_dtype=in_fp32)
+        optimizer = nc.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        losses.append([])
+        for _ in range(4):
+            loss = model.train()(input_ids=WORDS, labels=WORDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        assert len(optimizer.state) == 6  # of the adapters alone
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.1

@@ -23,7 +23,7 @@ from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
 from ..layers.described import ParameterRecord, describe_parameters, how_stored
 from ..nn import Linear
-from ..tensors import QuantizedTensor
+from ..tensors import DequantizingTensor
 from ..upstream.fsdp import class_before_sharding, reshard
 from ..upstream.modules import own_children, own_parameters
 from .experts import StackedExpertsLayer
@@ -164,14 +164,30 @@ def _adapted_weight(adapter: Any) -> Any:
 
 
 def _merge_keeping_codes(adapter: Any, *args: Any, **options: Any) -> None:
-    """Merge as PEFT does, and keep the codes of before."""
+    """Merge as PEFT does, with one rounding to codes for all adapters, and keep the codes of before."""
     weight = _adapted_weight(adapter)
-    kept = vars(adapter).get("_before_merge")
-    if kept is None and not adapter.merged and how_stored(weight) == "codes":
-        kept = weight.detach().clone(), []
-    type(adapter).merge(adapter, *args, **options)
-    if kept is not None and adapter.merged:
-        adapter._before_merge = kept[0], _fingerprint(_adapted_weight(adapter))
+    if not isinstance(weight, DequantizingTensor):
+        type(adapter).merge(adapter, *args, **options)
+        return
+    before, merged = vars(adapter).pop("_before_merge", (None, []))
+    if not adapter.merged:
+        before = weight.detach().clone()
+    elif _fingerprint(weight) != merged:  # other code has written to it since
+        before = None
+    parameters: dict[str, Any] = own_parameters(adapter.get_base_layer())
+    name = getattr(adapter, "parameter_name", "weight")
+    values = nn.Parameter(weight.detach().dequantize(), requires_grad=False)
+    count = len(adapter.merged_adapters)
+    parameters[name] = values
+    try:
+        type(adapter).merge(adapter, *args, **options)
+    finally:
+        parameters[name] = weight
+        if len(adapter.merged_adapters) > count:
+            with torch.no_grad():
+                weight.copy_(values)
+        if before is not None and adapter.merged:
+            adapter._before_merge = before, _fingerprint(weight)
 
 
 @torch.no_grad()
@@ -185,7 +201,7 @@ def _unmerge_to_codes(adapter: Any) -> None:
         weight.copy_(before.to(weight.device))
 
 
-def _fingerprint(weight: QuantizedTensor) -> list[int]:
+def _fingerprint(weight: Any) -> list[int]:
     """Return sums of the words and of the last bytes of each buffer."""
     sums = []
     for buffer in weight.get_data_tensors():
