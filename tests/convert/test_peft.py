@@ -316,3 +316,24 @@ def test_adapters_of_stored_experts_step_with_master_weights(weights: Any, in_fp
             losses[-1].append(loss.item())
         assert len(optimizer.state) == 6  # of the adapters alone
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.1
+
+
+def test_stored_experts_are_served_beside_their_adapters(tmp_path: Path) -> None:
+    base, format = nc.convert(make_mixture(128), "block", weights="stored"), "hf-fp8-block128"
+    expected = dict(nc.serving.weights(base, format))
+    model = adapted_mixture(base, "default")
+    tuned = logits(model)
+    served = dict(nc.serving.weights(model, format, merge="beside"))
+    assert [*served] == [*expected]
+    assert all(
+        torch.equal(served[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected
+    )
+    with pytest.raises(ValueError, match=r"mlp.experts' is ParamWrapper .* others with merge_and_unload"):
+        nc.export(model, tmp_path / "kept", format=format, merge="kept")
+    path = nc.export(model, tmp_path / "beside", format=format, merge="beside").path
+    again = nc.load_quantized(make_mixture(128), path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, str(path / "adapter"))), tuned)
+    assert torch.equal(logits(model), tuned)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="is merged already"):
+        nc.serving.weights(model, format, merge="beside")

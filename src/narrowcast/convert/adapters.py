@@ -239,7 +239,7 @@ def merged_later(model: Any, scales: Scales) -> tuple[nn.Module, dict[int, Calla
 def base_copy(model: Any) -> nn.Module:
     """Return the base model of a PEFT model, which stays as it is; tensors are shared."""
     copied = _sharing_copy(model)
-    list(_layers(copied))
+    list(_layers(copied, merges=False))
     return copied.unload()  # type: ignore[no-any-return]
 
 
@@ -279,9 +279,11 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"model is {a_kind(model)} without adapters; pass what peft.get_peft_model returned")
 
 
-def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+def _layers(model: Any, merges: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield the LoRA layers of a model, with their names.
 
+    Args:
+        merges: False takes LoRA around other modules than linear layers, too.
     Raises:
         TypeError: ``model`` is no PEFT model.
         ValueError: an adapter of another kind, or one that is merged; or no active adapter.
@@ -292,7 +294,7 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
         layer: Any = module
         if not (hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")):
             continue
-        if not (isinstance(layer.base_layer, nn.Linear) and hasattr(layer, "lora_A")):
+        if not hasattr(layer, "lora_A") or (merges and not isinstance(layer.base_layer, nn.Linear)):
             raise ValueError(
                 f"{shown(name)} is {type(layer).__name__} around {type(layer.base_layer).__name__}; LoRA and DoRA "
                 "around nn.Linear are merged, others with merge_and_unload()"
