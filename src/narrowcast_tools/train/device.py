@@ -1,16 +1,20 @@
 """The device of a run, and what compiling and replaying need of it."""
 
 import shutil
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from narrowcast import _environment as environment
 
 from ..words import AUTO
-from .errors import SettingsError
+from .errors import SettingsError, TrainingError
 from .names import device_word
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
+SHOWN = 90  # characters of a line of the compiler
 
 
 def resolve_device(word: str) -> str:
@@ -44,3 +48,29 @@ def require_compiler(device: str) -> None:
             f"--compile needs a C++ compiler on the CPU, and none is on the path ({wanted}); "
             "install g++ or leave --compile out"
         )
+
+
+@contextmanager
+def compiler_told() -> Iterator[None]:
+    """Re-raise the compiler's errors, with hundreds of lines of traceback, as ``TrainingError``.
+
+    PyTorch's own TORCHDYNAMO_VERBOSE=1 keeps them.
+
+    Raises:
+        TrainingError: compiling failed; the message has the first lines that name an error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        from torch._dynamo import config
+        from torch._dynamo.exc import TorchDynamoException
+
+        if config.verbose or not isinstance(error, TorchDynamoException):
+            raise
+        told = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
+        lines = [line for line in map(str.strip, told.splitlines()) if line]
+        named = [line for line in lines if "error" in line.lower()] or lines
+        shown = " ".join(textwrap.shorten(line, SHOWN, placeholder="...") for line in named[:2])
+        raise TrainingError(
+            f"--compile failed: {shown}; leave --compile out, or set TORCHDYNAMO_VERBOSE=1 to see the traceback"
+        ) from error

@@ -15,6 +15,7 @@ from narrowcast._checks import counted
 from . import checkpoint
 from .asked import Choice
 from .config import ModelConfig, TrainConfig
+from .device import compiler_told
 from .errors import SettingsError
 from .folder import CHECKPOINTS, DESCRIPTION, run_of, without_checkpoint
 from .model import Decoder, Generation, rope_tables
@@ -135,6 +136,7 @@ def generate(
 
     Raises:
         SettingsError: the scores are not finite, as after a run that diverged.
+        TrainingError: compiling failed.
     """
     model, device = trained.model, trained.config.device
     angles = rope_tables(len(prompt) + count, trained.config.model.dim // trained.config.model.heads)
@@ -147,7 +149,8 @@ def generate(
         cache.pre_step(dict.fromkeys(range(samples), new.shape[1]))
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        scores = run(new, Generation(cache, first=position == 0))
+        with compiler_told():
+            scores = run(new, Generation(cache, first=position == 0))
         if position == 0 and not scores.isfinite().all():  # once: on a GPU the check waits for the scores
             raise SettingsError(
                 f"the model of step {trained.step} gives scores that are not finite: its run diverged; give an "

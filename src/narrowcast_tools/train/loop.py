@@ -13,6 +13,7 @@ from ..interrupt import EXIT_CODES, Interrupted, Stop, noticing
 from . import checkpoint, snapshot
 from .config import TrainConfig
 from .data import Corpus
+from .device import compiler_told
 from .errors import DivergedError, SettingsError, TrainingError
 from .history import History, RunResult
 from .memory import memory_told
@@ -92,7 +93,7 @@ class Run:
         self.progress.begin(title or self.config.recipe, place=place, **steps)
         signals = nullcontext(Stop()) if self.ranks.mode else noticing(self.progress.note)
         try:
-            with memory_told(self.config), signals as stop:
+            with compiler_told(), memory_told(self.config), signals as stop:
                 self._do_steps(watch, stop)
         except KeyboardInterrupt as error:
             raise self._interrupted() from error

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 from narrowcast_tools.train import trainer
 from narrowcast_tools.train.asked import require_graphs
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.data import Corpus
-from narrowcast_tools.train.errors import SettingsError
+from narrowcast_tools.train.errors import SettingsError, TrainingError
 from narrowcast_tools.train.loop import Run
 from narrowcast_tools.train.progress import Progress
 
@@ -40,6 +41,31 @@ def test_every_option_is_in_one_graph_with_the_same_bits(
     assert counters["stats"]["unique_graphs"] == 2, (
         "one that trains and one that evaluates, whatever the depth"
     )
+
+
+def test_a_failure_of_the_compiler_is_a_line(
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 460 lines of traceback."""
+
+    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise RuntimeError(
+            "C++ compile error\n\nCommand:\ng++ main.cpp\n\nOutput:\nmain.cpp:3: error: no header"
+        )
+
+    monkeypatch.setattr(trainer, "BACKEND", broken)
+    config = replace(config, compile=True, steps=1)
+    torch.compiler.reset()
+    with pytest.raises(TrainingError) as failed:
+        Run(config, corpus, progress, folder=None).train()
+    told = str(failed.value)
+    assert told.startswith("--compile failed: RuntimeError: C++ compile error main.cpp:3: error: no header;")
+    assert told.endswith("; leave --compile out, or set TORCHDYNAMO_VERBOSE=1 to see the traceback")
+    assert len(told) <= 300 and "\n" not in told
+    monkeypatch.setattr(torch._dynamo.config, "verbose", True)
+    torch.compiler.reset()
+    with pytest.raises(BackendCompilerFailed):
+        Run(config, corpus, progress, folder=None).train()
 
 
 def test_graphs_replay_the_whole_step() -> None:
