@@ -329,7 +329,8 @@ def test_bad_arguments() -> None:
             nc.distributed.expert_parallel(model_of("current"), init_device_mesh("cpu", (1, 1, 1)))
         stored = nc.convert(Model().requires_grad_(False), "current", weights="stored", small=True)
         with pytest.raises(
-            ValueError, match="stored as codes, which ranks do not share; call narrowcast.revert"
+            ValueError,
+            match=r"of '[a-z0-9.]+' are stored as codes, which ranks do not share; call narrowcast.revert",
         ):
             nc.distributed.expert_parallel(stored, init_device_mesh("cpu", (1,)))
         model = model_of("current")

@@ -56,15 +56,17 @@ def expert_parallel(
             f"mesh has {mesh.ndim} dimensions; pass that of the experts, mesh['ep'], or that of replicas before it, "
             "mesh['dp', 'ep']"
         )
-    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "exchange_tokens")]
+    layers: dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if hasattr(layer, "exchange_tokens")
+    }
     if not layers:
         raise ValueError(
             "the model has no converted experts; call nc.convert first, on a model whose experts are 3-D parameters"
         )
-    for layer in layers:
-        if any(how_stored(getattr(layer, name)) == "codes" for name in layer.stack_of(layer).weights):
+    for name, layer in layers.items():
+        if any(how_stored(getattr(layer, weight)) == "codes" for weight in layer.stack_of(layer).weights):
             raise ValueError(
-                f"the experts of {shown(layer.name)} are stored as codes, which ranks do not share; call "
+                f"the experts of {shown(name)} are stored as codes, which ranks do not share; call "
                 "narrowcast.revert(model) and convert it with weights='plain'"
             )
     own, replicated = mesh.get_group(mesh.ndim - 1), mesh.ndim == 2 and mesh.size(0) > 1
@@ -72,7 +74,7 @@ def expert_parallel(
     outside = dist.get_world_size() > mesh.size() if has_replicas is None else has_replicas
     factor = 1 / mesh.size() if average_gradients else 1.0
     sharded: set[nn.Parameter] = set()
-    for layer in layers:
+    for layer in layers.values():
         exchange = MoEDispatch(int(layer.num_experts), own, **wires)
         stack = layer.stack_of(layer)
         names = [*stack.weights, *(f"{name}_bias" for name in stack.weights if stack.biased)]

@@ -206,7 +206,7 @@ def overwrite_unseen(buffers: list[Tensor], values: list[Tensor]) -> None:
 
 def cannot_shard(tensor: Any, reason: str) -> RuntimeError:
     """Return the error where a quantized tensor cannot be sharded."""
-    apart = ""
+    apart = "convert with weights='plain', or "
     if tensor.dim() == 3:
         apart = (
             "convert experts with weights='plain', make a GroupedLinear with single_grouped_weight=False, or "
