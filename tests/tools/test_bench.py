@@ -99,6 +99,11 @@ def test_the_picture_states_its_finding_and_groups_its_bars(drawn: list[Figure])
     show.picture(faster, "narrowcast bench")
     title = "Up to 1.25 times as fast as bf16: current, eager"
     assert drawn[1].get_suptitle().replace("\n", " ") == title
+    show.picture(faster, "narrowcast bench", emulated=True)
+    title = "A CPU emulates the formats: its times say nothing of a GPU's"
+    assert drawn[2].get_suptitle().replace("\n", " ") == title, "no recipe is the fastest"
+    names = [text for text in drawn[2].axes[0].texts if isinstance(text, Annotation)]
+    assert names and all(name.get_bbox_patch() is not None for name in names), "the line at 1 struck them out"
 
 
 @pytest.mark.filterwarnings("error")

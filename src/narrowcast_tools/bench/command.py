@@ -23,8 +23,6 @@ from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
 from .worker import Chosen, Worker
 
-EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's. "
-
 
 def bench(
     context: typer.Context,
@@ -84,9 +82,7 @@ def bench(
                         out.mkdir(parents=True, exist_ok=True)
                         write_csv(results, out / "bench.csv", machine)
                 if out is not None:
-                    (out / "bench.png").write_bytes(
-                        picture(results, f"{EMULATED * (device == 'cpu')}{title}")
-                    )
+                    (out / "bench.png").write_bytes(picture(results, title, emulated=device == "cpu"))
     except KeyboardInterrupt:
         stopped = True
     if results:

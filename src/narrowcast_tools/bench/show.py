@@ -20,6 +20,8 @@ HEADINGS = {"share": "time over bf16", "memory": "peak MiB"}
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 ROW = 0.185  # inches: the height of a line of a label
+EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's"
+OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # at 1
 NAMES = 108  # points: the width of a contender's name
 
 
@@ -80,13 +82,14 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
     return results
 
 
-def picture(results: Sequence[Result], caption: str) -> bytes:
+def picture(results: Sequence[Result], caption: str, *, emulated: bool = False) -> bytes:
     """Return bars of time and of memory over those of bf16, a group per work: a PNG image.
 
     A CPU has no memory figures, and its picture no panel for them.
 
     Args:
         caption: command and machine.
+        emulated: whether a CPU was timed.
     """
     panels = {"Time of a step": _bars(results, "ms"), "Peak memory": _bars(results, "memory")}
     panels = {title: bars for title, bars in panels.items() if bars or title == "Time of a step"}
@@ -98,7 +101,8 @@ def picture(results: Sequence[Result], caption: str) -> bytes:
         axes.set_title(f"{title} over bf16's", loc="left", size=LETTERS, weight="bold")
         _draw(axes, bars)
     longer = "Longer is slower" if len(panels) == 1 else "Longer is slower, or more memory"
-    tell(figure, _finding(results), f"{longer}; 1 is bf16, compiled.\n{caption}")
+    finding = EMULATED if emulated else _finding(results)
+    tell(figure, finding, f"{longer}; 1 is bf16, compiled.\n{caption}")
     return png(figure)
 
 
@@ -142,12 +146,13 @@ def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
         place = end - bar.label.count("\n") / 2
         if not bar.length:
             left = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-            axes.annotate(bar.label, (0, place), (-NAMES - 5, 0), va="center", size=LETTERS, **left)
+            told = axes.annotate(bar.label, (0, place), (-NAMES - 5, 0), va="center", size=LETTERS, **left)
+            told.set_bbox(OVER_THE_LINE)
             continue
         labels[place] = bar.label
         axes.barh(place, bar.length, 0.8, color=bar.color)
         told = axes.text(bar.length, place, f" {bar.told}", va="center_baseline", size=LETTERS)
-        told.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0})  # over the line at 1
+        told.set_bbox(OVER_THE_LINE)
     axes.axvline(1.0, color=color_of("bf16"), linewidth=1, linestyle="--", zorder=0)
     axes.set_xticks([])
     axes.set_yticks(list(labels), list(labels.values()), size=LETTERS, color="0.35")
