@@ -304,6 +304,17 @@ def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.Capt
     assert result["peak_memory"] > 2**27
 
 
+def test_sizes_that_stay_the_presets_are_told(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    """A model with another --dim kept the width of the feed-forward layer in silence."""
+    words = tiny("--data", str(text_file), "--recipe", "bf16", "--out", "run")
+    at = words.index("--hidden")
+    assert main(["train", *words[:at], *words[at + 2 :]]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "; --dim 32, --layers 1, --heads 2, --kv-heads 1 and, from --preset tiny, --hidden 704 " in told
+    assert main(["train", *words[:-1], "whole"]) == 0
+    assert "from --preset" not in capsys.readouterr().err
+
+
 def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--recipe", "bf16,current", "--seeds", "2", "--out", "c"]
     runs = {"bf16-0", "bf16-1", "current-0", "current-1"}

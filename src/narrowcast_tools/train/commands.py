@@ -1,7 +1,7 @@
 """The work of `train`, `compare`, `generate`, `demo` and `presets`; `cli.commands` has their options."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from .asked import demo_settings, generate_settings, require_graphs, taken, trai
 from .atomic import writing_into
 from .checkpoint import saved_meta
 from .comparison import compare_runs, write_comparison
-from .config import RANDOM, VOCABULARY, TrainConfig, override
+from .config import RANDOM, VOCABULARY, ModelConfig, TrainConfig, override, setting_of
 from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
@@ -34,6 +34,7 @@ from .report import BASELINE, SHORTEST_JUDGED, Row, remarks, terminal_table, too
 from .session import describe_runs, run_in, run_name, series
 from .tokens import TOKENIZER, load_tokens
 
+SIZES = ("dim", "layers", "heads", "kv_heads", "hidden")
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """What a terminal would obey, and what it shows instead: a model of bytes may write any character."""
 
@@ -90,7 +91,8 @@ def train(
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(seeds)]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
-    kept["intro"] = "; ".join(filter(None, (describe_runs(config, corpus, recipes, seeds), choice)))
+    sizes = _sizes(context.params, model) if init == RANDOM else ""
+    kept["intro"] = "; ".join(filter(None, (describe_runs(config, corpus, recipes, seeds), sizes, choice)))
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
         if resume and context.params["warmup"] is None:  # other steps would scale it
             places = [folder, *(folder / run_name(one) for one in configs)]
@@ -122,6 +124,16 @@ def train(
             raise Interrupted("interrupted while the runs were compared", resumable=True) from error
         if diverged:
             raise TrainingError(diverged)
+
+
+def _sizes(given: Mapping[str, Any], model: ModelConfig) -> str:
+    """Return which sizes stay those of the preset where some are given."""
+    own = [name for name in SIZES if given[name] is not None]
+    rest = [name for name in SIZES if given[name] is None]
+    if not own or not rest:
+        return ""
+    words = [", ".join(setting_of(name, getattr(model, name)) for name in names) for names in (own, rest)]
+    return f"{words[0]} and, from --preset {given['preset']}, {words[1]}"
 
 
 def _train_one(
