@@ -56,13 +56,14 @@ matrix:
 	.ci/matrix $(MATRIX_ARGS)
 
 # The code of docs/neighbours.md with the packages that it names, in an environment of its own, beside the other tests, and
-# accelerate's FSDP2 on two ranks and its offloading, which make test skips.
+# what make test skips: accelerate's FSDP2 on two ranks and its offloading, PEFT's adapters, and models of Transformers.
 neighbours := .venv-neighbours
 pinned := tests/neighbours/requirements.txt
 test-neighbours: $(neighbours)/.installed
 	@$(neighbours)/bin/python -m pip freeze | grep -iE "^($$(sed -n 's/==.*//p' $(pinned) | paste -sd'|'))=="
 	$(neighbours)/bin/python -m pytest tests/neighbours tests/distributed/test_accelerate.py \
-		tests/convert/test_weights_map.py $(PYTEST_ARGS)
+		tests/convert/test_weights_map.py tests/convert/test_peft.py tests/convert/test_huggingface.py \
+		tests/serving/test_transformers.py $(PYTEST_ARGS)
 
 $(neighbours)/.installed: pyproject.toml .ci/venv $(pinned)
 	TORCH=$$(grep '^torch==' $(pinned)) .ci/venv $(neighbours) test
