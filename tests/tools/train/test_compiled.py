@@ -62,9 +62,8 @@ def test_a_failure_of_the_compiler_is_a_line(
     assert told.startswith("--compile failed: RuntimeError: C++ compile error main.cpp:3: error: no header;")
     assert told.endswith("; leave --compile out, or set TORCHDYNAMO_VERBOSE=1 to see the traceback")
     assert len(told) <= 300 and "\n" not in told
-    monkeypatch.setattr(torch._dynamo.config, "verbose", True)
     torch.compiler.reset()
-    with pytest.raises(BackendCompilerFailed):
+    with torch._dynamo.config.patch(verbose=True), pytest.raises(BackendCompilerFailed):
         Run(config, corpus, progress, folder=None).train()
 
 
