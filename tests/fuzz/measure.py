@@ -165,7 +165,14 @@ class Measure:
             if exact is not None:
                 exact[0](dy)
             if x.requires_grad:
-                x_grads.append((Product.of(flat, weight, lost), fit))
+                of_input = Product.of(flat, weight, lost)
+                if plan is not None and flat.numel():
+                    of_input = of_input._replace(
+                        decoded=lambda: (
+                            _decoded(plan.grad_output, dy_kept) @ _decoded(plan.weight, w_kept, True)
+                        )
+                    )
+                x_grads.append((of_input, fit))
 
         x_grads: list[tuple[Product, bool]] = []
 
