@@ -23,7 +23,6 @@ from ..autograd import adapter_inputs, adapter_output, adapter_product
 from ..functional import multiplies_with_product
 from ..layers.described import ParameterRecord, describe_parameters, how_stored
 from ..nn import Linear
-from ..tensors import DequantizingTensor
 from ..upstream.fsdp import class_before_sharding, reshard
 from ..upstream.modules import own_children, own_parameters
 from .experts import StackedExpertsLayer
@@ -148,9 +147,8 @@ def unmerge_exactly(adapter: Any, name: str, base: Any) -> None:
         return
     if name != "base_layer" or not hasattr(adapter, "merged_adapters"):
         return
-    if isinstance(base, (Linear, StackedExpertsLayer)) or hasattr(
-        base, "parameter_name"
-    ):  # PEFT's own, around experts
+    of_peft = hasattr(base, "parameter_name")  # around experts
+    if of_peft or isinstance(base, (Linear, StackedExpertsLayer)):
         adapter.merge = functools.partial(_merge_keeping_codes, adapter)
         adapter.unmerge = functools.partial(_unmerge_to_codes, adapter)
 
@@ -166,7 +164,7 @@ def _adapted_weight(adapter: Any) -> Any:
 def _merge_keeping_codes(adapter: Any, *args: Any, **options: Any) -> None:
     """Merge as PEFT does, with one rounding to codes for all adapters, and keep the codes of before."""
     weight = _adapted_weight(adapter)
-    if not isinstance(weight, DequantizingTensor):
+    if how_stored(weight) != "codes":
         type(adapter).merge(adapter, *args, **options)
         return
     before, merged = vars(adapter).pop("_before_merge", (None, []))
