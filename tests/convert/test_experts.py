@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.autograd import operands
 
-from .models import Experts, JetMoeParallelExperts, Llama4TextExperts, MambaMixer
+from .models import Experts, JetMoeParallelExperts, Llama4TextExperts, MambaMixer, route
 
 CURRENT = nc.recipe.Float8CurrentScaling()
 RECIPES = [CURRENT, nc.recipe.DelayedScaling(), nc.recipe.MXFP8BlockScaling()]
@@ -164,3 +164,25 @@ def test_a_first_step_follows_weights_that_were_written(whole: bool) -> None:
         (y / y.detach().norm()).sum().backward()
         results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_token_and_its_gradient_are_sums_that_are_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, the gradients of a token's experts were added up by atomics, in another order at each call."""
+    experts: Any = nc.convert(Experts().to(dtype), CURRENT)
+    monkeypatch.setattr(type(experts), "_run", lambda self, x, splits: x)
+    torch.manual_seed(0)
+    x = torch.randn(50, 32, dtype=dtype, requires_grad=True)
+    index, weights = route(50, 4)
+    index[3, 1] = 4  # of no expert
+    weights = weights.to(dtype)
+    kept = torch.where(index < 4, weights.float(), 0)
+    grad = torch.randn(50, 32, dtype=dtype)
+    for run in experts, torch.compile(experts, backend="aot_eager", fullgraph=True):
+        y = run(x, index, weights)
+        total = sum((kept[:, c, None] * x.float() for c in range(2)), torch.zeros(50, 32))
+        assert torch.equal(y, total.to(dtype))
+        parts = [(kept[:, c, None] * grad.float()).to(dtype).float() for c in range(2)]
+        assert torch.equal(torch.autograd.grad(y, x, grad)[0], (parts[0] + parts[1]).to(dtype))

@@ -13,6 +13,7 @@ from ..autograd import Groups, LinearFwdArgs, LinearWgrad, grouped_linear, trace
 from ..functional.collectives import sum_over
 from ..layers import LinearLayer, Stage, checked_input
 from ..layers.grouped_layer import check_format, grouped_buffers_of, plan_for_rows
+from ..moe import moe_permute, moe_unpermute
 from ..tensors import GroupedTensor, grouped_layout
 from ..upstream.modules import own_parameters
 
@@ -228,21 +229,18 @@ class ExpertsLayer(StackedExpertsLayer):
         Returns:
             (T, hidden), the weighted sum over each token's experts.
         """
-        tokens, chosen = top_k_index.shape
         if self._exchange is not None:
             return self._forward_over_ranks(hidden_states, top_k_index, top_k_weights)
         experts = top_k_index.reshape(-1).clamp(max=self._groups)
-        order = experts.argsort(stable=True)
         rows_of_each = experts.new_zeros(self._groups + 1).scatter_add(0, experts, torch.ones_like(experts))
         splits = rows_of_each[: self._groups]
         if self._watcher is not None:
             self._watcher.observe_load(self, splits)
-        x = hidden_states.reshape(tokens, hidden_states.shape[-1])[order // chosen]
+        chosen = torch.where(top_k_index < self._groups, top_k_index, -1).to(torch.int32)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x, row_map = moe_permute(x, chosen, map_type="index")
         x = self._run(x, splits)
-        x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        # back in the order of the tokens, and their experts summed in it: an index_add_ would add in any
-        x = x[order.argsort()].view(tokens, chosen, -1).sum(1)
-        return x.to(hidden_states.dtype)
+        return moe_unpermute(x, row_map, top_k_weights, map_type="index").to(hidden_states.dtype)
 
     def _run(self, x: Tensor, splits: Tensor) -> Tensor:
         """Apply the experts to rows that are sorted by expert."""
