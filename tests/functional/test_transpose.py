@@ -25,6 +25,14 @@ def test_equals_the_reference(shape: tuple[int, ...]) -> None:
         torch.library.opcheck(torch.ops.narrowcast.transpose_codes.default, (x,))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 1, 5), (0, 2, 3), (2, 0, 3)], ids=str)
+def test_matrices_of_a_stack(shape: tuple[int, ...]) -> None:
+    data = torch.randint(0, 256, shape, dtype=torch.uint8)
+    out = functional.transpose_codes(data, None, True)
+    assert_bitwise(out, data.transpose(1, 2).contiguous())
+    torch.library.opcheck(torch.ops.narrowcast.transpose_codes.default, (data, None, True))
+
+
 def test_traced() -> None:
     compiled = torch.compile(functional.transpose_codes, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((4, 6), (7, 3)):

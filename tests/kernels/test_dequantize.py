@@ -56,6 +56,11 @@ def check_float8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.de
     check("float8_transpose", [random_codes((shape[-1], *shape[:-1])), scale_inv], fmt, dtype, device=device)
 
 
+def check_float8_rows(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
+    rows = math.prod(shape[:-1])
+    check("float8_rows", [random_codes(shape), random_scales((rows,))], fmt, dtype, device=device)
+
+
 def check_mxfp8(shape: Sequence[int], fmt, dtype: torch.dtype, device: torch.device) -> None:
     for name, options in (("rowwise", (True, False)), ("columnwise", (False, True))):
         x = make("normal", shape, torch.float32)
@@ -124,7 +129,7 @@ def check_nvfp4(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 @pytest.mark.parametrize("shape", INTERPRETED_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("check_format", [check_float8, check_mxfp8, check_block])
+@pytest.mark.parametrize("check_format", [check_float8, check_float8_rows, check_mxfp8, check_block])
 def test_ragged(
     check_format: Callable[..., None], fmt, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -213,6 +218,7 @@ def test_every_shape(device: torch.device) -> None:
     for shape, dtype in itertools.product(SHAPES_2D, DTYPES):
         for fmt in FORMATS.values():
             check_float8(shape, fmt, dtype, device)
+            check_float8_rows(shape, fmt, dtype, device)
             check_mxfp8(shape, fmt, dtype, device)
             check_block(shape, fmt, dtype, device)
         check_mx_packed(shape, dtype, device)

@@ -161,13 +161,19 @@ def test_amax_from_outside(shape: tuple[int, ...], device: torch.device) -> None
         assert_bitwise(a, b)
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (37, 50), (36, 132), (2, 3, 4), (0, 4), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 9), (9, 1), (37, 50), (36, 132), (2, 3, 4), (3, 68, 36), (2, 1, 5), (0, 4, 3), (0, 4), (4, 0)],
+    ids=str,
+)
 def test_transpose(shape: tuple[int, ...], device: torch.device) -> None:
     data = torch.randint(0, 256, shape, dtype=torch.uint8)
     source = data.to(device)
     result = kernels.float8.transpose(source)
     assert_bitwise(result, reference.transpose(data))
     assert data.numel() == 0 or result.data_ptr() != source.data_ptr()
+    if len(shape) == 3:
+        assert_bitwise(kernels.float8.transpose(source, True), data.transpose(1, 2))
 
 
 def test_refuses(device: torch.device) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._tracing import PLAIN, after
+from .._tracing import PLAIN
 from ..functional import (
     act,
     act_backward,
@@ -31,6 +31,7 @@ from ..functional import (
     grouped_quantize_weights,
     join_weights,
     operand_of,
+    transpose_codes,
 )
 from ..quantizers import Operand, OperandBuffers, Quantizer
 from ..recipe import LinearPlan
@@ -244,5 +245,5 @@ def _transposed(rowwise: list[Tensor], shape: tuple[int, int], grad: Tensor | No
     """Return column-wise weights (N, K) from row-wise ones; weights scaled in blocks are stacked as one matrix."""
     codes, scale = rowwise
     if scale.dim() == 1:
-        return [after(grad, codes).transpose(1, 2).contiguous(), scale]
+        return [transpose_codes(codes, grad, True), scale]
     return transposed(rowwise, shape[1], grad)

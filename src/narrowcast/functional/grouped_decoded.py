@@ -120,6 +120,26 @@ def weights_of_groups(
     return Decoded(values[:, :rows, :columns], scale)
 
 
+def dequantized_weights(
+    buffers: list[Tensor], quantizer: Any, layout: str, dtype: torch.dtype, shape: list[int]
+) -> Tensor:
+    """Return row-wise weights decoded to (G, N, K) of ``dtype``."""
+    groups, rows, columns = shape
+    numerics = numerics_for(buffers[0])
+    if layout == "tensor":
+        codes, scale = buffers
+        of_rows = scale.repeat_interleave(rows)
+        values = numerics.dequantize.float8_rows(
+            codes.flatten(0, 1), of_rows, quantizer._element_format(), dtype
+        )
+        return values.view(shape)  # type: ignore[no-any-return]
+    if quantizer._takes_groups and quantizer._spans_rows():  # an amax for each group
+        *codes, amax = buffers
+        buffers = [*codes, amax.repeat_interleave(codes[0].shape[0] // groups)]
+    values = quantizer._decode(numerics, buffers, False, dtype).unflatten(0, (groups, -1))
+    return values[:, :rows, :columns].contiguous()  # type: ignore[no-any-return]
+
+
 def dequantized_rows(
     buffers: list[Tensor], quantizer: Any, layout: str, splits: Tensor, dtype: torch.dtype, shape: list[int]
 ) -> Tensor:

@@ -32,6 +32,7 @@ from .grouped_decoded import (
     ALIGNMENT,
     Decoded,
     dequantized_rows,
+    dequantized_weights,
     group_of_row,
     padded_rows_of_groups,
     rows_of_groups,
@@ -536,16 +537,24 @@ def _grouped_dequantize(
     direction, operand = Direction(layout, quantizer, False, shape[-1], dtype).opened(
         operand, tuple(shape), groups
     )
-    if splits is not None and direction.layout != "split":
-        return dequantized_rows(operand, direction.quantizer, direction.layout, splits, dtype, shape)
-    out = operand[0].new_zeros(shape, dtype=dtype)
-    if splits is None:
-        sizes = [shape[1]] * shape[0]
-        places = list(out.unbind(0))
-    else:
+    how = direction.quantizer, direction.layout
+    if direction.layout != "split":
+        if splits is None:
+            return dequantized_weights(operand, *how, dtype, shape)
+        return dequantized_rows(operand, *how, splits, dtype, shape)
+    sizes = [shape[1]] * shape[0]
+    if splits is not None:
         sizes, starts, _ = reference.grouped_quantize.extents(splits, shape[0], 1)
+    members = list(direction.groups_of(operand, sizes))
+    if splits is None and members and quantizer._is_ours() and not quantizer._spans_rows():
+        whole = [torch.cat(buffers) for buffers in zip(*members)]
+        if [(tuple(one.shape), one.dtype) for one in whole] == list(direction.described(sum(sizes)).values()):
+            return direction.quantizer._decode(numerics_for(whole[0]), whole, False, dtype).view(shape)
+    out = operand[0].new_zeros(shape, dtype=dtype)
+    places = list(out.unbind(0))
+    if splits is not None:
         places = [out[start : start + size] for start, size in zip(starts, sizes)]
-    for place, buffers in zip(places, direction.groups_of(operand, sizes)):
+    for place, buffers in zip(places, members):
         if place.numel():
             decoded = direction.quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
             place.copy_(decoded[: place.shape[0], : place.shape[1]])

@@ -30,6 +30,7 @@ __all__ = [
     "float8",
     "float8_block_columnwise",
     "float8_block_rowwise",
+    "float8_rows",
     "float8_transpose",
     "mx_packed_columnwise",
     "mx_packed_rowwise",
@@ -223,6 +224,7 @@ def _logical(codes: Tensor, transposed: bool, dtype: torch.dtype) -> Tensor:
 
 
 _ONE_SCALE = Rule((FLOAT8_BLOCK, FLOAT8_BLOCK), True, False)
+_SCALE_OF_ROW = Rule((1, FLOAT8_BLOCK), False, False)
 
 
 def _per_tensor(
@@ -245,6 +247,16 @@ def _per_tensor(
             (fmt.name == "e5m2", FLAT_BLOCK),
         )
     return out
+
+
+def float8_rows(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
+    """Compute ``reference.float8_rows.dequantize``; of a NaN any NaN.
+
+    Raises:
+        ValueError: a tensor the kernels cannot reach, another format or dtype, or rank 0.
+    """
+    data = check_codes(data, dtype, 1, fmt)
+    return _run(data, scale_inv, (1, 0), _SCALE_OF_ROW, fmt, _logical(data, False, dtype))
 
 
 def _block_scaled(

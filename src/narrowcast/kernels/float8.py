@@ -355,10 +355,11 @@ def _float8_transpose_kernel(
     row = tl.arange(0, TILE_ROWS // 4)[:, None] * 4
     column = tl.arange(0, TILE_COLUMNS)[None, :]
     offsets = row * K + column
-    data = data_ptr + (m0 * K + k0)
+    matrix = tl.program_id(2).to(tl.int64) * M * K
+    data = data_ptr + (matrix + m0 * K + k0)
     codes = load_tile(data, offsets, row, column, K, rows_left, columns_left, EVEN)
     words = pack_codes(*codes)
-    store_transposed(transpose_ptr, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
+    store_transposed(transpose_ptr + matrix, words, m0, k0, M, rows_left, columns_left, WORDS, EVEN)
 
 
 _cast_tile = Launcher(_float8_cast_tile_kernel, num_warps=4, undeclared=("amax_ptr", "words_ptr"))
@@ -581,7 +582,7 @@ def _amax_launch(n: int, programs: int) -> Launch:
     return Launch(_amax, (programs, 1, 1), [TENSOR, TENSOR, n], (AMAX_BLOCK,))
 
 
-def transpose(data: Tensor) -> Tensor:
+def transpose(data: Tensor, stacked: bool = False) -> Tensor:
     """Compute ``reference.float8.transpose`` of bytes.
 
     Raises:
@@ -589,15 +590,17 @@ def transpose(data: Tensor) -> Tensor:
     """
     check_device(data)
     data = data.contiguous()
-    M, K = math.prod(data.shape[:-1]), data.shape[-1]
-    result = torch.empty((K, *data.shape[:-1]), dtype=torch.uint8, device=data.device)
-    if M <= 1 or K <= 1:
+    matrices = data.shape[0] if stacked else 1
+    lead, K = data.shape[int(stacked) : -1], data.shape[-1]
+    M = math.prod(lead)
+    result = torch.empty((*data.shape[: int(stacked)], K, *lead), dtype=torch.uint8, device=data.device)
+    if M <= 1 or K <= 1 or not matrices:
         result.view(-1).copy_(data.view(-1))
         return result
-    grid, band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
+    (x, y, _), band_bits = tile_grid(cdiv(M, TILE_ROWS), cdiv(K, TILE_COLUMNS))
     even = M % TILE_ROWS == 0 and K % TILE_COLUMNS == 0
     _transpose(
-        grid,
+        (x, y, matrices),
         (data, result, M, K, band_bits),
         (TILE_ROWS, TILE_COLUMNS, even, M % 4 == 0, is_wide(M, K)),
     )

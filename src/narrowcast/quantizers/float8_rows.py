@@ -97,10 +97,10 @@ class Float8RowsQuantizer(Quantizer):
     def _decode(
         self, numerics: ModuleType, buffers: list[Tensor], columnwise: bool, dtype: torch.dtype
     ) -> Tensor:
-        codes, scale_inv = buffers
+        (codes, scale_inv), fmt = buffers, ELEMENT_FORMATS[self.dtype]
         if not columnwise:
-            return float8_rows.dequantize(codes, scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
-        values = float8_rows.dequantize(codes.flatten(1), scale_inv, ELEMENT_FORMATS[self.dtype], dtype)
+            return numerics.dequantize.float8_rows(codes, scale_inv, fmt, dtype)  # type: ignore[no-any-return]
+        values = numerics.dequantize.float8_rows(codes.flatten(1), scale_inv, fmt, dtype)
         return values.t().contiguous().view(*codes.shape[1:], codes.shape[0])
 
     def _gemm_operand(

@@ -99,19 +99,20 @@ def quantize_current(
     return quantize(x, scale, fmt, rowwise=rowwise, columnwise=columnwise)
 
 
-def transpose(data: Tensor) -> Tensor:
+def transpose(data: Tensor, stacked: bool = False) -> Tensor:
     """Move the last dimension to the front, as a new contiguous tensor.
 
     Args:
         data: any dtype, shape (*lead, K).
+        stacked: it is a stack (G, *lead, K), and each of its members is transposed.
 
     Raises:
         IndexError: ``data`` has no dimension.
 
     Numerics:
-        Shape (K, *lead); never a view of ``data``, also where the two layouts coincide.
+        Shape (K, *lead), or (G, K, *lead); never a view of ``data``, also where the two layouts coincide.
     """
-    return data.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+    return data.movedim(-1, int(stacked)).clone(memory_format=torch.contiguous_format)
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, fmt: ElementFormat, dtype: torch.dtype) -> Tensor:
