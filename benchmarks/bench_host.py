@@ -58,7 +58,14 @@ def graphed_callable(recipe: nc.recipe.Recipe) -> Step:
     """The layer through ``torch.cuda.make_graphed_callables``: a graph for the forward and one for the backward."""
     module = UnderRecipe(ours(), recipe)
     run = torch.cuda.make_graphed_callables(module, (batch()[0],))
-    return step_of(module, run, *batch(), None)
+    return renewed(module, step_of(module, run, *batch(), None))
+
+
+def renewed(layer: torch.nn.Module, step: Step) -> Step:
+    """The step after scales were renewed once, as an optimizer does; before that each cast finds an amax itself."""
+    step()
+    nc.renew_delayed_scaling(layer)
+    return step
 
 
 def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
@@ -79,12 +86,12 @@ def contenders(chosen: Namespace) -> dict[str, Callable[[], Step]]:
         layer = ours()
         layer.recipe = recipe
         run = torch.compile(layer, fullgraph=True, mode=mode) if compiled else layer
-        return step_of(layer, run, *batch(), None)
+        return renewed(layer, step_of(layer, run, *batch(), None))
 
     def feed_forward_step(recipe: nc.recipe.Recipe) -> Step:
         mlp = feed_forward()
         mlp.recipe = recipe
-        return step_of(mlp, mlp, *batch(), None)
+        return renewed(mlp, step_of(mlp, mlp, *batch(), None))
 
     for name, make in RECIPES.items():
         recipe = make()
