@@ -208,6 +208,19 @@ def _tell_workers(config: Any) -> None:
     pool.submit = with_option
 
 
+_FAILURE = entry(
+    "torch._dynamo.exc.TorchDynamoException",
+    follows="torch/_dynamo/exc.py",
+    without="train --compile shows a failure of the compiler with its traceback",
+    falls_back=True,
+)
+
+
+def is_failure_of_compiler(error: Exception) -> bool:
+    """Return whether ``torch.compile`` raised it, of itself or of its backend."""
+    return isinstance(error, _FAILURE.take_or(()))
+
+
 _KEEP_ADDRESS = entry(
     "torch._dynamo.mark_static_address",
     follows="torch/_dynamo/decorators.py",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowcast import _environment as environment
+from narrowcast.upstream.compiler import is_failure_of_compiler
 
 from ..words import AUTO
 from .errors import SettingsError, TrainingError
@@ -62,10 +63,7 @@ def compiler_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from torch._dynamo import config
-        from torch._dynamo.exc import TorchDynamoException
-
-        if config.verbose or not isinstance(error, TorchDynamoException):
+        if environment.read_foreign("TORCHDYNAMO_VERBOSE") == "1" or not is_failure_of_compiler(error):
             raise
         told = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
         lines = [line for line in map(str.strip, told.splitlines()) if line]

@@ -63,7 +63,8 @@ def test_a_failure_of_the_compiler_is_a_line(
     assert told.endswith("; leave --compile out, or set TORCHDYNAMO_VERBOSE=1 to see the traceback")
     assert len(told) <= 300 and "\n" not in told
     torch.compiler.reset()
-    with torch._dynamo.config.patch(verbose=True), pytest.raises(BackendCompilerFailed):
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    with pytest.raises(BackendCompilerFailed):
         Run(config, corpus, progress, folder=None).train()
 
 
