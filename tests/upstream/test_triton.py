@@ -295,3 +295,45 @@ def test_the_code_of_own_kernels_is_made_once(lost: bool, monkeypatch: pytest.Mo
         first, second = (wrap.generate_ttir(kernel, dict(kwargs), {}) for _ in range(2))
         kept = not lost and kernel is own and type(kwargs["x"]) is not torch.Tensor
         assert len(calls) - before == (makes if kept else 2) and (first is second) == kept
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["there", "lost"])
+def test_the_sources_of_own_kernels_are_collected_once(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.codegen.wrapper as wrapper
+
+    name, calls = "user_defined_triton_kernel_transitive_closure_source_code", []
+    path = f"torch._inductor.codegen.wrapper.{name}"
+    assert next(iter(inspect.signature(getattr(wrapper, name)).parameters)) == "kernel" and path in ENTRIES
+
+    def collect(kernel: Any, *fused: Any) -> str:
+        calls.append(kernel)
+        return f"source {len(calls)}"
+
+    collect.__module__, collect.__name__ = wrapper.__name__, name
+    monkeypatch.setattr(wrapper, name, collect)
+    monkeypatch.setattr("narrowcast.upstream.private.HIDDEN", {path} if lost else set())
+    upstream.keep_sources("narrowcast")
+    kept_by = getattr(wrapper, name)
+    upstream.keep_sources("narrowcast")
+    assert getattr(wrapper, name) is kept_by
+    own, theirs = Kernel("narrowcast.kernels.norm"), Kernel("a.user")
+    for kernel, fused, makes in (
+        (own, (), 1),
+        (own, (), 0),
+        (own, ("epilogue",), 1),
+        (theirs, (), 1),
+        (theirs, (), 1),
+    ):
+        before = len(calls)
+        kept_by(kernel, *fused)
+        assert len(calls) - before == (1 if lost else makes)
+
+
+def test_a_graph_with_many_launches_collects_sources_once() -> None:
+    """What PyTorch's caches look up when they hash a graph is the function that this package has replaced."""
+    import torch._functorch._aot_autograd.autograd_cache as autograd_cache
+    import torch._inductor.codecache as codecache
+
+    name = "user_defined_triton_kernel_transitive_closure_source_code"
+    for module in autograd_cache, codecache:
+        assert not hasattr(module, name) and name in inspect.getsource(module)  # imported where it is called

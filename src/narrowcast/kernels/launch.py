@@ -43,6 +43,7 @@ from ..upstream.triton import (
     HOOKS,
     Start,
     keep_intermediate_code,
+    keep_sources,
     launch_in_graph,
     node_of,
     past_descriptors,
@@ -168,6 +169,7 @@ class Launcher:
         """Return the kernel with the compile options that Inductor takes."""
         if self.traced is None:
             keep_intermediate_code(__name__.partition(".")[0])
+            keep_sources(__name__.partition(".")[0])
             options = {name: value for name, value in self.options.items() if name == "num_stages"}
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)

@@ -276,6 +276,36 @@ def _kinds(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
     return tuple(kinds)
 
 
+_SOURCES = entry(
+    "torch._inductor.codegen.wrapper.user_defined_triton_kernel_transitive_closure_source_code",
+    follows="torch/_inductor/codegen/wrapper.py; torch/_inductor/codecache.py; autograd_cache.py of AOTAutograd",
+    without="graphs compile more slowly",
+    falls_back=True,
+)
+
+
+def keep_sources(package: str) -> None:
+    """Have PyTorch collect the sources of a package's kernels, with the functions that they call, once for each.
+
+    The keys of its caches hold them for each launch in a graph. Collecting them, from the functions' bytecode, takes
+    11 ms for a cast: a tenth of the compilation of twelve layers.
+    """
+    collect = _SOURCES.take_or(None)
+    if collect is None or hasattr(collect, "__wrapped__"):
+        return
+    collected: dict[Any, str] = {}
+
+    @functools.wraps(collect)
+    def sources_of(kernel: Any, *fused: Any, **options: Any) -> str:
+        if fused or options or not kernel.fn.__module__.startswith(package):
+            return collect(kernel, *fused, **options)  # type: ignore[no-any-return]
+        if kernel not in collected:
+            collected[kernel] = collect(kernel)
+        return collected[kernel]
+
+    setattr(sys.modules[collect.__module__], collect.__name__, sources_of)
+
+
 def node_of(kernel: Any, numbers: dict[str, Any]) -> dict[str, Any]:
     """Return the identity of a kernel and its non-tensor arguments in a graph."""
     table = _TABLE.take()
