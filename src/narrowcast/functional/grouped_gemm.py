@@ -16,6 +16,7 @@ the library's own kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -542,22 +543,22 @@ def _grouped_dequantize(
         if splits is None:
             return dequantized_weights(operand, *how, dtype, shape)
         return dequantized_rows(operand, *how, splits, dtype, shape)
-    sizes = [shape[1]] * shape[0]
-    if splits is not None:
+    if splits is None:
+        sizes = [shape[1]] * groups
+        starts = [shape[1] * group for group in range(groups)]
+    else:
         sizes, starts, _ = reference.grouped_quantize.extents(splits, shape[0], 1)
-    members = list(direction.groups_of(operand, sizes))
+    members = direction.groups_of(operand, sizes)
     if splits is None and members and quantizer._is_ours() and not quantizer._spans_rows():
         whole = [torch.cat(buffers) for buffers in zip(*members)]
         if [(tuple(one.shape), one.dtype) for one in whole] == list(direction.described(sum(sizes)).values()):
             return direction.quantizer._decode(numerics_for(whole[0]), whole, False, dtype).view(shape)
     out = operand[0].new_zeros(shape, dtype=dtype)
-    places = list(out.unbind(0))
-    if splits is not None:
-        places = [out[start : start + size] for start, size in zip(starts, sizes)]
-    for place, buffers in zip(places, members):
-        if place.numel():
+    rows = out.view(math.prod(shape[:-1]), shape[-1])
+    for start, size, buffers in zip(starts, sizes, members):
+        if size and shape[-1]:
             decoded = direction.quantizer._decode(numerics_for(buffers[0]), buffers, False, dtype)
-            place.copy_(decoded[: place.shape[0], : place.shape[1]])
+            rows[start : start + size].copy_(decoded[:size, : shape[-1]])
     return out
 
 
