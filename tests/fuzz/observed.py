@@ -297,6 +297,8 @@ class World:
             getattr(self, f"_{item['do']}")(item)
             self.record("random numbers", torch.get_rng_state())
         for name, tensor in self.model.state_dict().items():
+            if name.endswith(("scale", "amax", "amax_history")) and not tensor.any():
+                continue  # made by the first forward under an autocast, also one that only looks on
             self.record(f"state {name.rpartition('.')[2]}", tensor)
         for parameter in self.model.parameters():  # not in the order of their first gradients
             for name, value in self.optimizer.state.get(parameter, {}).items():
