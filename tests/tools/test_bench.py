@@ -45,7 +45,7 @@ def test_a_run_on_a_cpu(quick: None, tmp_path: Path, capsys: pytest.CaptureFixtu
     )
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
     own = [row for row in rows if row["contender"] in ("bf16", "block")]
-    assert len(own) == 4 * 3 and all(row["ms"] == "2.0" and row["share"] == "1.0" for row in own)
+    assert len(own) == 4 * 4 and all(row["ms"] == "2.0" and row["share"] == "1.0" for row in own)
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -139,11 +139,35 @@ def test_a_picture_of_what_failed_draws_without_a_warning(drawn: list[Figure]) -
             "--head-recipe is 'delayed'; use one of bf16, current or block",
         ),
         (["tiny", "--device", "tpu"], "--device is 'tpu'"),
+        (["models", "--model", "1b"], "--model is of bench account alone; leave it out"),
+        (["tiny", "--in-parts"], "--in-parts is of bench account alone; leave it out"),
+        (["account", "--minutes", "3"], "bench account takes no --minutes; leave it out"),
     ],
 )
 def test_errors(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_with_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A second run wrote over the first one's results."""
+    for suite, name, more in (("tiny", "bench.csv", ", or add --resume"), ("account", "account.csv", "")):
+        path = tmp_path / name
+        path.write_text("an earlier run")
+        assert cli.main(["bench", suite, "--device", "auto", "--out", str(tmp_path)]) == 2
+        told = f"{path} is of an earlier run; give --out another folder{more}\n"
+        assert capsys.readouterr().err == f"narrowcast: {told}" and path.read_text() == "an earlier run"
+
+
+def test_bf16_has_a_row_in_each_mode() -> None:
+    """With `--mode eager` the only bf16 was compiled, and the heading did not say so."""
+    plain = [one.mode for one in contenders(["current"], ["eager", "graphs"], True) if one.name == "bf16"]
+    assert plain == ["compiled", "eager", "graphs"]
+    results = [
+        Result("Linear", "bf16", "compiled", 2.0, 1.0, None),
+        Result("Linear", "bf16", "eager", 3.0, 1.5, None),
+    ]
+    assert [column.header for column in show.table(results, "").columns][-1] == "time over compiled bf16"
 
 
 def test_what_fails_is_a_row(quick: None) -> None:
@@ -204,13 +228,27 @@ def test_an_interrupted_run_names_the_files_that_it_wrote(
     assert re.search(
         r"^\[1/\d+, \d+ s, \d+ s left\] Linear 32x64->64, bf16, compiled: 2.000 ms$", printed, re.MULTILINE
     )
-    assert "time over bf16" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
+    assert "compiled bf16" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
     assert [path.name for path in Path("o").iterdir()] == ["bench.csv"]
+    assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith("["))
     ran[:] = ["bf16"]
     assert cli.main(["bench", "--device", "cpu", "--only", "Linear"]) == 130
     printed, line = capsys.readouterr()
     assert "contender" not in printed, "no table without rows"
     assert re.search(r"^narrowcast: interrupted after 0 of \d+ measurements$", line)
+
+
+def test_a_long_line_keeps_a_time_and_its_unit_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 80 columns it read "4.043", and "ms" on the next line."""
+    monkeypatch.setattr(
+        Worker, "run", lambda self, work, one, index: Result(work.name, one.name, one.mode, 4.043, 1, 2)
+    )
+    monkeypatch.setenv("COLUMNS", "70")
+    assert cli.main(["bench", "tiny", "--device", "cpu", "--only", "grouped", "--recipe", "current"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  4.043 ms, 2 MiB" in lines and max(map(len, lines[:4])) <= 70
 
 
 def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,7 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
     ("words", "parts"),
     [
         (["--recipe", "fp7"], ["'fp7'", "--recipe is", "use one of auto, bf16, delayed"]),
+        (["--recipe", "auto,current"], ["'auto,current', and auto cannot be compared; give it alone, or"]),
         (["--lr", "-1"], ["--lr is -1; it must be above 0"]),
         (["--recipe", "mxfp8,"], ["--recipe is 'mxfp8,'", "comma; give names"]),
         (["--parallel", "ddp"], ["--parallel is 'ddp'; use one of fsdp, tp or fsdp+tp"]),

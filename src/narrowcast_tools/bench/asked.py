@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -45,6 +46,7 @@ TINY = (
 )
 ACCOUNT_MODELS: dict[str, Work] = dict(zip(("small", "8b-slice", "1b"), MODELS))
 """Models whose step `narrowcast bench account` takes apart."""
+ACCOUNT_MODEL = "1b"
 SUITES = {"layers": LAYERS, "models": MODELS, "all": LAYERS + MODELS, "tiny": TINY}
 
 
@@ -74,16 +76,20 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             raise typer.BadParameter(
                 "bench account times the kernels of a GPU, and the device is cpu; run it on a GPU, or bench tiny here"
             )
-        for name in ("only", "resume"):
+        for name in ("only", "minutes", "resume"):
             if given[name]:
                 raise typer.BadParameter(f"bench account takes no --{name}; leave it out")
+    else:
+        for name, option in (("model", "--model"), ("in_parts", "--in-parts")):
+            if given[name]:
+                raise typer.BadParameter(f"{option} is of bench account alone; leave it out")
     recipes, modes = (_words(given[name]) for name in ("recipe", "mode"))
     checks = (
         (recipes, RECIPES, "--recipe"),
         (modes, MODES, "--mode"),
         ([given["optimizer"]], OPTIMIZERS, "--optimizer"),
         ([given["head_recipe"]], HEADS, "--head-recipe"),
-        ([given["model"]], ACCOUNT_MODELS, "--model of bench account"),
+        ([given["model"] or ACCOUNT_MODEL], ACCOUNT_MODELS, "--model of bench account"),
         ([suite] if suite else [], (*SUITES, "account"), "SUITE"),
         ([device], DEVICES, "--device"),
     )
@@ -98,6 +104,10 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             raise typer.BadParameter(f"--{name} is {str(given[name]).removesuffix('.0')}; use 0 or more")
     if given["resume"] and given["out"] is None:
         raise typer.BadParameter("--resume needs --out, the folder with the results to go on from")
+    earlier = (given["out"] or Path()) / ("account.csv" if suite == "account" else "bench.csv")
+    if given["out"] is not None and not given["resume"] and earlier.exists():
+        more = "" if suite == "account" else ", or add --resume"
+        raise typer.BadParameter(f"{earlier} is of an earlier run; give --out another folder{more}")
     if suite != "account" and (suite or device != AUTO):
         works(suite or ("tiny" if device == "cpu" else "all"), given["only"])
     return recipes, modes

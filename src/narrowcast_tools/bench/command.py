@@ -18,7 +18,7 @@ from ..interrupt import Interrupted
 from ..words import AUTO
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account
-from .asked import ACCOUNT_MODELS, bench_settings, works
+from .asked import ACCOUNT_MODEL, ACCOUNT_MODELS, bench_settings, works
 from .measure import Result, contenders
 from .show import picture, read_csv, table, write_csv
 from .worker import Chosen, Worker
@@ -28,7 +28,7 @@ def bench(
     context: typer.Context,
     suite: str,
     *,
-    model: str,
+    model: str | None,
     only: str,
     in_parts: bool,
     optimizer: str,
@@ -49,7 +49,9 @@ def bench(
     recipes, modes = bench_settings({**context.params, "device": device})
     suite = suite or ("tiny" if device == "cpu" else "all")
     if suite == "account":
-        return _account(model, (recipes, ["compiled"], False, optimizer, head_recipe), out, in_parts)
+        return _account(
+            model or ACCOUNT_MODEL, (recipes, ["compiled"], False, optimizer, head_recipe), out, in_parts
+        )
     words = recipes, modes, device == "cpu", optimizer, head_recipe
     chosen, running = works(suite, only), list(contenders(*words))
     machine = _machine(device)
@@ -71,13 +73,13 @@ def bench(
                     elif result is None:
                         with console.status(", ".join(named)):
                             result = worker.run(work, contender, index)
-                    baseline = result.ms if contender.name == "bf16" else baseline
+                    baseline = baseline if index else result.ms  # compiled bf16 is the first
                     share = None if baseline is None or result.ms is None else result.ms / baseline
                     results.append(result._replace(share=share))
                     done = _so_far(results, known, len(chosen) * len(running), time.monotonic() - start)
-                    console.print(
-                        f"[{done}] {', '.join(named)}: {_told(result)}", highlight=False, markup=False
-                    )
+                    line, told = f"[{done}] {', '.join(named)}:", _told(result)
+                    between = " " if len(f"{line} {told}") <= console.width else "\n  "
+                    console.print(f"{line}{between}{told}", highlight=False, markup=False)
                     if out is not None:  # after each, so that an interrupted run leaves what it has
                         out.mkdir(parents=True, exist_ok=True)
                         write_csv(results, out / "bench.csv", machine)

@@ -65,7 +65,7 @@ def contenders(
     optimizer: str = "AdamW",
     head: str = "bf16",
 ) -> Iterator[Contender]:
-    """Yield bf16 compiled first, which the others are compared with; then this package, then others where installed.
+    """Yield bf16 compiled, which the others are compared with; bf16 in the other modes; this package; installed others.
 
     Args:
         recipes: names in ``RECIPES``.
@@ -74,7 +74,8 @@ def contenders(
         optimizer: of models under a recipe; the others have PyTorch's AdamW.
         head: "bf16", or the recipe of the head of models under a recipe.
     """
-    yield Contender("bf16", "compiled", None)
+    for mode in dict.fromkeys(("compiled", *modes)):
+        yield Contender("bf16", mode, None)
     own: dict[str, Any] = {"optimizer": optimizer}
     own["head"] = None if head == "bf16" else RECIPES[head](emulate=emulate)
     suffix = f", {optimizer}" if optimizer != "AdamW" else ""

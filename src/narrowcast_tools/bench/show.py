@@ -16,7 +16,7 @@ from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from ..tables import make_table
 from .measure import Result
 
-HEADINGS = {"share": "time over bf16", "memory": "peak MiB"}
+HEADINGS = {"share": "time over compiled bf16", "memory": "peak MiB"}
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 ROW = 0.185  # inches: the height of a line of a label

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..bench.asked import ACCOUNT_MODELS, HEADS, MODES, OPTIMIZERS, RECIPES, bench_settings
+from ..bench.asked import ACCOUNT_MODEL, ACCOUNT_MODELS, HEADS, MODES, OPTIMIZERS, RECIPES, bench_settings
 from ..hardware import BATCH, BATCH_PER_GPU, GPUS
 from ..hardware import RECIPES as RATES
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
@@ -330,12 +330,13 @@ def bench(
         ),
     ] = "",
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="With account: the model. 8b-slice is four layers of the 8B shape.",
             metavar="|".join(ACCOUNT_MODELS),
+            show_default=ACCOUNT_MODEL,
         ),
-    ] = "1b",
+    ] = None,
     only: Annotated[
         str, typer.Option(help="Run only benchmarks whose name contains this.", metavar="<text>")
     ] = "",

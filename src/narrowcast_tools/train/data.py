@@ -22,7 +22,7 @@ SIZE_CAP = 16 * 2**20  # bytes read at most: enough text, and it loads in well u
 SNIFFED = 8192  # a file with a NUL byte in its first bytes is taken for binary
 HELD_OUT_EVERY = 10  # one block of ten is held out
 BLOCKS = 100  # so that both parts sample the whole text
-LARGEST_BLOCK = 64 * 2**10
+LARGEST_BLOCK = 64 * 2**10  # unless a sequence is longer
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -101,7 +101,7 @@ def split(texts: list[bytes], *, seq_len: int, source: str, tokens: Tokens | Non
     if not any(text.strip() for text in texts):
         raise SettingsError(f"{source} holds no text; give --data a text file or a folder of text files")
     data = tokens.encode(texts)
-    block = min(LARGEST_BLOCK, max(seq_len + 1, len(data) // BLOCKS))
+    block = max(seq_len + 1, min(LARGEST_BLOCK, len(data) // BLOCKS))
     if len(data) < HELD_OUT_EVERY * block:
         longest = len(data) // HELD_OUT_EVERY - 1
         shorter = f", or train with --seq-len {longest} or less" if longest > 0 else ""

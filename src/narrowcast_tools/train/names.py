@@ -64,6 +64,10 @@ def recipe_names(words: str) -> list[str]:
         raise SettingsError(
             f"--recipe is {words!r:.60}, with nothing beside a comma; give names between commas"
         )
+    if AUTO in split:
+        raise SettingsError(
+            f"--recipe is {words!r:.60}, and {AUTO} cannot be compared; give it alone, or name recipes only"
+        )
     recipes = [recipe_name(word, "--recipe", AUTO) for word in split]
     for at, name in enumerate(recipes):
         if name in recipes[:at]:

@@ -203,6 +203,18 @@ def test_a_folder_without_text_says_what_it_holds(tmp_path: Path) -> None:
         load_corpus(tmp_path, seq_len=16)
 
 
+def test_a_sequence_may_be_longer_than_a_block() -> None:
+    """The held-out part had a block of 65,536 bytes, and its first window ended in an IndexError."""
+    seq_len = data.LARGEST_BLOCK
+    corpus = split(counted_text(12 * seq_len), seq_len=seq_len, source="test")
+    ((inputs, _),) = held_out_batches(corpus, batch_size=2, seq_len=seq_len, count=1)
+    assert inputs.shape == (2, seq_len)
+    with pytest.raises(
+        SettingsError, match=r"need at least 1000010; give --data more text, or .* 78642 or less"
+    ):
+        split(counted_text(12 * seq_len), seq_len=100_000, source="test")
+
+
 @pytest.mark.parametrize("length", [1, 19, 20, 159])
 def test_a_short_text_names_the_longest_sequence(length: int, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
