@@ -27,11 +27,15 @@ INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 WIDTH = 4.3  # inches of a figure: a phone, which shows it 330 pixels wide, then has a pixel per point
 MARGIN, ENLARGED = 8, 1.6  # points around a figure, and pixels of a wide page per point
 LETTERS, TITLE = 11, 13  # points: the smallest letters, and those of a finding
+NO_BREAK = "\N{NO-BREAK SPACE}"
 LINE, KEY = 1.2, 1.5  # the height of a line and of a legend's row, as multiples of their letters
 
 
 def wrap(text: str, points: float, size: float = LETTERS, weight: str = "normal") -> str:
-    """Break lines, and words that are too long for one, where they would be wider than so many points."""
+    """Break lines, and words that are too long for one, where they would be wider than so many points.
+
+    Lines are broken at spaces, not at `NO_BREAK`, which the result has as a space.
+    """
     font = FontProperties(size=size, weight=weight)
 
     def fits(line: str) -> bool:
@@ -41,7 +45,7 @@ def wrap(text: str, points: float, size: float = LETTERS, weight: str = "normal"
     lines: list[str] = []
     for line in text.splitlines():
         lines.append("")
-        for word in line.split():
+        for word in filter(None, line.strip().split(" ")):
             joined = f"{lines[-1]} {word}" if lines[-1] else word
             if lines[-1] and not fits(joined):
                 lines.append(joined := word)
@@ -49,7 +53,7 @@ def wrap(text: str, points: float, size: float = LETTERS, weight: str = "normal"
             while not fits(joined) and len(joined) > 1:
                 end = next(end for end in range(len(joined) - 1, 0, -1) if end == 1 or fits(joined[:end]))
                 lines[-1:] = [joined[:end], joined := joined[end:]]
-    return "\n".join(lines)
+    return "\n".join(lines).replace(NO_BREAK, " ")
 
 
 def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), columns: int = 1) -> None:
@@ -63,7 +67,8 @@ def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), c
         columns: of the legend.
     """
     points = figure.get_figwidth() * 72
-    title = wrap(finding, points, TITLE, "bold")
+    together = re.sub(r" (?=[+\N{MINUS SIGN}\d])", NO_BREAK, finding)  # a word and its number
+    title = wrap(together, points, TITLE, "bold")
     if keys:
         figure.legend(
             handles=keys,

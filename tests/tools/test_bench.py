@@ -79,15 +79,21 @@ def test_the_picture_states_its_finding_and_groups_its_bars(drawn: list[Figure])
     failed = Result("Linear 32x64->64", "TE current", "eager", None, None, None, "not installed")
     show.picture([*results, failed], "narrowcast bench tiny: cpu")
     (figure,) = drawn
-    title = "No step is faster than bf16's: they take 1.25 to 2.50 times as long"
+    title = "No step is faster than compiled bf16's: they take 1.25 to 2.50 times as long"
     assert figure.get_suptitle().replace("\n", " ") == title
-    assert figure.get_supxlabel() == "Longer is slower; 1 is bf16, compiled.\nnarrowcast bench tiny: cpu"
+    assert figure.get_supxlabel() == "Longer is slower.\nnarrowcast bench tiny: cpu"
     (axes,) = figure.axes
     labels = [text.get_text().replace("\n", " ") for text in axes.get_yticklabels()]
     each = ["bf16, compiled", "current, eager", "nvfp4, FusedAdam, head in current, compiled"]
     assert labels == 2 * each
     told = {text.get_text().strip().replace("\n", " "): text.get_position()[1] for text in axes.texts}
-    assert {"2.000 ms", "2.50", "1.25", "Linear 32x64->64"} < told.keys()
+    assert {"1.00 (2 ms)", "2.50 (5 ms)", "1.25 (2.5 ms)", "Linear 32x64->64"} < told.keys(), (
+        "ratios and ms alike"
+    )
+    assert axes.get_title(loc="left") == "Time of a step\nover compiled bf16's", (
+        "eager bars are divided by it, too"
+    )
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1: bf16, compiled"]
     places = axes.get_yticks()
     groups = [child.xy[1] for child in axes.get_children() if isinstance(child, Annotation)]
     assert groups[0] < places[0] < places[2] < groups[1] < places[3], "each name is above its bars"
@@ -97,7 +103,7 @@ def test_the_picture_states_its_finding_and_groups_its_bars(drawn: list[Figure])
     assert -edge <= box.x0 and box.x1 <= figure.get_figwidth() + edge
     faster = [results[0], results[1]._replace(ms=1.6, share=0.8)]
     show.picture(faster, "narrowcast bench")
-    title = "Up to 1.25 times as fast as bf16: current, eager"
+    title = "Up to 1.25 times as fast as compiled bf16: current, eager"
     assert drawn[1].get_suptitle().replace("\n", " ") == title
     show.picture(faster, "narrowcast bench", emulated=True)
     title = "A CPU emulates the formats: its times say nothing of a GPU's"
@@ -208,7 +214,11 @@ def test_resume_keeps_what_was_measured(
 
 
 def test_an_interrupted_run_names_the_files_that_it_wrote(
-    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    quick: None,
+    drawn: list[Figure],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = []
 
@@ -228,8 +238,11 @@ def test_an_interrupted_run_names_the_files_that_it_wrote(
     assert re.search(
         r"^\[1/\d+, \d+ s, \d+ s left\] Linear 32x64->64, bf16, compiled: 2.000 ms$", printed, re.MULTILINE
     )
-    assert "compiled bf16" in printed and "wrote o/bench.csv" in printed and "bench.png" not in printed
-    assert [path.name for path in Path("o").iterdir()] == ["bench.csv"]
+    assert "compiled bf16" in printed and "wrote o/bench.csv and o/bench.png" in printed
+    (figure,) = drawn
+    assert re.match(r"Partial: 1 of \d+ measurements\n", figure.get_suptitle()), (
+        "it had no group that was not finished"
+    )
     assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith("["))
     ran[:] = ["bf16"]
     assert cli.main(["bench", "--device", "cpu", "--only", "Linear"]) == 130

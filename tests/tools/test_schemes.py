@@ -46,6 +46,10 @@ def test_a_picture_has_a_margin_and_says_what_it_found() -> None:
     figure.subplots().plot([0, 1])
     tell(figure, "A finding of more words than a line of this narrow figure has", "a term: " + "word " * 20)
     assert [text.count("\n") for text in (figure.get_suptitle(), figure.get_supxlabel())] == [1, 2]
+    for words in range(1, 12):
+        titled = Figure(figsize=(WIDTH, 2.0), layout="constrained")
+        tell(titled, "word " * words + "from 5.63 to 2.84", "")
+        assert not re.search(r"\n\d", titled.get_suptitle()), "a number began a line"
     pixels = imread(io.BytesIO(png(figure)))
     assert 2 * 72 + 2 * 13 + 3 * 11 < 72 * figure.get_figheight() < 2.2 * 72 + 2 * 13 * 1.3 + 3 * 11 * 1.3, (
         "it grew"

@@ -59,8 +59,14 @@ def bench(
     known = read_csv(out / "bench.csv", machine) if resume and out is not None else {}
     results: list[Result] = []
     stopped = False
+    total = len(chosen) * len(running)
+
+    def draw(folder: Path) -> None:
+        image = picture(results, title, emulated=device == "cpu", total=total)
+        (folder / "bench.png").write_bytes(image)
+
     console, start = Console(), time.monotonic()
-    console.print(_announced(suite, len(chosen) * len(running), device, seconds), highlight=False)
+    console.print(_announced(suite, total, device, seconds), highlight=False)
     try:
         with Worker(words, device, seconds) as worker:
             for work in chosen:
@@ -76,7 +82,7 @@ def bench(
                     baseline = baseline if index else result.ms  # compiled bf16 is the first
                     share = None if baseline is None or result.ms is None else result.ms / baseline
                     results.append(result._replace(share=share))
-                    done = _so_far(results, known, len(chosen) * len(running), time.monotonic() - start)
+                    done = _so_far(results, known, total, time.monotonic() - start)
                     line, told = f"[{done}] {', '.join(named)}:", _told(result)
                     between = " " if len(f"{line} {told}") <= console.width else "\n  "
                     console.print(f"{line}{between}{told}", highlight=False, markup=False)
@@ -84,16 +90,18 @@ def bench(
                         out.mkdir(parents=True, exist_ok=True)
                         write_csv(results, out / "bench.csv", machine)
                 if out is not None:
-                    (out / "bench.png").write_bytes(picture(results, title, emulated=device == "cpu"))
+                    draw(out)
     except KeyboardInterrupt:
         stopped = True
+        if out is not None and results:
+            draw(out)
     if results:
         console.print(table(results, title))
     written = [path for path in (out / "bench.csv", out / "bench.png") if path.exists()] if out else []
     if written:
         console.print(f"wrote {' and '.join(map(str, written))}", highlight=False)
     if stopped:
-        where = f"interrupted after {len(results)} of {len(chosen) * len(running)} measurements"
+        where = f"interrupted after {len(results)} of {total} measurements"
         raise Interrupted(where, resumable=bool(written))
     if not written:
         console.print("next: --out FOLDER keeps the results and draws a picture", highlight=False)

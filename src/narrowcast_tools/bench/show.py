@@ -82,7 +82,7 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
     return results
 
 
-def picture(results: Sequence[Result], caption: str, *, emulated: bool = False) -> bytes:
+def picture(results: Sequence[Result], caption: str, *, emulated: bool = False, total: int = 0) -> bytes:
     """Return bars of time and of memory over those of bf16, a group per work: a PNG image.
 
     A CPU has no memory figures, and its picture no panel for them.
@@ -90,19 +90,22 @@ def picture(results: Sequence[Result], caption: str, *, emulated: bool = False) 
     Args:
         caption: command and machine.
         emulated: whether a CPU was timed.
+        total: how many measurements a complete run has.
     """
     panels = {"Time of a step": _bars(results, "ms"), "Peak memory": _bars(results, "memory")}
     panels = {title: bars for title, bars in panels.items() if bars or title == "Time of a step"}
     rows = [max(1, sum(bar.rows for bar in bars)) for bars in panels.values()]
-    size = WIDTH, 0.35 * len(panels) + ROW * sum(rows)
+    size = WIDTH, 0.75 * len(panels) + ROW * sum(rows)
     figure = Figure(figsize=size, dpi=190, layout="constrained")
     drawn = figure.subplots(len(panels), 1, height_ratios=rows, squeeze=False)[:, 0]
     for axes, (title, bars) in zip(drawn, panels.items()):
-        axes.set_title(f"{title} over bf16's", loc="left", size=LETTERS, weight="bold")
+        axes.set_title(f"{title}\nover compiled bf16's", loc="left", size=LETTERS, weight="bold")
         _draw(axes, bars)
     longer = "Longer is slower" if len(panels) == 1 else "Longer is slower, or more memory"
     finding = EMULATED if emulated else _finding(results)
-    tell(figure, finding, f"{longer}; 1 is bf16, compiled.\n{caption}")
+    if len(results) < total:
+        finding = f"Partial: {len(results)} of {total} measurements\n{finding}"
+    tell(figure, finding, f"{longer}.\n{caption}")
     return png(figure)
 
 
@@ -130,11 +133,16 @@ def _bars(results: Sequence[Result], column: Literal["ms", "memory"]) -> list[Ba
             continue
         bars.append(Bar(wrap(work, 72 * WIDTH)))
         for one, value in values.items():
-            plain = f"{value:,.3f} ms" if column == "ms" else f"{value:,.0f} MiB"
-            told = plain if one.contender == "bf16" else f"{value / base:.2f}"
+            plain = f"{_short(value)} ms" if column == "ms" else f"{value:,.0f} MiB"
+            told = f"{value / base:.2f} ({plain})"
             label = wrap(f"{one.contender}, {one.mode}", NAMES)
             bars.append(Bar(label, color_of(one.contender), value / base, told))
     return bars
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits, and all that are before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -154,11 +162,11 @@ def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
         told = axes.text(bar.length, place, f" {bar.told}", va="center_baseline", size=LETTERS)
         told.set_bbox(OVER_THE_LINE)
     axes.axvline(1.0, color=color_of("bf16"), linewidth=1, linestyle="--", zorder=0)
-    axes.set_xticks([])
+    axes.set_xticks([1.0], ["1: bf16, compiled"], size=LETTERS, color="0.35")
     axes.set_yticks(list(labels), list(labels.values()), size=LETTERS, color="0.35")
-    axes.tick_params(axis="y", length=0)
+    axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.margins(x=0.25)
+    axes.margins(x=0.8)
     axes.set_xlim(left=0)
     axes.set_ylim(end + 0.6, 0.8)
 
@@ -170,6 +178,6 @@ def _finding(results: Sequence[Result]) -> str:
         return "The time of a step in bf16" if any(one.ms for one in results) else "No step was measured"
     fastest = min(shares, key=shares.__getitem__)
     if shares[fastest] < 1:
-        return f"Up to {1 / shares[fastest]:.2f} times as fast as bf16: {fastest.contender}, {fastest.mode}"
+        return f"Up to {1 / shares[fastest]:.2f} times as fast as compiled bf16: {fastest.contender}, {fastest.mode}"
     times = dict.fromkeys(f"{share:.2f}" for share in (shares[fastest], max(shares.values())))
-    return f"No step is faster than bf16's: they take {' to '.join(times)} times as long"
+    return f"No step is faster than compiled bf16's: they take {' to '.join(times)} times as long"
