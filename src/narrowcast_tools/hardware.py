@@ -29,8 +29,8 @@ GPUS = {
 HOST = 8  # GPUs that NVLink joins
 MEASURED = 2  # GPUs: the most of a step that was measured here
 ERROR = "plans of one and two GPUs were within 6% of measured steps"
-ERROR_DENSE = "expect 5 to 15% less"
-ERROR_EXPERTS = "expect a quarter less, or lower; the plan of a report from 2,048 GPUs was 23% too fast"
+ERROR_DENSE = "expect 5 to 15% less speed"
+ERROR_EXPERTS = "expect a quarter less speed, or lower; the plan of a report from 2,048 GPUs was 23% too fast"
 
 
 class Rates(NamedTuple):
@@ -81,5 +81,9 @@ def find_optimizer(name: str) -> tuple[float, float, float]:
 
 def find_rates(recipe: str) -> Rates:
     """Return the rates of a recipe; ValueError for one without GEMMs on these GPUs."""
+    if "," in recipe:
+        raise ValueError(
+            f"--recipe is {recipe!r:.60}, and a plan takes one recipe; give one, bf16 is shown beside it"
+        )
     why = ", for which these GPUs have no measured rates" if recipe in COLORS else ""  # every recipe has one
     return find(recipe, RECIPES, "--recipe", why)

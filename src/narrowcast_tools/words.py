@@ -86,6 +86,11 @@ def follow_up(*words: object) -> str:
     return f"next: {shlex.join([*program(), *map(str, words)])}"
 
 
+def pip_install(package: str) -> str:
+    """Return the command that installs a package for this Python, whose own pip may not be the shell's."""
+    return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", package])
+
+
 def program() -> list[str]:
     """Return the words that start this program in a shell: make and IDEs start it where it is on no path."""
     started = Path(sys.argv[0])

@@ -35,6 +35,7 @@ from narrowcast_tools.train.names import ALIASES, RECIPES
 from narrowcast_tools.train.presets import DEMO, QUICK
 from narrowcast_tools.train.recipes import CHOICES
 from narrowcast_tools.train.trainer import Trainer
+from narrowcast_tools.words import pip_install
 
 # fmt: off
 TINY = [
@@ -704,13 +705,48 @@ def test_an_interrupted_run_is_saved_and_names_the_command_that_continues_it(
     assert histories[0] == histories[1]
 
 
+def test_an_interruption_names_the_run_of_several(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second of two runs it said "at step 2 of 4", as if there was one."""
+    save = Run._save
+
+    def interrupted(run: Run, done: int) -> None:
+        save(run, done)
+        if run.config.recipe == "current":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_save", interrupted)
+    assert train(text_file, "--recipe", "bf16,current") == 130
+    told = "narrowcast: run 2/2, current-0: interrupted at step 2 of 4; step 2 is saved; to continue: "
+    assert told in capsys.readouterr().err
+
+
+def test_a_resumed_run_says_whose_time_it_tells(text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train(text_file, "--out", "run") == 0
+    assert "since" not in capsys.readouterr().out
+    assert train(text_file, "--out", "run", "--resume", "--steps", "6") == 0
+    assert re.search(r", time [\d:]+ since it was resumed$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_large_model_on_a_cpu_is_told_before_it_is_made(
+    text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preset for GPUs trained for minutes a step without a word."""
+    monkeypatch.setattr("narrowcast_tools.train.session.Run", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--preset", "1b", "--device", "cpu"])
+    assert "a step has 51 trillion operations: a CPU takes a minute or more" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_without_checkpoints_says_that_nothing_is_saved(text_file: Path) -> None:
     words = ["train", "--data", str(text_file), *tiny("--save-every", "0", "--out", "run")]
     told = "narrowcast: interrupted at step 3 of 4; nothing is saved with --save-every 0"
     assert run_signalled(signal.SIGINT, 2, words) == (130, told)
     assert main(words) == 0, "the same command starts again"
     code, line = run_signalled(signal.SIGINT, 2, [*words[:-1], "runs", "--seeds", "2"])
-    assert (code, line.partition("; to continue: ")[0]) == (130, told)
+    several = told.replace("narrowcast: ", "narrowcast: run 1/2, bf16-0: ")
+    assert (code, line.partition("; to continue: ")[0]) == (130, several)
     assert main([*words[:-1], "runs", "--seeds", "2", "--resume"]) == 0, "a series keeps its finished runs"
 
 
@@ -739,7 +775,7 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert absent in fails_on_one_line(capsys, text_file.parent, [*words, "--resume"])
     assert main(words) == 130
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("narrowcast: interrupted at step 2 of 4; step 2 is saved; to continue: ")
+    assert line.startswith("narrowcast: run 2/7, delayed-0: interrupted at step 2 of 4; step 2 is saved; to ")
     assert line.endswith("-m narrowcast demo --quick --data " + f"{text_file} --device cpu --resume")
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert "holds an interrupted demo with 1 of " in line
@@ -1184,7 +1220,7 @@ def test_a_missing_extra_is_one_line_and_doctor_needs_none(command: str) -> None
         return
     assert done.stderr.splitlines() == [
         f"narrowcast: the package {package} is missing, which commands need; in the clone, run: "
-        "pip install '.[train]'"
+        f"{pip_install('.[train]')}"
         for package in PACKAGES
     ]
     assert done.stdout == ""
@@ -1195,7 +1231,7 @@ def test_doctor_says_that_pytorch_is_missing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        "narrowcast: PyTorch is missing, which everything needs; run: pip install torch"
+        f"narrowcast: PyTorch is missing, which everything needs; run: {pip_install('torch')}"
     ]
 
 

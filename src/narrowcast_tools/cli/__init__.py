@@ -19,7 +19,7 @@ from itertools import product, starmap
 from pathlib import Path
 from typing import cast
 
-from ..words import program
+from ..words import pip_install, program
 from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if words in DOCTOR:  # it reports what is missing
         if importlib.util.find_spec("torch") is None:
-            return _fail("PyTorch is missing, which everything needs; run: pip install torch", 1)
+            return _fail(f"PyTorch is missing, which everything needs; run: {pip_install('torch')}", 1)
         import narrowcast  # noqa: F401 - before PyTorch, whose import would warn where NumPy is missing
 
         from ..train.doctor import doctor
@@ -224,7 +224,9 @@ def _how_to_go_on(words: list[str], folder: Path | None) -> str:
 
 
 def _install(package: str) -> str:
-    return f"the package {package} is missing, which commands need; in the clone, run: pip install '.[train]'"
+    return (
+        f"the package {package} is missing, which commands need; in the clone, run: {pip_install('.[train]')}"
+    )
 
 
 def _fail(message: str, code: int) -> int:

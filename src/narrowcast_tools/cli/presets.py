@@ -32,4 +32,4 @@ def presets() -> None:
     Console().print(table)
     tell("state", "weights, gradients and optimizer")
     tell("peak", "what narrowcast plan expects of a step in bf16 on one GPU; eager code holds more")
-    typer.echo(follow_up("train", "--preset", "125m", "--data", "PATH"))
+    typer.echo(follow_up("train", "--preset", "125m"))

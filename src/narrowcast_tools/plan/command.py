@@ -14,7 +14,7 @@ from .layout import DoesNotFitError
 from .layout import plan as search
 from .models import find_model
 from .remedies import remedies
-from .show import described, duration, margin, parts, remarks
+from .show import TIGHT, described, duration, margin, parts, remarks
 
 
 def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
@@ -54,6 +54,11 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
         tell(subject, text)
     for text in remarks(gpus, layout["batch_size"]):
         tell("note", text)
+    if result.total_memory > (1 - TIGHT) * usable * GIB:
+        tell(
+            "note",
+            f"the memory is within {TIGHT:.0%} of what is usable, and may not suffice. More --gpus make room.",
+        )
     typer.echo("next: try other --gpus or --recipe; --json prints all numbers, with MFU")
     return 0
 

@@ -8,6 +8,7 @@ from ..hardware import ERROR, ERROR_DENSE, ERROR_EXPERTS, GIB, HOST, MEASURED
 from .estimate import Estimate
 
 GIGA = 1e9
+TIGHT = 0.03  # share of the usable memory: an estimate that leaves less may fail
 WORDS = {
     "logits, or a layer's gradients": "logits or activation gradients",
     "norms, activations, copies": "norms, activations and copies",

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from ..words import pip_install
 from .config import TrainConfig
 from .errors import SettingsError
 from .pace import Pace
@@ -27,7 +28,7 @@ class Board(Progress):
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as error:
             raise SettingsError(
-                "--tensorboard needs the package tensorboard; run: pip install 'narrowcast[tensorboard]'"
+                f"--tensorboard needs the package tensorboard; run: {pip_install('tensorboard')}"
             ) from error
         self._make: Any = SummaryWriter
         self._shown, self._folder, self._config = shown, folder, config

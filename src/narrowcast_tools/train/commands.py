@@ -141,11 +141,12 @@ def _train_one(
 ) -> None:
     result = run_in(folder, config, corpus, progress, ranks=ranks, **kept)
     if ranks.first:
+        since = " since it was resumed" if kept["resume"] else ""
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{counted(result.steps, 'step')}\n"
-            f"  {result.parameters:,} parameters{pace}, time {format_duration(result.seconds)}\n"
+            f"  {result.parameters:,} parameters{pace}, time {format_duration(result.seconds)}{since}\n"
             f"  run in {folder}\n"
             f"picture: {folder / LOSSES}\n"
             f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"
@@ -255,4 +256,4 @@ def demo(
             raise Interrupted("interrupted while the results were written", resumable=True) from error
     _show(finished.rows, timed=config.device != "cpu")
     typer.echo(f"picture: {out / LOSSES}\nnumbers: {out / COMPARED}")
-    typer.echo(follow_up("train", "--data", "PATH", "--recipe", "current"))
+    typer.echo(follow_up("train", "--recipe", "current"))

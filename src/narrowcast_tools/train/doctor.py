@@ -15,7 +15,7 @@ import narrowcast as nc
 from narrowcast._installed import ONLY_COMPILED, gpu_standing, installed, sm, versions
 from narrowcast.upstream.versions import GPU_TESTS, GPUS, OLDEST_TORCH
 
-from ..words import tell
+from ..words import pip_install, tell
 from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
 
@@ -24,10 +24,7 @@ NEVER_RUN = ("mxfp8", "nvfp4")
 PACKAGES = ("numpy", "safetensors", "rich", "typer", "matplotlib")
 NATIVE, EMULATED = "native", "emulated"
 UNTESTED = "native, but never run on such a GPU before a release"
-ABSENT = (
-    "not installed, but needed by the other commands: pip install 'narrowcast[train]', "
-    "in a clone pip install '.[train]'"
-)
+ABSENT = f"not installed, but needed by the other commands; in the clone: {pip_install('.[train]')}"
 
 
 @dataclass(frozen=True)

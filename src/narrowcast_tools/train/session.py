@@ -18,6 +18,7 @@ from .board import Board
 from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .errors import DivergedError, SettingsError, TrainingError
+from .flops import flops_per_token
 from .folder import CHECKPOINTS, DIVERGED, LOSSES, RESULT, runs_below
 from .history import RunResult
 from .loop import Run, remedy
@@ -30,6 +31,7 @@ from .report import alone
 from .tokens import TOKENIZER
 
 BOARD = "tensorboard"
+SLOW = 2e12  # operations of a step
 
 
 def describe_runs(config: TrainConfig, corpus: Corpus, recipes: Sequence[str], seeds: int = 1) -> str:
@@ -84,6 +86,12 @@ def run_in(
         raise SettingsError(f"{folder} {several}, or repeat the --recipe and --seeds of all")
     if tensorboard and ranks.first:
         progress = Board(progress, folder / BOARD, config)
+    operations = flops_per_token(config.model, config.seq_len) * config.tokens_per_step
+    if remarks and config.device == "cpu" and operations > SLOW:
+        progress.note(
+            f"a step has {operations / 1e12:,.0f} trillion operations: a CPU takes a minute or more; "
+            "--preset tiny suits it"
+        )
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume, ranks=ranks)
     with writing_into(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +196,8 @@ def series(
         except TrainingError as error:
             raise TrainingError(f"{own}: {error}") from error
         except Interrupted as error:
-            raise Interrupted(str(error), resumable=True, code=error.code) from error
+            where = f"{place}, {own.name}: " if place else ""
+            raise Interrupted(f"{where}{error}", resumable=True, code=error.code) from error
         except KeyboardInterrupt as error:  # between two runs
             if index == 0:
                 raise

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..words import pip_install
 from .asked import text_of
 from .config import VOCABULARY
 from .errors import SettingsError
@@ -72,7 +73,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer  # type: ignore[import-not-found]
         except ModuleNotFoundError as error:
             raise SettingsError(
-                "--tokenizer needs the package tokenizers; run: pip install 'narrowcast[tokenizer]'"
+                f"--tokenizer needs the package tokenizers; run: {pip_install('tokenizers')}"
             ) from error
         try:
             self._tokenizer: Any = Tokenizer.from_str(content)

@@ -392,9 +392,9 @@ def test_the_command_says_how_far_off_it_was(capsys: pytest.CaptureFixture) -> N
         f"estimate: plans of one and two GPUs were within {max(errors[:many])}% of measured steps"
         in told["2"]
     )
-    assert f"estimate: expect 5 to {max(errors[many:experts])}% less" in told["8"]
+    assert f"estimate: expect 5 to {max(errors[many:experts])}% less speed" in told["8"]
     assert (
-        f"expect a quarter less, or lower; the plan of a report from 2,048 GPUs was {errors[experts]}% too fast"
+        f"expect a quarter less speed, or lower; the plan of a report from 2,048 GPUs was {errors[experts]}% too fast"
         in told["671b"]
     )
     assert all(text.count("an estimate") == 1 and "docs/" not in text for text in told.values())
@@ -425,6 +425,25 @@ def test_parameters_and_gradients_are_named_after_the_layers_that_are_held(
 def test_the_memory_that_a_plan_may_use_is_told_apart_from_the_gpus(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["plan", "--gpus", "8"]) == 0
     assert "GiB of 127.9 usable per GPU " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_that_leaves_little_memory_says_so(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "fits" with 0.2 GiB to spare, and no more."""
+    total = plan("8b", 8).total_memory / GPUS["h200"].memory
+    told = []
+    for share in (0.98, 0.96):
+        monkeypatch.setattr("narrowcast_tools.plan.command.RESERVE", total / share)
+        assert cli.main(["plan", "--gpus", "8"]) == 0
+        told.append("within 3% of what is usable" in " ".join(capsys.readouterr().out.split()))
+    assert told == [True, False]
+
+
+def test_a_plan_takes_one_recipe(capsys: pytest.CaptureFixture) -> None:
+    """It named the nearest recipe."""
+    assert cli.main(["plan", "--recipe", "bf16,current"]) == 2
+    assert "--recipe is 'bf16,current', and a plan takes one recipe; give one" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_configuration_is_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -47,5 +47,5 @@ def test_a_missing_package_is_told(
     config: TrainConfig, progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(SettingsError, match=r"pip install 'narrowcast\[tensorboard\]'"):
+    with pytest.raises(SettingsError, match=r"; run: \S+ -m pip install tensorboard$"):
         Board(progress, tmp_path, config)
