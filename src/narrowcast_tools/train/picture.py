@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -13,15 +13,18 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from narrowcast._checks import counted
+
 from ..colors import color_of
 from ..schemes import LETTERS, WIDTH, png, tell, wrap
 from .folder import COMPARED
 from .report import BASELINE, Row, judged, too_few
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
-WIDEST = 4  # times the gaps' own axis: a limit that is farther away is outside, or all dots would lie on bf16's line
 ALLOWED = {"color": "0.9", "linewidth": 0}
 OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
+WIDE, HIGH = 6.4, 3.0  # inches of the panels side by side, below a title and above a foot: a slide's 4 to 3
+FEW = 12  # evaluations: points on the curve of the batches, where a line would be a second curve
 NAMES = 84  # points: the width of a recipe's name
 TOP = -0.6  # where the rows begin; the first is at 0
 LEARNED = 0.01  # of the first loss: a smaller change teaches nothing
@@ -29,6 +32,8 @@ PADDING = 0.04  # of the steps, on either side: the axes cut no marker
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 CURVE = {"linewidth": 1.6, "marker": "o", "markersize": 2.5}
+POINTS = {"linestyle": "none", "marker": "o", "markersize": 6}
+RESUMED = {"color": "0.45", "linewidth": 1, "linestyle": ":"}
 BATCHES = {"color": "0.75", "linewidth": 0.8}
 
 ON_A_CPU = "Low precision emulated on a CPU, which rounds values as a GPU does. "
@@ -46,40 +51,55 @@ def caption(rows: Sequence[Row], *, parameters: int, text: str, timed: bool, fil
     return f"{emulated}{parameters:,} parameters, {text}. {file} names the machine."
 
 
-def draw(rows: Sequence[Row], *, subtitle: str, unit: str = "byte", train: Sequence[float] = ()) -> bytes:
-    """Return a PNG image of ``figure``."""
-    return png(figure(rows, subtitle=subtitle, unit=unit, train=train))
+def draw(
+    rows: Sequence[Row], *, subtitle: str, unit: str = "byte", train: Sequence[float] = (), resumed: int = 0
+) -> bytes:
+    """Return a PNG image of ``figure``, its panels side by side."""
+    return png(figure(rows, subtitle=subtitle, unit=unit, train=train, resumed=resumed, wide=True))
 
 
-def figure(rows: Sequence[Row], *, subtitle: str, unit: str = "byte", train: Sequence[float] = ()) -> Figure:
+def figure(
+    rows: Sequence[Row],
+    *,
+    subtitle: str,
+    unit: str = "byte",
+    train: Sequence[float] = (),
+    resumed: int = 0,
+    wide: bool = False,
+) -> Figure:
     """Draw a comparison: the finding, each recipe's last gap beside the allowed one, and the gaps over the steps.
 
-    A run alone has its losses instead, and recipes have theirs over the steps if these are too few to judge gaps.
+    A run alone has its losses instead.
 
     Args:
         rows: the comparison; the baseline among them if there are several.
         subtitle: what was trained, where.
         unit: what a token is called.
         train: the loss of each step's batch, of a run alone.
+        resumed: step at which a run alone was resumed; 0 if it was not.
+        wide: for slides and screens, with the panels side by side; else for pages and phones.
     """
     if len(rows) == 1:
         drawn = Figure(figsize=(WIDTH, 2.6), dpi=285, layout="constrained")
         axes = drawn.subplots()
         if train:
             axes.plot(range(1, len(train) + 1), train, **BATCHES)
-        _draw_losses(axes, rows, unit)
+        _draw_losses(axes, rows[0], unit, _held_out(rows[0]) if train else CURVE)
+        if resumed:
+            axes.axvline(resumed, **RESUMED)
     else:
         lines = [wrap(row.title, NAMES).count("\n") + 1 for row in rows]
         last, steps = (0.17 * max(lines) + 0.13) * len(rows), max(2.3, 0.22 * sum(lines))
         layout = ConstrainedLayoutEngine(h_pad=0.08)  # keeps the words of the panels apart
-        drawn = Figure(figsize=(WIDTH, last + steps + 2.0), dpi=285, layout=layout)
-        ends, curves = drawn.subplots(2, 1, height_ratios=[last, steps])
-        _draw_last_gaps(ends, rows)
-        if judged(rows):
-            _draw_gaps(curves, rows)
+        if wide:
+            drawn = Figure(figsize=(WIDE, max(HIGH, last + 0.9)), dpi=240, layout=layout)
+            ends, curves = drawn.subplots(1, 2)
         else:
-            _draw_losses(curves, rows, unit)
-    keys = _keys_of_run(rows[0]) if train else _keys(rows)
+            drawn = Figure(figsize=(WIDTH, last + steps + 2.0), dpi=285, layout=layout)
+            ends, curves = drawn.subplots(2, 1, height_ratios=[last, steps])
+        _draw_last_gaps(ends, rows)
+        _draw_gaps(curves, rows)
+    keys = _keys_of_run(rows[0], resumed) if train else _keys(rows)
     tell(drawn, finding(rows), f"{_terms(rows, unit)}\n{subtitle}", keys, columns=2 if train else 1)
     return drawn
 
@@ -93,9 +113,14 @@ def finding(rows: Sequence[Row]) -> str:
         return f"{rows[0].title}: held-out loss {_moved(rows[0])}"
     if abs(last / first - 1) < LEARNED and len(held_out) > 1:
         return f"bf16 has not learned: its loss went from {first:.2f} to {last:.2f}"
-    if few := too_few(rows[0].held_out[-1][0]):
-        largest = max((row.gap_percent for row in rows), key=abs)
-        return f"The largest gap, {signed_percent(largest)}, may be chance: {few} to judge"
+    if few := too_few(step := rows[0].held_out[-1][0]):
+        farthest = max(rows, key=lambda row: abs(row.gap_percent))
+        most = abs(farthest.gap_percent)
+        if most <= _least(rows):
+            who = farthest.title if len(rows) == 2 else "All recipes"
+            return f"{who} within {math.ceil(100 * most) / 100:.2f}% of bf16 after {counted(step, 'step')}"
+        side = "above" if farthest.gap_percent > 0 else "below"
+        return f"{farthest.title} is {most:.2f}% {side} bf16; {few} to judge"
     if not above:
         most = math.ceil(10 * max(row.gap_percent for row in rows)) / 10
         none = "On average, no" if _several(rows) else "No"
@@ -120,12 +145,17 @@ def _several(rows: Sequence[Row]) -> bool:
 
 
 def _allowed(rows: Sequence[Row]) -> dict[float, list[str]]:
-    """Return the gaps that count as equal, smallest first, and the recipes of each; none of runs too short to judge."""
+    """Return the gaps that count as equal, or as chance of few steps, smallest first, and the recipes of each."""
     allowed: dict[float, list[str]] = {}
     for row in sorted(rows, key=lambda row: row.tolerance_percent or 0.0):
-        if row.tolerance_percent is not None and judged(rows):
+        if row.tolerance_percent is not None:
             allowed.setdefault(row.tolerance_percent, []).append(row.title)
     return allowed
+
+
+def _least(rows: Sequence[Row]) -> float:
+    """Return the least gap that counts as equal, or as chance; what is smaller is no distance to zoom to."""
+    return min(_allowed(rows)) or 1.0
 
 
 def _terms(rows: Sequence[Row], unit: str) -> str:
@@ -142,22 +172,24 @@ def _terms(rows: Sequence[Row], unit: str) -> str:
 
 
 def _rule(rows: Sequence[Row]) -> str:
-    """Return the gaps that count as equal, and which recipes do all the same; "" of runs too short to judge."""
+    """Return the gaps that count as equal, and which recipes do all the same."""
     if not (allowed := _allowed(rows)):
         return ""
     least, *wider = allowed
-    told = f"This project counts a {'mean ' * _several(rows)}gap up to {least:g}% as equal"
+    equal = "equal" if judged(rows) else "chance"
+    told = f"This project counts a {'mean ' * _several(rows)}gap up to {least:g}% as {equal}"
     told += "".join(f", for {' and '.join(allowed[percent])} {percent:g}%" for percent in wider)
+    if few := too_few(rows[0].held_out[-1][0]):
+        return f"{told}; {few} to judge a larger one."
     inside = [row.title for row in rows if row.within and row.gap_percent > (row.tolerance_percent or 0.0)]
     return told + (f"; {', '.join(inside)}: more, but no higher than bf16's highest seed." if inside else ".")
 
 
 def _axis(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return where the axis of the last gaps begins and ends, in percent: the limits are inside if they are near."""
+    """Return where the axis of the last gaps begins and ends, in percent: the least limit is inside on either side."""
     gaps = [*_own_range(_baseline(rows)), *(gap for row in rows for gap in row.seed_gaps)]
-    bound = 1.12 * (max(map(abs, gaps)) or 1.0)
-    limit = 1.06 * max(_allowed(rows), default=0.0)
-    return -bound, limit if bound < limit <= WIDEST * bound else bound
+    bound = 1.12 * max(*map(abs, gaps), _least(rows))
+    return -bound, max(bound, 1.06 * max(_allowed(rows)))
 
 
 def _own_range(baseline: Row) -> tuple[float, float]:
@@ -180,7 +212,8 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
         mean = "mean of a recipe's seeds"
         keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label=mean, **mark))
     if _allowed(rows):
-        keys.append(Patch(label=f"{'mean ' * _several(rows)}gaps that count as equal", **ALLOWED))
+        equal = "equal" if judged(rows) else "chance"
+        keys.append(Patch(label=f"{'mean ' * _several(rows)}gaps that count as {equal}", **ALLOWED))
     return keys
 
 
@@ -224,7 +257,7 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(low, high)
     told = "right of 0: worse than bf16"
     if judged(rows) and not several:  # the title of fewer steps says more
-        told += "; one seed ranks no recipe"
+        told += "\none seed ranks no recipe"
     axes.set_xlabel(told, size=LETTERS)
 
 
@@ -253,31 +286,42 @@ def _beside(axes: Axes, place: float, *told: str, color: str, above: float = 0) 
         )
 
 
-def _keys_of_run(row: Row) -> list[Artist]:
+def _keys_of_run(row: Row, resumed: int) -> list[Artist]:
     """Return the legend of a run alone."""
-    held_out = Line2D([], [], color=color_of(row.recipe), **CURVE, label="held-out text")
-    return [held_out, Line2D([], [], **BATCHES, label="training batch")]
+    held_out = Line2D([], [], color=color_of(row.recipe), label="held-out text", **_held_out(row))
+    keys: list[Artist] = [held_out, Line2D([], [], **BATCHES, label="training batch")]
+    if resumed:
+        keys.append(Line2D([], [], **RESUMED, label=f"resumed at step {resumed}"))
+    return keys
 
 
-def _draw_losses(axes: Axes, rows: Sequence[Row], unit: str) -> None:
-    """Draw the held-out losses by step. The recipes have the colors of the rows above; their curves nearly coincide."""
+def _held_out(row: Row) -> dict[str, Any]:
+    """Return the style of held-out losses beside those of batches."""
+    return POINTS if len(row.held_out) <= FEW else CURVE
+
+
+def _draw_losses(axes: Axes, row: Row, unit: str, style: dict[str, Any]) -> None:
+    """Draw the held-out losses by step."""
     _style(axes, f"Loss in nats per {unit} by step")
     axes.set_xlabel("optimizer step", size=LETTERS)
-    for row, dashes in zip(rows, _dashes(rows)):
-        axes.plot(*zip(*row.held_out), dashes, color=color_of(row.recipe), **CURVE)
+    axes.plot(*zip(*row.held_out), color=color_of(row.recipe), **style)
     axes.locator_params(axis="x", nbins=5, integer=True)
 
 
 def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     baseline = _baseline(rows)
-    _style(axes, f"{'Mean percent' if _several(rows) else 'Percent'} above bf16 by step")
+    _style(axes, f"{'Mean %' if _several(rows) else 'Percent'} above bf16 by step")
     axes.set_xlabel("optimizer step", size=LETTERS)
     last_step = baseline.held_out[-1][0]
     # The last three quarters of each curve are inside.
     shown = [percent for row in rows for _, percent in row.gaps[len(row.gaps) // 4 :]]
+    least = _least(rows)
     low, high = min(0.0, *shown), max(0.0, *shown)
-    room = (LIMIT - 1) * ((high - low) or 3.0)  # equal losses have no gap
+    room = (LIMIT - 1) * (high - low)
     low, high = low - room, high + room
+    if high - low < 2 * least:
+        low, high = min(low, -LIMIT * least), max(high, LIMIT * least)
+    axes.axhspan(low, least, **ALLOWED)
     axes.axhline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     ends = [(0.0, baseline)]
     for row, dashes in zip(rows, _dashes(rows)):
@@ -287,7 +331,7 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
             ends.append((percents[-1], row))
     axes.set_ylim(low, high)
     axes.set_xlim(-PADDING * last_step, (1 + PADDING) * last_step)
-    axes.locator_params(axis="x", nbins=4, integer=True)
+    axes.locator_params(axis="x", nbins=3, integer=True)
     names = [wrap(row.title, NAMES) for _, row in ends]
     lines = max((name.count("\n") + 1 for name in names), default=1)
     apart = min(0.11 * lines, 1 / max(1, len(ends))) * (high - low)

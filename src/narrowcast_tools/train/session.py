@@ -138,7 +138,7 @@ def run_in(
         with writing_into(folder):
             write_json(report, _summary(config, corpus, result, ranks))
             if not place:
-                write_bytes(folder / LOSSES, _picture(config, corpus, result))
+                write_bytes(folder / LOSSES, _picture(config, corpus, result, run.first_step))
     return result
 
 
@@ -221,11 +221,14 @@ def _is_finished(path: Path, config: TrainConfig) -> bool:
     return path.exists() and json.loads(path.read_text())["settings"] == dict(compared_fields(config))
 
 
-def _picture(config: TrainConfig, corpus: Corpus, result: RunResult) -> bytes:
-    rows, text = [alone(result)], f"{corpus.unit}s of {corpus.source}"
+def _picture(config: TrainConfig, corpus: Corpus, result: RunResult, resumed: int) -> bytes:
+    rows, unit = [alone(result)], f"{corpus.unit}s"
+    text = (
+        f"lr {config.lr:g}, {config.batch_size} x {config.seq_len} {unit} a step, {unit} of {corpus.source}"
+    )
     timed = config.device != "cpu"
     told = caption(rows, parameters=result.parameters, text=text, timed=timed, file=RESULT)
-    return draw(rows, subtitle=told, unit=corpus.unit, train=result.history.train)
+    return draw(rows, subtitle=told, unit=corpus.unit, train=result.history.train, resumed=resumed)
 
 
 def _summary(config: TrainConfig, corpus: Corpus, result: RunResult, ranks: Ranks) -> dict[str, object]:
