@@ -461,7 +461,7 @@ def plan(
 
 @_command("cli.presets")
 def presets() -> None:
-    """Show the numbers that each --preset of train sets."""
+    """Show the numbers that each --preset of train sets, and what each --recipe is."""
 
 
 @_command("train.doctor")

@@ -64,7 +64,7 @@ Recipe = Annotated[
     str,
     _option(
         f"auto, {', '.join(RECIPES)}. auto uses current where it is faster on this GPU, and bf16 elsewhere. "
-        "Separate several by commas to compare them.",
+        "Separate several by commas to compare them. narrowcast presets says what each is.",
         value="<recipe>",
     ),
 ]

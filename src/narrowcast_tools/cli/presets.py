@@ -20,11 +20,28 @@ TABLE = (
     ("steps", "300", "1500", "1000", "1000", "1000"),
     ("peak lr", "0.001", "0.0006", "0.0003", "0.0003", "1e-05"),
     ("warmup", "40", "100", "100", "100", "20"),
+    ("weight decay", "0.1", "0.1", "0.1", "0.1", "0.1"),
+    ("clip", "1", "1", "1", "1", "inf"),
+    ("eval every", "25", "100", "100", "100", "100"),
+    ("eval batches", "8", "8", "4", "4", "4"),
+    ("save every", "100", "500", "500", "500", "0"),
 )
+RECIPES = {
+    "bf16": "the baseline: nothing is quantized",
+    "delayed": "FP8, a scale per tensor from the maxima of earlier steps",
+    "current": "FP8, a scale per tensor from its own maximum",
+    "rowwise": "FP8, a scale per row of each operand",
+    "mxfp8": "FP8, a power-of-two scale per 32 values",
+    "block": "FP8, a scale per 128 values, of weights per 128x128",
+    "nvfp4": "4 bits, an FP8 scale per 16 values and one per tensor",
+    "mxfp6": "6 bits, a power-of-two scale per 32 values; emulated everywhere",
+    "mxfp4": "4 bits, a power-of-two scale per 32 values; emulated everywhere",
+}
+"""What each ``--recipe`` of ``train`` quantizes to."""
 
 
 def presets() -> None:
-    """Run `narrowcast presets`."""
+    """Run `narrowcast presets`: the table, and the words that ``--recipe`` takes."""
     names, *rows = TABLE
     table = make_table(names, "what each --preset sets; an option overrides its number")
     for row in rows:
@@ -32,4 +49,9 @@ def presets() -> None:
     Console().print(table)
     tell("state", "weights, gradients and optimizer")
     tell("peak", "what narrowcast plan expects of a step in bf16 on one GPU; eager code holds more")
+    tell("optimizer", "adamw with fp32 weights; 8b: fused-stochastic with bf16 weights")
+    tell("8b also", "--chunked-loss --saved-activations fp8 --step-in-backward")
+    typer.echo("\nwhat each --recipe of train computes the GEMMs in")
+    for name, text in RECIPES.items():
+        tell(name, text)
     typer.echo(follow_up("train", "--preset", "125m"))

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from narrowcast_tools.cli.presets import TABLE, presets
+from narrowcast_tools.cli.presets import RECIPES, TABLE, presets
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.flops import flops_per_token
 from narrowcast_tools.train.memory import bytes_of_weight, expected_peak, parameters_of
+from narrowcast_tools.train.names import RECIPES as NAMES
 from narrowcast_tools.train.presets import PRESETS, find_preset, fitting_warmup
 
 MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5, "8b": 8030.3}
@@ -53,6 +54,11 @@ def shown(config: TrainConfig) -> list[str]:
         str(config.steps),
         f"{config.lr:g}",
         str(config.warmup),
+        f"{config.weight_decay:g}",
+        f"{config.clip:g}",
+        str(config.eval_every),
+        str(config.eval_batches),
+        str(config.save_every),
     ]
 
 
@@ -69,6 +75,19 @@ def test_the_table_shows_each(
     lines = [line.split() for line in text.splitlines()]
     assert all(" ".join(row).split() in lines for row in TABLE), "no number is folded"
     assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("next:"))
+
+
+def test_what_differs_besides_is_told(capsys: pytest.CaptureFixture) -> None:
+    """No command said what `current` or `block` means, or which optimizer a preset sets."""
+    presets()
+    lines = capsys.readouterr().out.splitlines()
+    told = {line.split()[0]: line for line in lines if line}
+    assert tuple(RECIPES) == NAMES and all(RECIPES[name] in told[name] for name in NAMES)
+    assert {config.optimizer for name, config in PRESETS.items() if name != "8b"} == {"adamw"}
+    assert PRESETS["8b"].optimizer in told["optimizer"]
+    for preset in PRESETS.values():
+        options = (preset.chunked_loss, preset.saved_activations == "fp8", preset.step_in_backward)
+        assert set(options) == {preset is PRESETS["8b"]}
 
 
 @pytest.mark.parametrize(
