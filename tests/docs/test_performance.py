@@ -87,7 +87,9 @@ def test_losses_of_readme_are_those_of_the_pages(performance: ModuleType) -> Non
     gap, apart = re.search(
         r"ends (\S+) above bf16, whose own seeds are (\S+) apart", performance.losses()
     ).groups()
-    assert f"delayed scaling is {gap} above" in readme and f"alone are {apart} apart" in readme
+    assert readme.count(f"{gap} above") == 2 and f"alone are {apart} apart" in readme
+    (single,) = re.findall(r"ends up to (\S+) above bf16\s+of its seed", performance.losses())
+    assert f"ends up to {single} above bf16 of the same seed" in readme
     shown = re.findall(r"^\| ([^|]+) \| (2\.\d+) \| ([^|]+) \|$", readme, re.MULTILINE)
     demo = re.findall(
         r"^\| ([^|]+) \| (2\.\d+) \| ([^|]+) \|",
