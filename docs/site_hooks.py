@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,28 @@ def with_links(markdown: str, page: str) -> str:
 def in_both_schemes(markdown: str) -> str:
     """Return Markdown whose pictures follow the site's scheme, which readers choose, and not that of their system."""
     return SCHEMED.sub(r"![\2](\1-light.svg#only-light)\n![\2](\1-dark.svg#only-dark)", markdown)
+
+
+def with_labels(html: str) -> str:
+    """Return HTML whose tables of words name each cell's column, for phones, which show the cells below each other."""
+
+    def label(found: re.Match[str]) -> str:
+        table = found[0]
+        if "text-align: right" in table:  # numbers are compared by column
+            return table
+        names = [
+            escape(unescape(re.sub("<[^>]+>", "", name))) for name in re.findall("<th[^>]*>(.*?)</th>", table)
+        ]
+        row = itertools.cycle(names)
+        cells = re.sub("<td(?=[ >])", lambda _: f'<td data-label="{next(row)}"', table)
+        return cells.replace("<table>", "<table data-words>")
+
+    return re.sub("<table>.*?</table>", label, html, flags=re.DOTALL)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Label the cells of a page's tables; the reference has its own."""
+    return html if page.file.src_uri.startswith("reference/") else with_labels(html)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -83,6 +83,16 @@ def test_names_of_examples_and_results_are_links() -> None:
     assert "(results/fsdp.csv)" in hooks.with_links("`fsdp.csv`", "benchmarks/README.md")
 
 
+def test_phones_show_the_cells_of_a_table_of_words_below_each_other() -> None:
+    """On a phone, the last column of choosing.md was cut."""
+    labels = script("site_hooks").with_labels
+    words = '<table>\n<tr><th>a</th><th><code>b&amp;</code></th></tr>\n<tr><td>1</td><td style="x">2</td></tr></table>'
+    cells = '<tr><td data-label="a">1</td><td data-label="b&amp;" style="x">2</td></tr></table>'
+    assert labels(words) == words.partition("<tr><td>")[0].replace("<table>", "<table data-words>") + cells
+    numbers = '<table><tr><th style="text-align: right;">a</th></tr><tr><td>1</td></tr></table>'
+    assert labels(numbers) == numbers
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     absent = [
