@@ -410,6 +410,8 @@ def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
     assert "picture: run/loss.png" in told and Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "One recipe, nothing to compare; train another with --recipe." in told
     assert "gap" not in told and "CPU emulates" not in told and Path("c/loss.png").exists()
+    assert main(["compare", "run", "--out", "run"]) == 2
+    assert "run holds a single run; give --out another folder for several" in capsys.readouterr().err
     assert main(["generate", "run", "--tokens", "2", "--device", "cpu"]) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert "note: 4 steps are too few for text that can be read; train 240 or more" in told

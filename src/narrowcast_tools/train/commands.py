@@ -155,6 +155,7 @@ def _train_one(
 
 def compare(context: typer.Context, runs: list[Path], out: Path) -> None:
     """Run `narrowcast compare`."""
+    require_unmixed(out, several=True)
     with run_folder(out, resume=False):
         _compare(runs, out, context.obj)
 
