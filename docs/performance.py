@@ -430,27 +430,6 @@ def measured_with(keys: Collection[str]) -> list[str]:
     return [*told, " to ".join(dict.fromkeys((dates[0], dates[-1])))]
 
 
-SHAPE = "8B shape: 4096 wide, MLP of 14336 (Llama 3 8B)"
-
-
-SCALES = {
-    "from earlier steps": ("delayed",),
-    "of the tensor itself": ("current", "torchao tensorwise"),
-    "per block of 128": ("128-block",),
-    "per row": ("torchao rowwise",),
-}
-
-
-def terms(panels: Sequence[Panel]) -> list[str]:
-    """Return a chart's text about bf16 and the scales of the recipes that it has."""
-    shown = {bar.contender for one in panels for bar in one.bars}
-    told = []
-    for scales, recipes in SCALES.items():
-        if named := [name.rpartition(" ")[2] for name in recipes if name in shown]:
-            told.append(f"{' and '.join(named)} {scales}")
-    return [f"bf16: 16 bits. Others: 8 (FP8), scaled: {', '.join(told)}."]
-
-
 def finding(panels: Sequence[Panel]) -> str:
     """Return a chart's heading: how fast FP8 is in its fastest recipe, in training steps and in parts of one."""
     speeds = {
@@ -494,18 +473,6 @@ def drawn_panels(name: str) -> list[Panel]:
     return [panel(section) for section in SECTIONS if section.key == name]
 
 
-def left_out(name: str) -> list[str]:
-    """Return a chart's line about the rows of its table that have another optimizer."""
-    fused = [
-        f"{row.speed:.2f} ({row.name.partition(',')[0]})"
-        for section in SECTIONS
-        if section.key == name
-        for row in measured(section)
-        if NOT_IN_CHARTS in row.name and row.name.partition(",")[0] in RECIPES
-    ]
-    return [f"PyTorch's AdamW. {NOT_IN_CHARTS}: {', '.join(fused)}"] if fused else []
-
-
 def charts() -> dict[str, str]:
     """Return the charts' text by file name: each light and dark."""
     pictures = {name: drawn_panels(name) for name in (*CHARTED, "home")}
@@ -516,13 +483,8 @@ def charts() -> dict[str, str]:
             panels,
             scheme,
             [
-                *terms(panels),
-                *left_out(name),
-                *([SHAPE] if any("8B shape" in one.title for one in panels) else []),
-                *(
-                    line.format(*measured_with(HERO if name == "home" else (name,)))
-                    for line in ("PyTorch {1}, narrowcast {2}", "{0}, {3}")
-                ),
+                line.format(*measured_with(HERO if name == "home" else (name,)))
+                for line in ("PyTorch {1}, narrowcast {2}", "{0}, {3}")
             ],
             fastest,
         )
@@ -538,6 +500,10 @@ time over a row's: higher is better, and above 1.00 the recipe wins. [Choose a r
 [Benchmark method](benchmarks.md) describes the timing. Each table comes from one run; its GPU, versions, day and
 command are below it. Compare rows within a table: other tables may be of other releases of narrowcast. The heading of
 a chart of speeds names its release if that is not the latest; the other pictures name theirs in their last line.
+
+The 8B shape is that of Llama 3 8B: 4096 wide, an MLP of 14336. bf16 has 16 bits, FP8 has 8 and a scale: *delayed* takes
+it from earlier steps, *current* and *tensorwise* from the tensor itself, *128-block* has one per block of 128 elements,
+*rowwise* one per row. Charts show steps with PyTorch's AdamW.
 """
 
 LOSSES = """## Does the loss suffer?
