@@ -22,6 +22,7 @@ from .report import BASELINE, Row, judged, too_few
 
 LIMIT = 6 / 5  # of what the last step shows: the gaps of the first noisy evaluations may leave the panel
 ALLOWED = {"color": "0.9", "linewidth": 0}
+WIDER = "0.95"  # what some recipes are allowed besides
 OWN = {"marker": "|", "color": "0.45", "markersize": 9, "markeredgewidth": 1.5, "linewidth": 1.5}
 WIDE, HIGH = 6.4, 3.0  # inches of the panels side by side, below a title and above a foot: a slide's 4 to 3
 FEW = 12  # evaluations: points on the curve of the batches, where a line would be a second curve
@@ -158,6 +159,11 @@ def _least(rows: Sequence[Row]) -> float:
     return min(_allowed(rows)) or 1.0
 
 
+def _band(rows: Sequence[Row], percent: float, low: float) -> tuple[float, float]:
+    """Return where the gaps begin and end that count as equal, which a lower loss always does, or as chance."""
+    return (low if judged(rows) else max(-percent, low)), percent
+
+
 def _terms(rows: Sequence[Row], unit: str) -> str:
     baseline = _baseline(rows)
     if len(rows) == len(baseline.seeds) == 1:
@@ -226,7 +232,8 @@ def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
         if allowed and row.tolerance_percent is not None:
-            axes.barh(place, min(row.tolerance_percent, high) - low, 0.75, left=low, **ALLOWED)
+            begin, end = _band(rows, row.tolerance_percent, low)[0], min(row.tolerance_percent, high)
+            axes.barh(place, end - begin, 0.75, left=begin, **ALLOWED)
         dot = {
             "color": color,
             "markersize": 6 if several else 7,
@@ -321,7 +328,9 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     low, high = low - room, high + room
     if high - low < 2 * least:
         low, high = min(low, -LIMIT * least), max(high, LIMIT * least)
-    axes.axhspan(low, least, **ALLOWED)
+    for number, percent in enumerate(_allowed(rows)):  # a wider one is lighter, and lies below
+        style = ALLOWED | {"color": WIDER if number else ALLOWED["color"], "zorder": -number}
+        axes.axhspan(*_band(rows, percent, low), **style)
     axes.axhline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     ends = [(0.0, baseline)]
     for row, dashes in zip(rows, _dashes(rows)):
