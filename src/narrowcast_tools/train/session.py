@@ -86,12 +86,6 @@ def run_in(
         raise SettingsError(f"{folder} {several}, or repeat the --recipe and --seeds of all")
     if tensorboard and ranks.first:
         progress = Board(progress, folder / BOARD, config)
-    operations = flops_per_token(config.model, config.seq_len) * config.tokens_per_step
-    if remarks and config.device == "cpu" and operations > SLOW:
-        progress.note(
-            f"a step has {operations / 1e12:,.0f} trillion operations: a CPU takes a minute or more; "
-            "--preset tiny suits it"
-        )
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume, ranks=ranks)
     with writing_into(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +112,14 @@ def run_in(
             "--compile compiles in the first evaluation and in the first step, which may take a minute each"
         )
         compiles = compiles if config.compile else ""
-        for text in filter(None, (intro, remark(config.device), corpus.remark, repeated, rising, compiles)):
+        operations = flops_per_token(config.model, config.seq_len) * config.tokens_per_step
+        slow = (
+            f"a step has {operations / 1e12:,.0f} trillion operations: a CPU takes a minute or more; "
+            "--preset tiny suits it"
+        )
+        slow = slow if config.device == "cpu" and operations > SLOW else ""
+        told_first = intro, slow, remark(config.device), corpus.remark, repeated, rising, compiles
+        for text in filter(None, told_first):
             progress.note(text)
     marker = folder / DIVERGED
     if ranks.first:
