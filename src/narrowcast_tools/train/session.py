@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from .folder import CHECKPOINTS, DIVERGED, LOSSES, RESULT, runs_below
 from .history import RunResult
 from .loop import Run, remedy
 from .machine import describe, remark
-from .memory import expected_peak, parameters_of
+from .memory import expected_peak, parameters_of, require_memory
 from .picture import caption, draw
 from .progress import Progress
 from .ranks import ALONE, Ranks
@@ -86,6 +86,13 @@ def run_in(
         raise SettingsError(f"{folder} {several}, or repeat the --recipe and --seeds of all")
     if tensorboard and ranks.first:
         progress = Board(progress, folder / BOARD, config)
+    operations = flops_per_token(config.model, config.seq_len) * config.tokens_per_step
+    if remarks and config.device == "cpu" and operations > SLOW:
+        require_memory(config, ranks.count, ranks.parts)  # what cannot run is refused, not called slow
+        progress.note(
+            f"a step has {operations / 1e12:,.0f} trillion operations: a CPU takes a minute or more; "
+            "--preset tiny suits it"
+        )
     run = Run(config, corpus, progress, folder / CHECKPOINTS, resume=resume, ranks=ranks)
     with writing_into(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,24 +109,7 @@ def run_in(
         ):  # without, eager code holds more than the planner counts
             progress.note(f"memory: narrowcast plan expects a peak of {peak / 2**30:.1f} GiB")
     if remarks:
-        repeated = corpus.repeated(config.steps * config.tokens_per_step)
-        rising = (
-            f"--warmup {config.warmup} is longer than --steps {config.steps}: the learning rate never reaches "
-            f"--lr {config.lr:g}; give --warmup a smaller number"
-        )
-        rising = rising if config.warmup > config.steps else ""
-        compiles = (
-            "--compile compiles in the first evaluation and in the first step, which may take a minute each"
-        )
-        compiles = compiles if config.compile else ""
-        operations = flops_per_token(config.model, config.seq_len) * config.tokens_per_step
-        slow = (
-            f"a step has {operations / 1e12:,.0f} trillion operations: a CPU takes a minute or more; "
-            "--preset tiny suits it"
-        )
-        slow = slow if config.device == "cpu" and operations > SLOW else ""
-        told_first = intro, slow, remark(config.device), corpus.remark, repeated, rising, compiles
-        for text in filter(None, told_first):
+        for text in filter(None, (intro, *_remarks(config, corpus))):
             progress.note(text)
     marker = folder / DIVERGED
     if ranks.first:
@@ -141,6 +131,20 @@ def run_in(
             if not place:
                 write_bytes(folder / LOSSES, _picture(config, corpus, result, run.first_step))
     return result
+
+
+def _remarks(config: TrainConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield what is unusual about the settings, the processor and the text; "" among them."""
+    yield remark(config.device)
+    yield corpus.remark
+    yield corpus.repeated(config.steps * config.tokens_per_step)
+    if config.warmup > config.steps:
+        yield (
+            f"--warmup {config.warmup} is longer than --steps {config.steps}: the learning rate never reaches "
+            f"--lr {config.lr:g}; give --warmup a smaller number"
+        )
+    if config.compile:
+        yield "--compile compiles in the first evaluation and in the first step, which may take a minute each"
 
 
 def series(
