@@ -159,6 +159,11 @@ def _least(rows: Sequence[Row]) -> float:
     return min(_allowed(rows)) or 1.0
 
 
+def _counts_as(rows: Sequence[Row]) -> str:
+    """Return what a small gap counts as: few steps leave it to chance."""
+    return "equal" if judged(rows) else "chance"
+
+
 def _band(rows: Sequence[Row], percent: float, low: float) -> tuple[float, float]:
     """Return where the gaps begin and end that count as equal, which a lower loss always does, or as chance."""
     return (low if judged(rows) else max(-percent, low)), percent
@@ -182,8 +187,7 @@ def _rule(rows: Sequence[Row]) -> str:
     if not (allowed := _allowed(rows)):
         return ""
     least, *wider = allowed
-    equal = "equal" if judged(rows) else "chance"
-    told = f"This project counts a {'mean ' * _several(rows)}gap up to {least:g}% as {equal}"
+    told = f"This project counts a {'mean ' * _several(rows)}gap up to {least:g}% as {_counts_as(rows)}"
     told += "".join(f", for {' and '.join(allowed[percent])} {percent:g}%" for percent in wider)
     if few := too_few(rows[0].held_out[-1][0]):
         return f"{told}; {few} to judge a larger one."
@@ -218,21 +222,22 @@ def _keys(rows: Sequence[Row]) -> list[Artist]:
         mean = "mean of a recipe's seeds"
         keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label=mean, **mark))
     if _allowed(rows):
-        equal = "equal" if judged(rows) else "chance"
-        keys.append(Patch(label=f"{'mean ' * _several(rows)}gaps that count as {equal}", **ALLOWED))
+        keys.append(
+            Patch(label=f"{'mean ' * _several(rows)}gaps that count as {_counts_as(rows)}", **ALLOWED)
+        )
     return keys
 
 
 def _draw_last_gaps(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a line of dots per recipe on the gaps that are allowed, and write the gap right of it."""
     baseline = _baseline(rows)
-    several, allowed, (low, high) = _several(rows), _allowed(rows), _axis(rows)
+    several, (low, high) = _several(rows), _axis(rows)
     _style(axes, f"Percent above bf16 at step {baseline.held_out[-1][0]}\n", "x")
     axes.axvline(0, color=color_of(BASELINE), linewidth=1, linestyle="--")
     for place, row in enumerate(rows):
         color = color_of(row.recipe)
-        if allowed and row.tolerance_percent is not None:
-            begin, end = _band(rows, row.tolerance_percent, low)[0], min(row.tolerance_percent, high)
+        if row.tolerance_percent is not None:
+            begin, end = _band(rows, row.tolerance_percent, low)
             axes.barh(place, end - begin, 0.75, left=begin, **ALLOWED)
         dot = {
             "color": color,
