@@ -168,8 +168,9 @@ class Launcher:
     def _traced(self) -> Any:
         """Return the kernel with the compile options that Inductor takes."""
         if self.traced is None:
-            keep_intermediate_code(__name__.partition(".")[0])
-            keep_sources(__name__.partition(".")[0])
+            package = __name__.partition(".")[0]
+            keep_intermediate_code(package)
+            keep_sources(package)
             options = {name: value for name, value in self.options.items() if name == "num_stages"}
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)
