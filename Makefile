@@ -77,6 +77,7 @@ kernels: $(installed)-test
 lint: $(installed)-lint
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
+	$(bin)/ruff format --check --line-length 88 docs/*.md
 	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/lint-imports
 

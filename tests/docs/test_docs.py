@@ -60,7 +60,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(lines_before + block.group(1), str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize(("page", "columns"), [("README.md", 80), ("docs/convert.md", 100)])
+@pytest.mark.parametrize(("page", "columns"), [("README.md", 80), ("docs/convert.md", 88)])
 def test_the_first_block_of_a_page_prints_what_the_page_shows(
     page: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
