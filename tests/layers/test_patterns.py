@@ -32,14 +32,16 @@ def test_any_number_of_parts_is_also_none() -> None:
     ("pattern", "told"),
     [
         ("lm_haed", "the nearest: 'lm_head'"),
-        ("**.gate_porj", "the nearest: 'gate_proj'"),
+        ("**.gate_porj", r"the nearest: '\*\*\.gate_proj'"),
+        ("mlp.up_porj", r"the nearest: '\*\*\.mlp\.up_proj'"),
+        ("model.layer.*.mlp", r"the nearest: 'model\.layers\.\*\.mlp'"),
         ("model.layers.7.mlp.up", "the nearest: .*'model.layers.7.mlp.up_proj', "),
         ("model.layer", "the nearest: 'model.layers'"),
         ("up_proj", r"for that name anywhere, write '\*\*\.up_proj'"),
         ("embed", r"it matches 'embed' \(Embedding\), which is none"),
-        (".*up_proj", "patterns are no regular expressions: \\* is one part of a name"),
+        (".*up_proj$", r"patterns are no regular expressions: .*, as in '\*\*\.up_proj'$"),
         ("up|down", "patterns are no regular expressions: "),
-        ("xyz", "it has: 'model.layers.0.mlp.up_proj', .*'lm_head' and others, 37 in all$"),
+        ("xyz", r"it has: '\*\*\.up_proj', .*'lm_head'$"),
     ],
 )
 def test_a_pattern_without_a_match_tells_the_nearest(pattern: str, told: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -134,7 +135,10 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     if not names:
         return "it has none"
     if re.search(r"^\.|[\\^$+?|(\[{]", pattern):
-        return "patterns are no regular expressions: * is one part of a name, ** any number"
+        words = [f"**.{word}" for word in re.findall(r"[^\W\d]\w*", pattern)]
+        working = [word for word in words if any(map(_regular_expression(word).match, names))]
+        such = f", as in {shown(working[-1])}" if working else ""
+        return f"patterns are no regular expressions: * is one part of a name, ** any number{such}"
     anywhere = _regular_expression(f"**.{pattern}")
     if any(map(anywhere.match, names)):
         return f"for that name anywhere, write '**.{pattern}'"
@@ -142,18 +146,44 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     for name, module in model.named_modules():
         if matching.match(name):
             return f"it matches {shown(name)} ({type(module).__name__}), which is none"
-    whole = {prefix for name in names for prefix in _prefixes(name)}
-    alike = difflib.get_close_matches(pattern.replace("**.", ""), sorted(whole), n=len(whole), cutoff=0.5)
+    patterns = _patterns(names)
+    written = re.sub(_NUMBER, "*", pattern).removeprefix("**.")
+    alike = difflib.get_close_matches(written, patterns, n=3, cutoff=0.5)
     if alike:
-        return f"the nearest: {_shown(alike, 3)}"
-    return f"it has: {_shown(filter(None, names), 8)}"
+        return f"the nearest: {', '.join(_numbered(patterns[one], pattern, names) for one in alike)}"
+    return f"it has: {_shown(dict.fromkeys(map(_short_pattern, filter(None, names))), 8)}"
 
 
-def _prefixes(name: str) -> list[str]:
-    """Return the name of a module and those of the modules around it, with and without what is before them."""
-    parts = name.split(".")
-    heads = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    return [*heads, *parts]
+_NUMBER = r"(?<![^.])\d+(?![^.])"  # as a whole part of a name
+
+
+def _patterns(names: Iterable[str]) -> dict[str, str]:
+    """Return patterns of the modules, and of those around them, by the part of the name that each is for."""
+    patterns: dict[str, str] = {}
+    for name in dict.fromkeys(re.sub(_NUMBER, "*", name) for name in names):
+        parts = name.split(".")
+        for first, last in itertools.combinations(range(len(parts) + 1), 2):
+            part = ".".join(parts[first:last])
+            if not first:
+                patterns[part] = part
+            elif parts[first] != "*":
+                patterns.setdefault(part, f"**.{part}")
+    return patterns
+
+
+def _numbered(found: str, pattern: str, names: Iterable[str]) -> str:
+    """Return a pattern with the numbers of ``pattern`` in the place of its stars, if that matches."""
+    numbers = re.findall(_NUMBER, pattern)
+    if len(numbers) == len(re.findall(r"(?<![^.])\*(?![^.])", found)):
+        exact = re.sub(r"(?<![^.])\*(?![^.])", lambda _: numbers.pop(0), found)
+        if any(map(_regular_expression(exact).match, names)):
+            return shown(exact)
+    return shown(found)
+
+
+def _short_pattern(name: str) -> str:
+    head, _, last = name.rpartition(".")
+    return f"**.{last}" if head and not last.isdigit() else name
 
 
 def _shown(names: Iterable[str], most: int) -> str:
