@@ -252,14 +252,14 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
 
 def test_a_narrow_console_breaks_names_at_dots_and_underscores() -> None:
     rich, inner = pytest.importorskip("rich.console"), nn.ModuleDict()
-    inner["query_key_value_projection"] = nn.Linear(64, 192)
+    inner["query_key_value_and_output_projection"] = nn.Linear(64, 192)
     receipt = nc.receipt(nc.convert(nn.ModuleDict({"self_attention": inner}), CURRENT))
     with io.StringIO() as file:
         rich.Console(width=80, file=file).print(receipt)
         lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     names = [line.split()[0] for line in lines[2:] if line.strip()]
-    assert names[:3] == ["self_attention.", "query_key_value_", "projection"]
+    assert names[:3] == ["self_attention.", "query_key_value_and_output_", "projection"]
 
 
 def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,3 +319,21 @@ def test_equal_layers_are_one_row_of_the_terminal_s_width(
     assert len(receipt.gemms) == 31 and len(rows) == 5 and len(lines) < 30
     named = ("layers.0-2,4-11.", "layers.3.q_proj", "layers.0-11.router", "experts.*.* (6)", "lm_head")
     assert all(any(row.startswith(name) for row in rows) for name in named)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 166])
+def test_long_names_stand_below_what_they_have_in_common(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    blocks = [nn.ModuleDict({"q_proj": nn.Linear(64, 64), "v_proj": nn.Linear(64, 64)}) for _ in range(12)]
+    inner = nn.ModuleDict({"layers": nn.ModuleList(blocks), "output_projection": nn.Linear(64, 100)})
+    model = nn.ModuleDict({"base_model": nn.ModuleDict({"language_model": inner})})
+    text = str(nc.receipt(nc.convert(model, CURRENT)))
+    prefix = "base_model.language_model.layers.0-11."
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= max(width, 70)
+    if width == 166:
+        assert f"\n{prefix}q_proj  Linear" in text and f"\n{prefix}v_proj  Linear" in text
+    else:
+        place = lines.index(prefix)
+        assert lines[place + 1].startswith("  q_proj ") and lines[place + 2].startswith("  v_proj ")
+        assert lines[place + 3].startswith("base_model.")

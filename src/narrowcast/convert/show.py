@@ -23,6 +23,8 @@ _RIGHT = frozenset((5, 6, 7))
 _WRAPPED = (0, 4)  # name, recipe or reason
 _DROPPED = (5, 7, 1)  # on a narrow terminal, in this order: parameters, padding, type
 _NARROWEST = 20  # of a wrapped column
+_NAME = 30  # a name's width for which other columns are dropped
+_HEADING = re.compile(r"(.*\.)?[\d*,-]+\.(?=.)")  # of names: through their last number
 _FILE_WIDTH = 200  # where there is no terminal
 _BUDGET = (
     "activation_memory_budget is below 1: torch.compile takes quantized GEMMs for cheap and repeats each in the "
@@ -89,11 +91,15 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
-    """Return the lines of a table that is no wider, if it can be: without columns, with names and reasons wrapped."""
+    """Return the lines of a table that is no wider, if it can be: without columns, with names and reasons wrapped.
+
+    Names that do not fit stand below what they have in common.
+    """
     columns = list(range(len(_HEAD)))
     if not any(row[_HEAD.index("padding")] for row in rows):
         columns.remove(_HEAD.index("padding"))
     sizes = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+    name, reason = _WRAPPED
 
     def room() -> int:
         """Return what is left for names and reasons."""
@@ -103,14 +109,20 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
             - 2 * (len(columns) - 1)
         )
 
+    headings = [""] * len(rows)
+    if sizes[name] + min(sizes[reason], _NARROWEST) > room():
+        headings, rows = _below_headings(rows)
+        sizes[name] = max(len(row[name]) for row in (_HEAD, *rows))
     for dropped in _DROPPED:
-        if room() < min(2 * _NARROWEST, sum(sizes[column] for column in _WRAPPED)) and dropped in columns:
+        if room() < min(_NAME + _NARROWEST, sizes[name] + sizes[reason]) and dropped in columns:
             columns.remove(dropped)
-    name, reason = _WRAPPED
-    most = {name: max(_NARROWEST, min(sizes[name], room() // 2))}
+    most = {name: max(_NARROWEST, min(sizes[name], max(room() // 2, room() - _NARROWEST)))}
     most[reason] = max(_NARROWEST, room() - min(most[name], sizes[name]))
     lines, last = [[_HEAD[column] for column in columns]], ""
-    for row in rows:
+    above: dict[int, str] = {}
+    for row, heading in zip(rows, headings):
+        if heading:
+            above[len(lines) + 1] = heading  # below the first row is a rule
         cells_of = {
             name: _wrapped_name(row[name], most[name]),
             reason: textwrap.wrap(row[reason], most[reason]),
@@ -121,11 +133,30 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
         cells = [cells_of.get(column, [row[column]]) for column in columns]
         lines += map(list, itertools.zip_longest(*cells, fillvalue=""))
     right = frozenset(place for place, column in enumerate(columns) if column in _RIGHT)
-    return aligned(lines, right)
+    shown = aligned(lines, right)
+    for place, heading in reversed(above.items()):
+        shown[place:place] = _wrapped_name(heading, width)
+    return shown
+
+
+def _below_headings(rows: list[tuple[str, ...]]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return headings for the first rows of groups, and the rows with the rest of their names."""
+    headings, shorter = [], []
+    for heading, group in itertools.groupby(rows, lambda row: (_HEADING.match(row[0]) or [""])[0]):
+        below = list(group)
+        if len(below) == 1:
+            heading = ""
+        headings += [heading, *[""] * (len(below) - 1)]
+        indent = "  " if heading else ""
+        shorter += [(indent + row[0].removeprefix(heading), *row[1:]) for row in below]
+    return headings, shorter
 
 
 def _wrapped_name(name: str, width: int) -> list[str]:
-    """Return a module's name in lines that end at its dots, or at underscores of a long part."""
+    """Return a module's name in lines that end at its dots, or at underscores of a long part; indented alike."""
+    indent = " " * (len(name) - len(name.lstrip()))
+    width -= len(indent)
+    name = name.lstrip()
     lines = [""]
     parts = re.findall(r"[^.]*\.?", name)
     for part in itertools.chain.from_iterable(
@@ -134,7 +165,7 @@ def _wrapped_name(name: str, width: int) -> list[str]:
         if lines[-1] and len(lines[-1]) + len(part) > width:
             lines.append("")
         lines[-1] += part
-    return [piece for line in lines for piece in textwrap.wrap(line, width)]
+    return [indent + piece for line in lines for piece in textwrap.wrap(line, width)]
 
 
 def _recipe_or_reason(one: GemmRecord) -> str:
