@@ -252,14 +252,14 @@ def test_the_page_is_complete_and_its_picture_adds_up(tmp_path: Path) -> None:
 
 def test_a_narrow_console_breaks_names_at_dots_and_underscores() -> None:
     rich, inner = pytest.importorskip("rich.console"), nn.ModuleDict()
-    inner["query_key_value_and_output_projection"] = nn.Linear(64, 192)
+    inner["query_key_value_projection_of_all_heads"] = nn.Linear(64, 192)
     receipt = nc.receipt(nc.convert(nn.ModuleDict({"self_attention": inner}), CURRENT))
     with io.StringIO() as file:
         rich.Console(width=80, file=file).print(receipt)
         lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     names = [line.split()[0] for line in lines[2:] if line.strip()]
-    assert names[:3] == ["self_attention.", "query_key_value_and_output_", "projection"]
+    assert names[:2] == ["self_attention.query_key_", "value_projection_of_all_heads"]
 
 
 def test_rich_shows_it_and_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
