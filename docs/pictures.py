@@ -24,7 +24,7 @@ from narrowcast_tools.bench.account_show import account_figure
 from narrowcast_tools.schemes import svg, write
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
-from narrowcast_tools.train.picture import ON_A_CPU, figure
+from narrowcast_tools.train.picture import figure
 from narrowcast_tools.train.report import compare
 
 DOCS = Path(__file__).resolve().parent
@@ -36,10 +36,10 @@ ACCOUNT = (
 )
 WATCHED = nc.recipe.Float8CurrentScaling()
 H200 = (
-    "Preset 125m on bytes, 85,347,072 parameters: 1500 steps of 8192 bytes of the Python standard library's sources. "
-    "MXFP8 and NVFP4 emulated. NVIDIA H200, torch 2.11.0+cu130, narrowcast 0.1.0"
+    "85,347,072 parameters, bytes of the Python standard library's sources, MXFP8 and NVFP4 emulated; NVIDIA H200, "
+    "torch 2.11.0+cu130, narrowcast 0.1.0"
 )
-FIRST = f"{ON_A_CPU}434,816 parameters, bytes of the Python standard library's sources."
+FIRST = "434,816 parameters, emulated on a CPU; bytes of the Python standard library's sources."
 
 
 def rows_of(file: str) -> list[dict[str, str]]:
@@ -69,7 +69,7 @@ def account() -> Figure:
     return account_figure(accounts, ACCOUNT.format(**where))
 
 
-def comparison(file: str, trained: str, *, strict: bool) -> Figure:
+def comparison(file: str, trained: str) -> Figure:
     """Return the picture of a file of held-out losses, by recipe, seed and step."""
     curves: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for row in rows_of(file):
@@ -78,7 +78,7 @@ def comparison(file: str, trained: str, *, strict: bool) -> Figure:
         RunResult(recipe, History([], curve), curve[-1][0], 0, Pace(0.0), 0.0, seed)
         for (recipe, seed), curve in curves.items()
     ]
-    return figure(compare(runs, strict=strict), subtitle=trained)
+    return figure(compare(runs), subtitle=trained)
 
 
 class Block(nn.Module):
@@ -116,11 +116,11 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 
 def main() -> None:
     """Write each picture for light pages and for dark ones."""
-    first = comparison("first_light.csv", FIRST, strict=False)
+    first = comparison("first_light.csv", FIRST)
     figures = {
         "account": account(),
         "first-light": first,
-        "losses-h200": comparison("train_125m.csv", H200, strict=True),
+        "losses-h200": comparison("train_125m.csv", H200),
         "watch": watch_figure(watched().records, [type(WATCHED).__name__]),
     }
     for name, drawn in figures.items():

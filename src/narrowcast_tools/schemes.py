@@ -25,6 +25,7 @@ GROUND = {
 }
 INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 WIDTH = 4.3  # inches of a figure: a phone, which shows it 330 pixels wide, then has a pixel per point
+WIDE = 7.6  # a laptop's screen and a page on it
 MARGIN, ENLARGED = 8, 1.6  # points around a figure, and pixels of a wide page per point
 LETTERS, TITLE = 11, 13  # points: the smallest letters, and those of a finding
 NO_BREAK = "\N{NO-BREAK SPACE}"

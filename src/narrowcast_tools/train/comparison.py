@@ -65,12 +65,11 @@ class Comparison:
         return self.shared["data"].get("unit", "byte")
 
 
-def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
+def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read runs and compare them: at their end, or at the last evaluation of the one that was interrupted first.
 
     Args:
         folders: of runs, or folders that hold some, at any depth; interrupted ones by their own folder only.
-        strict: take the tolerances for comparisons over several seeds.
 
     Raises:
         SettingsError: there is no run or none in bf16, one appears twice, or they differ in more than `FREE`.
@@ -117,7 +116,7 @@ def compare_runs(folders: Sequence[Path], *, strict: bool = True) -> Comparison:
     shared = {**contents[0], "machine": "; ".join(machines)}
     timed = all("gpu" in content["machine"] for content in contents)
     diverged = [json.loads(path.read_text()) for path in diverged_runs(folders)]
-    return Comparison(compare(results, strict=strict), results, shared, timed, run_of(best), notes, diverged)
+    return Comparison(compare(results), results, shared, timed, run_of(best), notes, diverged)
 
 
 def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> None:
@@ -126,7 +125,8 @@ def write_comparison(comparison: Comparison, folder: Path, *, command: str) -> N
     settings = {name: value for name, value in shared["settings"].items() if name not in FREE}
     text = f"{comparison.unit}s of {shared['data']['source']}"
     told = caption(comparison.rows, parameters=shared["parameters"], text=text, timed=comparison.timed)
-    write_bytes(folder / LOSSES, draw(comparison.rows, subtitle=told, unit=comparison.unit))
+    train = comparison.results[0].history.train if len(comparison.results) == 1 else []
+    write_bytes(folder / LOSSES, draw(comparison.rows, subtitle=told, unit=comparison.unit, train=train))
     write_bytes(folder / "losses.csv", _losses(comparison.results))
     write_bytes(folder / "summary.csv", _summary(comparison))
     content = {

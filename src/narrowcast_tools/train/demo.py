@@ -81,7 +81,7 @@ def run_demo(
     intro = describe_runs(config, corpus, recipes)
     if diverged := series(runs, configs, corpus, progress, resume=resume, intro=intro):
         raise TrainingError(diverged)
-    comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes], strict=False)
+    comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes])
     return Demo(comparison.rows, config, corpus, comparison.results[0].parameters)
 
 

@@ -41,9 +41,9 @@ def compose(
     allowed = speed = ""
     if judged(rows):
         allowed = (
-            "By this project's rule, a gap up to the allowed one counts as equal: 1% for FP8, 3% for 4 bits. This is "
-            "twice what [longer runs over several seeds](performance.md#does-the-loss-suffer) are allowed, since one "
-            "short run leaves more to chance. "
+            "A gap up to 1% counts as equal: another seed alone can move the loss that far. [Over several "
+            "seeds](performance.md#does-the-loss-suffer) the limit is how far bf16's highest seed ends above their "
+            "mean, if that is more. "
         )
     if timed:
         total = format_duration(sum(row.seconds for row in rows))

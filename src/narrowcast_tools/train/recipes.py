@@ -22,15 +22,11 @@ class RecipeChoice:
         title: what tables and pictures call it.
         recipe: the library's recipe; None trains in plain bfloat16.
         native: tells whether the default accelerator has kernels for it, and why not.
-        tolerance: largest gap of the held-out loss to bfloat16's that the demo accepts, in percent.
-        strict: the same of longer runs over several seeds, in which less is left to chance.
     """
 
     title: str
     recipe: Callable[..., nc.recipe.Recipe] | None = None
     native: Callable[..., bool | tuple[bool, str]] | None = None
-    tolerance: float | None = None
-    strict: float | None = None
 
     def availability(self) -> tuple[bool, str]:
         """Return whether the default accelerator has kernels for the recipe, and why not."""
@@ -44,14 +40,14 @@ def _nowhere(return_reason: bool) -> tuple[bool, str]:
 
 CHOICES: dict[str, RecipeChoice] = {
     "bf16": RecipeChoice("bf16"),
-    "delayed": RecipeChoice("FP8 delayed", NAMES["delayed"], nc.is_fp8_available, 1.0, 0.5),
-    "current": RecipeChoice("FP8 current", NAMES["current"], nc.is_fp8_available, 1.0, 0.5),
-    "rowwise": RecipeChoice("FP8 row-wise", NAMES["rowwise"], nc.is_fp8_available, 1.0, 0.5),
-    "mxfp8": RecipeChoice("MXFP8", NAMES["mxfp8"], nc.is_mxfp8_available, 1.0, 0.5),
-    "block": RecipeChoice("FP8 128-block", NAMES["block"], nc.is_fp8_block_scaling_available, 1.0, 0.5),
-    "nvfp4": RecipeChoice("NVFP4", NAMES["nvfp4"], nc.is_nvfp4_available, 3.0, 1.5),
-    "mxfp6": RecipeChoice("MXFP6", NAMES["mxfp6"], _nowhere, 1.0, 0.5),
-    "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere, 3.0, 1.5),
+    "delayed": RecipeChoice("FP8 delayed", NAMES["delayed"], nc.is_fp8_available),
+    "current": RecipeChoice("FP8 current", NAMES["current"], nc.is_fp8_available),
+    "rowwise": RecipeChoice("FP8 row-wise", NAMES["rowwise"], nc.is_fp8_available),
+    "mxfp8": RecipeChoice("MXFP8", NAMES["mxfp8"], nc.is_mxfp8_available),
+    "block": RecipeChoice("FP8 128-block", NAMES["block"], nc.is_fp8_block_scaling_available),
+    "nvfp4": RecipeChoice("NVFP4", NAMES["nvfp4"], nc.is_nvfp4_available),
+    "mxfp6": RecipeChoice("MXFP6", NAMES["mxfp6"], _nowhere),
+    "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere),
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
 HEAD = "head"  # the model's name of its output layer

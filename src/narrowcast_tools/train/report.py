@@ -15,6 +15,7 @@ from .progress import format_duration
 from .recipes import CHOICES
 
 BASELINE = "bf16"
+LIMIT = 1.0  # percent: a larger gap to one seed of bf16 is no longer equal
 SHORTEST_JUDGED = 240  # steps; before, losses fall so fast that a gap says little about a recipe
 
 
@@ -27,7 +28,8 @@ class Row:
         title: name for people.
         held_out_loss: last held-out loss, nats per byte.
         gap_percent: how far above the baseline's last held-out loss it lies; negative if below.
-        tolerance_percent: largest gap that counts as equal quality; None for the baseline.
+        tolerance_percent: largest gap that counts as equal quality: `LIMIT`, or that of the baseline's highest seed to
+            the mean of its seeds if it is larger; None for the baseline.
         tokens_per_second: training speed.
         seconds: wall time of a run.
         held_out: pairs of step and held-out loss.
@@ -36,7 +38,6 @@ class Row:
         losses: per step of `held_out` lowest and highest.
         gaps: pairs of step and gap in percent.
         seed_gaps: the last gap of each seed that the baseline has, too, in percent; of all seeds if it has none.
-        in_baseline: whether the loss is none that lies above all of the baseline's; False if that is one run.
     """
 
     recipe: str
@@ -52,17 +53,14 @@ class Row:
     losses: list[tuple[float, float]]
     gaps: list[tuple[int, float]]
     seed_gaps: list[float]
-    in_baseline: bool
 
     @property
     def within(self) -> bool:
-        """Whether the gap is within the tolerance, or no larger than what seeds do to the baseline."""
-        return (
-            self.tolerance_percent is None or self.gap_percent <= self.tolerance_percent or self.in_baseline
-        )
+        """Whether the gap is within the tolerance."""
+        return self.tolerance_percent is None or self.gap_percent <= self.tolerance_percent
 
 
-def compare(results: Sequence[RunResult], *, strict: bool = False) -> list[Row]:
+def compare(results: Sequence[RunResult]) -> list[Row]:
     """Set runs side by side, those of one recipe as one row.
 
     A gap compares runs of one seed, which saw the same batches from the same weights; where the baseline has none of a
@@ -70,7 +68,6 @@ def compare(results: Sequence[RunResult], *, strict: bool = False) -> list[Row]:
 
     Args:
         results: runs on the same text and schedule, those of a recipe together; the baseline among them.
-        strict: take the tolerances for comparisons over several seeds.
 
     Raises:
         ValueError: the baseline is missing.
@@ -81,18 +78,18 @@ def compare(results: Sequence[RunResult], *, strict: bool = False) -> list[Row]:
     if (BASELINE, "") not in groups:
         raise ValueError(f"no {BASELINE} run to compare with among {[r.recipe for r in results]}")
     baseline = groups[BASELINE, ""]
-    return [_row(runs, baseline, strict) for runs in groups.values()]
+    return [_row(runs, baseline) for runs in groups.values()]
 
 
 def alone(result: RunResult) -> Row:
     """Return a run as a row that has no other beside it."""
-    return _row(runs := [result], runs, strict=False)
+    return _row(runs := [result], runs)
 
 
-def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
+def _row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     first = runs[0]
-    choice = CHOICES[first.recipe]
-    tolerance = choice.strict if strict else choice.tolerance
+    plain = [run.held_out_loss for run in baseline]
+    limit = max(LIMIT, 100 * (max(plain) / fmean(plain) - 1))
     ends = [run.held_out_loss for run in runs]
     curves = [dict(run.history.held_out) for run in runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -100,10 +97,10 @@ def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
     gaps = [(step, percents) for step in steps if (percents := _gaps(runs, baseline, step))]
     return Row(
         recipe=first.recipe,
-        title=choice.title + (f" ({first.variant})" if first.variant else ""),
+        title=CHOICES[first.recipe].title + (f" ({first.variant})" if first.variant else ""),
         held_out_loss=fmean(ends),
         gap_percent=fmean(gaps[-1][1]),
-        tolerance_percent=None if runs is baseline else tolerance,
+        tolerance_percent=None if runs is baseline else limit,
         tokens_per_second=fmean(run.pace.tokens_per_second for run in runs),
         seconds=fmean(run.seconds for run in runs),
         held_out=[(step, fmean(losses)) for step, losses in at.items()],
@@ -112,7 +109,6 @@ def _row(runs: list[RunResult], baseline: list[RunResult], strict: bool) -> Row:
         losses=[(min(losses), max(losses)) for losses in at.values()],
         gaps=[(step, fmean(percents)) for step, percents in gaps],
         seed_gaps=gaps[-1][1],
-        in_baseline=len(baseline) > 1 and fmean(ends) <= max(run.held_out_loss for run in baseline),
     )
 
 
@@ -176,9 +172,7 @@ def _allowed(row: Row) -> str:
     if row.tolerance_percent is None:
         return "-"
     verdict = "met" if row.within else "missed"
-    if row.within and row.gap_percent > row.tolerance_percent:
-        verdict = "within bf16's seeds"
-    return f"{row.tolerance_percent:g}%, {verdict}"
+    return f"{row.tolerance_percent:.3g}%, {verdict}"
 
 
 def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:

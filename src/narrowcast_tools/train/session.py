@@ -232,7 +232,7 @@ def _picture(config: TrainConfig, corpus: Corpus, result: RunResult, resumed: in
         f"lr {config.lr:g}, {config.batch_size} x {config.seq_len} {unit} a step, {unit} of {corpus.source}"
     )
     timed = config.device != "cpu"
-    told = caption(rows, parameters=result.parameters, text=text, timed=timed, file=RESULT)
+    told = caption(rows, parameters=result.parameters, text=text, timed=timed)
     return draw(rows, subtitle=told, unit=corpus.unit, train=result.history.train, resumed=resumed)
 
 

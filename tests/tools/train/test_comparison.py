@@ -64,7 +64,7 @@ def test_what_is_written_is_what_was_measured(runs: Path, monkeypatch: pytest.Mo
     assert results["recipes"][1]["seeds"] == [0, 1]
     assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert results["machine"].partition(",")[0] not in feet[0]
-    told = f"bytes of {results['data']['source']}. results.json names the machine."
+    told = f"bytes of {results['data']['source']}"
     assert "".join(feet[0].split()).endswith(told.replace(" ", "")), "a long path is wrapped"
 
 

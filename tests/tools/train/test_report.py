@@ -6,12 +6,10 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Annotation
 from rich.console import Console
 
 from narrowcast_tools.colors import color_of
@@ -21,7 +19,7 @@ from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.document import compose
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
-from narrowcast_tools.train.picture import OWN, caption, draw, figure, spread
+from narrowcast_tools.train.picture import ALONE, caption, draw, figure
 from narrowcast_tools.train.report import (
     SHORTEST_JUDGED,
     Row,
@@ -68,12 +66,6 @@ def _foot(drawn: Figure) -> str:
     return drawn.get_supxlabel().replace("\n", " ")
 
 
-def _marks(axes: Axes) -> list[float]:
-    """Return where the band of each recipe's allowed gaps ends, which begins at the left edge."""
-    assert all(band.get_x() == axes.get_xlim()[0] for band in axes.patches)
-    return [band.get_x() + band.get_width() for band in axes.patches]
-
-
 @pytest.fixture
 def rows() -> list[Row]:
     return compare([result("bf16", 2.0), result("current", 2.01), result("mxfp8", 2.1), result("nvfp4", 1.9)])
@@ -82,7 +74,7 @@ def rows() -> list[Row]:
 def test_gaps_are_relative_to_bf16(rows: list[Row]) -> None:
     assert [round(row.gap_percent, 6) for row in rows] == [0.0, 0.5, 5.0, -5.0]
     assert [row.within for row in rows] == [True, True, False, True]
-    assert [row.tolerance_percent for row in rows] == [None, 1.0, 1.0, 3.0]
+    assert [row.tolerance_percent for row in rows] == [None, 1.0, 1.0, 1.0]
 
 
 def test_the_baseline_is_needed() -> None:
@@ -99,29 +91,23 @@ def test_seeds_are_one_row() -> None:
         ("current", 1, 2.05),
         ("nvfp4", 1, 2.2),
     ]
-    several = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    several = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs])
     assert [row.seeds for row in several] == [[0, 1], [0, 1], [1]]
     assert several[1].spread == (2.02, 2.05)
     assert several[1].gap_percent == pytest.approx(50 * (2.02 / 2.0 + 2.05 / 2.04 - 2))
     assert several[1].seed_gaps == pytest.approx([1.0, 100 * (2.05 / 2.04 - 1)])
     assert several[2].gap_percent == pytest.approx(100 * (2.2 / 2.04 - 1))
-    assert [row.tolerance_percent for row in several] == [None, 0.5, 1.5]
+    assert [row.tolerance_percent for row in several] == [None, 1.0, 1.0], (
+        "bf16's seeds end closer to their mean"
+    )
     assert [row.within for row in several] == [True, True, False]
-    assert several[1].gap_percent > 0.5, "met by the spread of bf16's seeds"
     shown = [texts[1] for texts in columns(several, timed=False).values()]
-    assert shown[1:] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "0.5%, within bf16's seeds"]
+    assert shown[1:] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "1%, met"]
     (drawn,) = figures(lambda: draw(several, subtitle="seeds"))
     keys = [text.get_text().replace("\n", " ") for text in drawn.legends[0].get_texts()]
-    assert keys == [
-        "2 seeds of bf16, lowest to highest: 2.0%",
-        "one seed, against bf16's of that seed",
-        "mean of a recipe's seeds",
-        "mean gaps that count as equal",
-    ]
-    foot = _foot(drawn)
-    assert (
-        "counts a mean gap up to 0.5% as equal, for NVFP4 1.5%; FP8 current: more, but no higher than" in foot
-    )
+    assert keys == ["bf16", "counts as equal", "a seed, paired", "mean, in bold"]
+    assert "Up to 1% counts as equal: another seed alone can move the loss that far." in _foot(drawn)
+    assert _title(drawn) == "Worse than bf16 in mean loss: NVFP4 (+7.84%)"
 
 
 def test_terminal_table(rows: list[Row]) -> None:
@@ -150,107 +136,66 @@ def test_a_short_run_on_a_cpu_shows_its_gap_and_no_verdict_or_speed() -> None:
         "1 step is too few to rank recipes: losses differ by chance; take 240 or more."
     ]
     assert remarks(compare([result("bf16", 2.0)]) * 2, timed=True) == []
-    drawn = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
-    assert drawn.get_legend() is None
 
 
-def test_the_seeds_of_a_recipe_are_inside_the_picture() -> None:
-    """They left the panel on the gray of bf16's own range, which was no gap: a line of delayed looked as narrow."""
+def test_seeds_of_bf16_that_end_far_apart_widen_the_limit_and_are_told() -> None:
+    """The limit was decreed: 0.5% over seeds, 1% in the demo, three times as much for NVFP4."""
     runs = [("bf16", 0, 2.0), ("bf16", 1, 2.2), ("nvfp4", 0, 2.3), ("nvfp4", 1, 2.2)]
-    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
+    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs])
     assert rows[1].seed_gaps == pytest.approx([15.0, 0.0])
+    assert rows[1].tolerance_percent == pytest.approx(100 / 21) and not rows[1].within
+    assert columns(rows, timed=False)["allowed"] == ["-", "4.76%, missed"]
     drawn = figures(lambda: draw(rows, subtitle="seeds"))[0]
-    ends = drawn.axes[0]
+    ends = drawn.axes[1]
     low, high = ends.get_xlim()
-    assert low < -15.0 and high > 15.0
-    assert ends.get_xlabel() == "right of 0: worse than bf16"
+    assert low < -100 / 21 and high > 15.0
     dots = [list(line.get_xdata()) for line in ends.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx([15.0, 0.0])]
-    (own,) = [
-        line for line in ends.lines if line.get_marker() == OWN["marker"] and len(line.get_xdata()) == 2
-    ]
-    assert list(own.get_xdata()) == pytest.approx([-100 / 21, 100 / 21]), (
-        "bf16's range is a line in its own row"
-    )
-    told = [text.get_text() for text in drawn.legends[0].get_texts()]
-    assert told[0] == "2 seeds of bf16, lowest to highest: 9.5%"
-    assert "its seeds end 9.5% apart." in drawn.get_supxlabel().replace("\n", " ")
-    assert not ends.collections and not drawn.axes[1].collections, "no range beside the dots"
+    own = [list(line.get_xdata()) for line in ends.lines if list(line.get_ydata()) == [0, 0]]
+    assert own == [pytest.approx([-100 / 21, 100 / 21])], "bf16's range is a line in its own row"
+    told = "Up to 4.76% counts as equal: bf16's own 2 seeds end up to that far above their mean."
+    assert told in _foot(drawn)
 
 
-def test_each_recipe_stands_in_a_row_with_its_seeds_gap_and_loss() -> None:
-    """A recipe of three seeds lay on bf16's line of eight in one panel, and above it in the other.
-
-    A loss is of all seeds, a gap of those that both have: beside each other they contradict, so the loss is left out.
-    """
+def test_each_recipe_stands_in_a_row_with_its_seeds_and_its_gap_beside_the_dots() -> None:
+    """The gap and the seeds were columns far right of the dots."""
     runs = [("bf16", 0, 2.0), ("bf16", 1, 2.2), ("nvfp4", 0, 2.1)]
-    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
-    ends = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[0]
-    assert [text.get_text() for text in ends.get_yticklabels()] == ["bf16", "NVFP4"]
-    told = [text.get_text() for text in ends.texts]
-    assert told == ["", "2", "+5.00%", "1 of 2", "mean", "seeds"]
-    alike = compare([result("bf16", 2.0), result("nvfp4", 2.1)])
-    told = [text.get_text() for text in figures(lambda: draw(alike, subtitle="seeds"))[0].axes[0].texts]
-    assert told == ["", "+5.00%", "gap"]
-    (dots,) = [list(line.get_xdata()) for line in ends.lines if line.get_marker() == "o"]
-    assert dots == [pytest.approx(5.0)], "bf16's own row has its range"
+    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs])
+    ends = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[1]
+    assert [text.get_text() for text in ends.get_yticklabels()] == ["bf16\n2 seeds", "NVFP4\n1 seed"]
+    assert [text.get_color() for text in ends.get_yticklabels()] == [color_of("bf16"), color_of("nvfp4")]
+    alike = compare([result("bf16", 2.0), result("nvfp4", 2.1), result("current", 1.99)])
+    ends = figures(lambda: draw(alike, subtitle="one"))[0].axes[1]
+    labels = [child for child in ends.get_children() if isinstance(child, Annotation)]
+    told = [(label.get_text(), label.xy[0], label.get_ha()) for label in labels]
+    assert told == [("+5.00%", pytest.approx(5.0), "left"), ("\u22120.50%", pytest.approx(-0.5), "right")]
 
 
-def test_small_gaps_are_seen_apart_and_the_title_says_how_small(rows: list[Row]) -> None:
-    """An axis of the gaps alone made chance of a hundredth of a percent look like distance."""
-    close = compare([result("bf16", 2.0), result("current", 2.001), result("nvfp4", 2.0038)])
+def test_the_title_says_what_the_labels_say(rows: list[Row]) -> None:
+    """A title rounded up what a label rounded to the nearest; a hundredth of a percent looked like distance."""
+    close = compare([result("bf16", 2.0), result("current", 2.001), result("nvfp4", 2.00388)])
     drawn = figures(lambda: draw(close, subtitle="close"))[0]
-    ends = drawn.axes[0]
-    assert ends.get_xlim() == pytest.approx((-1.12, 3.18))
-    assert _marks(ends) == pytest.approx([1.0, 3.0])
-    assert _title(drawn) == "No recipe's final loss is more than 0.2% above bf16's"
-    assert "This project counts a gap up to 1% as equal, for NVFP4 3%." in _foot(drawn)
+    ends = drawn.axes[1]
+    low, high = ends.get_xlim()
+    assert low < -1.0 and high > 1.0, "the limit is inside"
+    (band,) = ends.patches
+    assert (band.get_x(), band.get_width()) == (-1.0, 2.0)
+    assert _title(drawn) == "Equal to bf16: no recipe's loss ends more than 0.19% above"
+    assert "+0.19%" in [text.get_text() for text in ends.texts]
+    assert "Up to 1% counts as equal: another seed alone can move the loss that far." in _foot(drawn)
     far = figures(lambda: draw(rows, subtitle="far"))[0]
-    assert _title(far) == "Loss not equal to bf16's: MXFP8"
-    assert _marks(far.axes[0]) == pytest.approx([1.0, 1.0, 3.0])
-    assert [text.get_text() for text in far.legends[0].get_texts()] == ["gaps that count as equal"]
+    assert _title(far) == "Worse than bf16 in loss: MXFP8 (+5.00%)"
+    better = compare([result("bf16", 2.0), result("current", 1.99)])
+    drawn = figures(lambda: draw(better, subtitle="better"))[0]
+    assert _title(drawn) == "Equal to bf16 or better: FP8 current's loss ends 0.50% below"
     short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
     drawn = figures(lambda: draw(short, subtitle="short"))[0]
-    assert _title(drawn) == "FP8 current within 0.50% of bf16 after 30 steps"
-    (chance,) = drawn.axes[0].patches
-    assert (chance.get_x(), chance.get_width()) == pytest.approx((-1.0, 2.0)), (
-        "a lower loss may be chance, too"
-    )
-    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["gaps that count as chance"]
-    assert "up to 1% as chance; 30 steps are too few to judge a larger one." in _foot(drawn)
-    null = compare([result("bf16", 2.0, 30), result("current", 1.9999, 30), result("nvfp4", 2.0, 30)])
-    (equal,) = figures(lambda: draw(null, subtitle="short"))
-    assert _title(equal) == "All recipes within 0.01% of bf16 after 30 steps"
-    assert [text.get_text() for text in drawn.axes[0].texts] == ["", "+0.50%", "gap"]
-    assert "bf16's loss fell from 5.54 to 2.00 nats" in _foot(drawn)
+    assert _title(drawn) == "30 steps are too few to judge: FP8 current's loss ends 0.50% above bf16's"
+    assert not drawn.axes[1].patches, "nothing counts as equal"
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["bf16"]
     dead = compare([result("bf16", 5.54), result("current", 5.53)])
     drawn = figures(lambda: draw(dead, subtitle="dead"))[0]
     assert _title(drawn) == "bf16 has not learned: its loss went from 5.54 to 5.54"
-    diverged = compare([result("bf16", 9.0, 30), result("current", 8.0, 30)])
-    drawn = figures(lambda: draw(diverged, subtitle="short"))[0]
-    assert "bf16's loss rose from 5.54 to 9.00 nats" in _foot(drawn)
-    assert _title(drawn) == "FP8 current is 11.11% below bf16; 30 steps are too few to judge"
-
-
-def test_every_recipe_has_its_own_limit_in_its_row() -> None:
-    """The mark of 0.5% stood alone: NVFP4 at +0.92% seemed to miss it, and its own 1.5% was outside of the axis."""
-    losses = {"bf16": 2.0, "current": 2.0022, "nvfp4": 2.0184}
-    runs = [replace(result(name, loss), seed=seed) for name, loss in losses.items() for seed in (0, 1)]
-    ends = figures(lambda: draw(compare(runs, strict=True), subtitle="seeds"))[0].axes[0]
-    assert _marks(ends) == pytest.approx([0.5, 1.5])
-    assert [band.get_y() + band.get_height() / 2 for band in ends.patches] == pytest.approx([1, 2])
-    low, high = ends.get_xlim()
-    assert low == pytest.approx(-1.12 * 0.92) and high > 1.5
-
-
-def test_one_seed_ranks_nothing_and_the_panel_has_what_is_drawn(rows: list[Row]) -> None:
-    losses, gaps = figures(lambda: draw(rows, subtitle="one"))[0].axes
-    assert losses.get_xlabel().endswith("one seed ranks no recipe")
-    low, high = gaps.get_ylim()
-    assert low < -5.0 and 5.0 < high < 10.0
-    better = compare([result("bf16", 2.0), result("nvfp4", 1.9)])
-    low, high = figures(lambda: draw(better, subtitle="better"))[0].axes[1].get_ylim()
-    assert low < -5.0 and high < 2.0, "half of the panel would be empty"
 
 
 @pytest.mark.filterwarnings("error")
@@ -260,9 +205,8 @@ def test_equal_losses_draw_without_a_warning() -> None:
         compare([result("bf16", 2.0, 30), result("current", 2.0, 30)]),
         compare([result("bf16", 2.0), result("current", 2.0)]),
     ):
-        low, high = figures(lambda: draw(rows, subtitle="equal"))[0].axes[-1].get_ylim()
-        end = 0.0 if len(rows) > 1 else 2.0
-        assert low < end < high
+        low, high = figures(lambda: draw(rows, subtitle="equal"))[0].axes[0].get_ylim()
+        assert low < 2.0 < high
 
 
 @pytest.mark.filterwarnings("error")
@@ -284,7 +228,7 @@ def test_a_run_alone_shows_its_loss(rows: list[Row]) -> None:
     drawn = figures(lambda: draw(rows[:1], subtitle="alone"))[0]
     (axes,) = drawn.axes
     assert list(axes.lines[0].get_ydata()) == [5.545, 3.0, 2.0]
-    assert axes.get_title(loc="left") == "Loss in nats per byte by step"
+    assert axes.get_title(loc="left") == "Held-out loss, nats per byte"
     assert _foot(drawn) == "Held-out text is not trained on. alone"
     title = drawn.get_suptitle().replace("\n", " ")
     assert title == "bf16: held-out loss fell from 5.54 to 2.00"
@@ -304,17 +248,16 @@ def test_a_low_precision_run_alone_shows_its_batches_too() -> None:
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["held-out text", "training batch"]
 
 
-def test_few_steps_show_gaps_by_step_on_what_may_be_chance() -> None:
-    """A panel of losses had all curves on each other; one of gaps alone showed chance as if it ranked the recipes."""
-    short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
-    axes = figures(lambda: draw(short, subtitle="short"))[0].axes[1]
-    assert axes.get_title(loc="left") == "Percent above bf16 by step"
-    _, curve = axes.lines
-    assert list(curve.get_ydata()) == pytest.approx([0.0, 0.0, 0.5])
-    (chance,) = axes.patches
-    assert (chance.get_y(), chance.get_height()) == pytest.approx((-1.0, 2.0))
-    assert axes.get_ylim() == pytest.approx((-1.2, 1.2))
-    assert [text.get_text() for text in axes.texts] == ["bf16", "FP8 current"]
+def test_losses_over_the_steps_are_drawn_on_those_of_bf16(rows: list[Row]) -> None:
+    """Gaps over the steps were drawn, and no loss."""
+    axes = figures(lambda: draw(rows, subtitle="losses"))[0].axes[0]
+    assert axes.get_title(loc="left") == "Held-out loss, nats per byte"
+    widest, *curves = axes.lines
+    assert [list(curve.get_ydata())[-1] for curve in axes.lines] == [2.0, 2.01, 2.1, 1.9]
+    assert all(
+        curve.get_linewidth() < widest.get_linewidth() and curve.get_zorder() > widest.get_zorder()
+        for curve in curves
+    )
 
 
 def test_the_image_of_a_comparison_fits_a_screen_and_that_of_a_page_a_phone() -> None:
@@ -326,11 +269,11 @@ def test_the_image_of_a_comparison_fits_a_screen_and_that_of_a_page_a_phone() ->
     assert figure(compare([result(name, 2.0) for name in names]), subtitle="").get_figwidth() == WIDTH
 
 
-def test_few_evaluations_are_points_and_a_resume_is_marked() -> None:
-    run = result("current", 2.0, 30)
+def test_a_run_alone_has_a_strong_color_and_its_resume_is_marked() -> None:
+    run = result("bf16", 2.0, 30)
     drawn = figures(lambda: draw([alone(run)], subtitle="", train=run.history.train, resumed=20))[0]
-    _, points, resumed = drawn.axes[0].lines
-    assert points.get_linestyle() == "None" and points.get_marker() == "o"
+    *curves, resumed = drawn.axes[0].lines
+    assert {curve.get_color() for curve in curves} == {ALONE}, "a run of bf16 was pale gray"
     assert list(resumed.get_xdata()) == [20, 20]
     assert drawn.legends[0].get_texts()[-1].get_text() == "resumed at step 20"
 
@@ -340,22 +283,23 @@ def test_the_foot_leaves_the_machine_to_the_results_and_emulation_to_what_is_emu
 ) -> None:
     """A fifth of the picture was the processor and versions; bf16 alone was told that a CPU emulates it."""
     told = {"parameters": 434816, "text": "bytes of my.txt"}
-    named = "434,816 parameters, bytes of my.txt. results.json names the machine."
-    on_a_cpu = "Low precision emulated on a CPU, which rounds values as a GPU does."
-    assert caption(rows[1:2], timed=False, **told) == f"{on_a_cpu} {named}", "a run alone, too"
+    named, on_a_cpu = (
+        "434,816 parameters; bytes of my.txt",
+        "434,816 parameters, emulated on a CPU; bytes of my.txt",
+    )
+    assert caption(rows[1:2], timed=False, **told) == on_a_cpu, "a run alone, too"
     assert caption(rows[:1], timed=False, **told) == named == caption(rows, timed=True, **told)
-    assert caption(rows, timed=False, **told) == f"{on_a_cpu} {named}"
+    assert caption(rows, timed=False, **told) == on_a_cpu
 
 
 def test_dots_that_coincide_are_seen_apart() -> None:
     runs = [("bf16", seed, 2.0) for seed in range(3)] + [("nvfp4", seed, 2.1) for seed in range(3)]
-    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs], strict=True)
-    ends = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[0]
+    rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs])
+    ends = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[1]
     for line in ends.lines:
         if line.get_marker() == "o":
             assert len(set(line.get_ydata())) == 3
     (band,) = ends.patches
-    assert band.get_y() + band.get_height() / 2 == pytest.approx(1), "in the recipe's row"
     assert all(band.get_zorder() < line.get_zorder() for line in ends.lines), "covers no dot"
 
 
@@ -379,52 +323,6 @@ def test_the_picture_is_a_png_of_readable_size(rows: list[Row]) -> None:
     width, height = (int.from_bytes(image[i : i + 4], "big") for i in (16, 20))
     assert width >= 1200
     assert height >= 500
-
-
-def test_no_leader_line_strikes_through_a_label() -> None:
-    """Losses as close as those of the demo: the labels are moved far from the ends of their curves."""
-    names = ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
-    close = compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)])
-    gaps = figures(lambda: draw(close, subtitle="close"))[0].axes[1]
-    labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
-    assert labels[0].get_text() == "bf16" and len(labels) == 6
-    left = min(Text.get_window_extent(label).x0 for label in labels)
-    for label in labels:
-        assert label.arrow_patch is not None
-        assert label.arrow_patch.get_path().get_extents().x1 <= left
-
-
-def test_a_line_ends_at_its_own_label_in_its_color_and_no_marker_is_cut() -> None:
-    """Lines ended between two labels, and the axes cut the first and the last marker in half."""
-    names = ("bf16", "delayed", "current", "mxfp8", "block", "nvfp4")
-    close = compare([result(name, 2.0 + i / 1000) for i, name in enumerate(names)])
-    gaps = figures(lambda: draw(close, subtitle="close"))[0].axes[1]
-    labels = [child for child in gaps.get_children() if isinstance(child, Annotation)]
-    for name, label in zip(names, labels):
-        assert label.arrow_patch is not None
-        _, tip = label.arrow_patch.get_transform().transform(label.arrow_patch.get_path().vertices[0])
-        box = Text.get_window_extent(label)
-        assert abs(tip - (box.y0 + box.y1) / 2) < box.height / 4
-        assert label.get_color() == color_of(name)
-    low, high = gaps.get_xlim()
-    assert low < 0 and high > 240
-
-
-@pytest.mark.parametrize(
-    "heights", [[0.0], [0.0, 0.0, 0.0], [1.0, -1.0], [0.3, 0.1, 0.2, 2.0, 2.1, -3.0], [5.0, 4.9, 4.8, 4.7]]
-)
-def test_labels_keep_their_order_and_distance(heights: list[float]) -> None:
-    placed = spread(heights, apart=0.5)
-    ordered = sorted(placed)
-    assert all(b - a >= 0.5 - 1e-9 for a, b in pairwise(ordered))
-    assert sorted(range(len(heights)), key=lambda i: heights[i]) == sorted(
-        range(len(placed)), key=lambda i: placed[i]
-    )
-    assert sum(placed) == pytest.approx(sum(heights))
-
-
-def test_labels_far_apart_stay() -> None:
-    assert spread([1.0, -2.0, 0.0], apart=0.5) == [1.0, -2.0, 0.0]
 
 
 def test_the_page_names_machine_command_and_misses(
