@@ -1,4 +1,5 @@
-"""Writes the table of public layouts into ``docs/serving.md`` from ``narrowcast.serving.read_formats.LAYOUTS``.
+"""Writes two tables into ``docs/serving.md``: the words of ``weights=`` beside the formats of ``nc.export``, from the
+quantizers and formats of both, and the public layouts, from ``narrowcast.serving.read_formats.LAYOUTS``.
 
 python docs/layouts_table.py
 """
@@ -9,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from narrowcast import recipe
+from narrowcast.convert.stored import DECODED
 from narrowcast.formats import FLOAT8, FLOAT8_BLOCK_2D, FLOAT8_ROWS
 from narrowcast.serving.formats import CHECKPOINT_FORMATS, compressed_tensors_config, fine_grained_config
 from narrowcast.serving.read_formats import LAYOUTS, PublicLayout, layouts_of, parts_of
@@ -20,7 +23,8 @@ PINNED = dict(
         r"^([\w-]+)==([\w.]+)$", (ROOT / "tests/neighbours/requirements.txt").read_text(), re.MULTILINE
     )
 )
-PLACE = re.compile(r"(?<=<!-- layouts -->\n).*?(?=<!-- end of layouts -->)", re.DOTALL)
+STORED = ("current", "delayed", "block")
+"""Recipes of ``weights="stored"``."""
 WORDS = {
     FLOAT8: "FP8, one scale",
     FLOAT8_ROWS: "FP8, a scale per row",
@@ -88,9 +92,31 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def names() -> str:
+    """One row for each way to keep frozen weights, with the formats that hold its copies as they are."""
+    plans = {
+        one: recipe.linear_plan(recipe.recipe_from_name(one), "", True, False, module_type="linear")
+        for one in STORED
+    }
+    copies = {f'`"stored"`, recipe `"{one}"`': (plan.weight, plan.input) for one, plan in plans.items()}
+    quantizers = {name: (weight.quantizer, inputs.quantizer) for name, (weight, inputs) in copies.items()}
+    quantizers |= {f'`"{name}"`': (quantizer, None) for name, quantizer in DECODED.items()}
+    lines = ["| `weights=` of `nc.convert` | `format` of `nc.export` |", "| --- | --- |"]
+    lines.append('| `"plain"` | by the recipe, in the table above; `"bf16"` for plain weights |')
+    for name, operands in quantizers.items():
+        formats = [one for one, kind in CHECKPOINT_FORMATS.items() if kind.weight_format(*operands)]
+        quoted = ", ".join(f'`"{one}"`' for one in formats)
+        lines.append(f"| {name} | {quoted} |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
-    """The page with its table made anew."""
-    return PLACE.sub(lambda _: table(), PAGE.read_text())
+    """The page with its tables made anew."""
+    text = PAGE.read_text()
+    for place, made in (("names", names()), ("layouts", table())):
+        pattern = rf"(?<=<!-- {place} -->\n).*?(?=<!-- end of {place} -->)"
+        text = re.sub(pattern, lambda _, made=made: made, text, flags=re.DOTALL)
+    return text
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
         (lambda: nc.convert(recipe="current"), "convert lacks model; call convert(model, 'current')"),
         (
             lambda: nc.export(nn.Linear(2, 2), "folder"),
-            "export lacks format; call export(model, path, format='compressed-tensors'); format is one of "
+            "export lacks format; call export(model, path, 'compressed-tensors'); format is one of "
             + ", ".join(CHECKPOINT_FORMATS),
         ),
         (

@@ -166,6 +166,13 @@ def test_what_cannot_be_raises() -> None:
         "'mxfp6', 'mxfp8' or 'fp8-channel'$",
     ):
         nc.convert(nn.Linear(8, 8), CURRENT, weights="fp8")  # type: ignore[arg-type]
+    for way, remedy in (
+        ("compressed-tensors", "'stored' or 'fp8-channel'"),
+        ("fp8-static", "'stored'"),
+        ("bf16", "'plain'"),
+    ):
+        with pytest.raises(ValueError, match=f"is a format of narrowcast.export; use {remedy}$"):
+            nc.convert(nn.Linear(8, 8), CURRENT, weights=way)  # type: ignore[arg-type]
     model = frozen(32, 32)
     nc.convert(model, CURRENT, weights="stored")
     with (

@@ -175,6 +175,9 @@ def test_weights_in_high_precision_are_the_models_own_memory() -> None:
 def test_wrong_inputs_are_refused_before_the_first_tensor() -> None:
     with pytest.raises(ValueError, match="format is 'gguf'"):
         nc.serving.weights(stack(32, 32), "gguf")
+    for way, remedy in (("stored", "compressed-tensors"), ("plain", "bf16")):
+        with pytest.raises(ValueError, match=f"'{way}', a word for weights= of .*convert; use '{remedy}'$"):
+            nc.serving.weights(nn.Linear(8, 8), way)
     with pytest.raises(TypeError, match="model is"):
         nc.serving.weights(lambda x: x, "bf16")  # type: ignore[arg-type]
     for dtype in (torch.float8_e4m3fn, torch.float64, "bf16"):

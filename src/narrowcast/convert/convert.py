@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from .. import _checks
-from .._checks import is_one_of, not_among, shown, some
+from .._checks import shown, some
 from ..layers import renew_with
 from ..layers.described import describe_parameters
 from ..layers.patterns import Selectors, matching_names, selected_names
@@ -20,7 +20,16 @@ from .adapters import unmerge_exactly
 from .decisions import NOT_IN_ONLY, Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
 from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
-from .stored import DECODED, nothing_to_store, restore, store, stores, uses_of_parameters, why_not_stored
+from .stored import (
+    DECODED,
+    check_weights,
+    nothing_to_store,
+    restore,
+    store,
+    stores,
+    uses_of_parameters,
+    why_not_stored,
+)
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "linear layer"
@@ -196,9 +205,7 @@ def _check_arguments(model: Any, recipe: Any, weights: str) -> None:
         raise TypeError(
             f"recipe is None; pass one of narrowcast.recipe's recipes, a name such as 'current', or a table; {_NONE}"
         )
-    ways = ("plain", "stored", *DECODED)
-    if not is_one_of(weights, ways):
-        raise ValueError(f"weights is {not_among(weights, ways)}")
+    check_weights(weights, ("plain", "stored", *DECODED))
 
 
 def _apply(decisions: list[Decision], norms: list[FoundNorm]) -> None:

@@ -12,12 +12,14 @@ maxima that quantize its values once more, is kept from the forward to the backw
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._checks import shown
+from .. import _keywords
+from .._checks import is_one_of, not_among, shown
 from ..formats import DType
 from ..layers.described import how_stored
 from ..layers.parameters import weight_quantizer
@@ -51,6 +53,25 @@ DECODED: dict[str, Quantizer] = {
     "fp8-channel": Float8RowsQuantizer(DType.kFloat8E4M3, columnwise=False),
 }
 """Quantizers of copies that each pass decodes, by name: their formats quantize a matrix and its transpose otherwise."""
+
+
+EXPORTED_AS = {"plain": "bf16", "stored": "compressed-tensors", "fp8-channel": "compressed-tensors"}
+"""Formats of ``export`` for ways to keep weights that have another name there."""
+
+
+def check_weights(weights: Any, ways: Sequence[str]) -> None:
+    """Check a ``weights=``.
+
+    Raises:
+        ValueError: it is none of the ways.
+    """
+    if is_one_of(weights, ways):
+        return
+    if isinstance(weights, str) and weights in _keywords.CHOICES["format"]:
+        here = [way for way in ways if EXPORTED_AS.get(way, way) == weights] or ["stored"]
+        use = " or ".join(map(shown, here))
+        raise ValueError(f"weights is {shown(weights)}, which is a format of narrowcast.export; use {use}")
+    raise ValueError(f"weights is {not_among(weights, ways)}")
 
 
 def stored_quantizer(

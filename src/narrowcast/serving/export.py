@@ -66,8 +66,8 @@ class Exported:
 def export(
     model: nn.Module,
     path: str | Path,
-    *,
     format: str,
+    *,
     recipe: Recipe | str | None = None,
     dtype: torch.dtype | None = None,
     merge: Literal["kept", "new", "beside"] | None = None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import is_one_of, not_among, shown, some
+from .._checks import shown, some
 from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.decisions import NOT_IN_ONLY, decisions_so_far, record_reason
@@ -21,6 +21,7 @@ from ..convert.find import gemm_modules
 from ..convert.receipt import Receipt, weight_name
 from ..convert.stored import (
     DECODED,
+    check_weights,
     nothing_to_store,
     stored_copy,
     stored_quantizer,
@@ -123,8 +124,8 @@ def _record_reasons(model: nn.Module, reasons: dict[str, str], default: str) -> 
 
 def _check_weights(weights: Any, skip: Any, config: Any) -> None:
     ways = ("stored", *DECODED)
-    if weights is not None and not is_one_of(weights, ways):
-        raise ValueError(f"weights is {not_among(weights, ways)}")
+    if weights is not None:
+        check_weights(weights, ways)
     if config is not None and not (weights is None and skip is None):
         raise ValueError(
             f"weights={shown(weights)} and skip={shown(skip)} are for checkpoints in high precision, and this one "

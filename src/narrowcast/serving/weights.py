@@ -13,6 +13,7 @@ from .. import _checks
 from .._checks import is_one_of, not_among, shown
 from .._device import HIGH_PRECISION
 from ..convert.adapters import base_copy, has_adapters, layer_with_adapters, merged_later
+from ..convert.stored import EXPORTED_AS
 from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
 from ..state import checked_recipe
@@ -119,6 +120,11 @@ def checked(
             "narrowcast.distributed.save_checkpoint, load into a model of all experts, and export that"
         )
     if not isinstance(format, str) or format not in CHECKPOINT_FORMATS:
+        if is_one_of(format, EXPORTED_AS):
+            use = shown(EXPORTED_AS[format])
+            raise ValueError(
+                f"format is {shown(format)}, a word for weights= of narrowcast.convert; use {use}"
+            )
         raise ValueError(f"format is {not_among(format, CHECKPOINT_FORMATS)}")
     if dtype is not None and not is_one_of(dtype, HIGH_PRECISION):
         raise ValueError(
