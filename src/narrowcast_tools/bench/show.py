@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
@@ -12,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..colors import color_of
-from ..schemes import LETTERS, WIDTH, png, tell, wrap
+from ..schemes import LETTERS, WIDE, png, tell, wrap
 from ..tables import make_table
 from .measure import Result
 
@@ -20,9 +22,9 @@ HEADINGS = {"share": "time over compiled bf16", "memory": "peak MiB"}
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
 
 ROW = 0.185  # inches: the height of a line of a label
-EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's"
+EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's. "
 OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # at 1
-NAMES = 108  # points: the width of a contender's name
+NAMES = 170  # points: the width of a contender's name
 
 
 def table(results: Sequence[Result], title: str) -> Table:
@@ -92,52 +94,46 @@ def picture(results: Sequence[Result], caption: str, *, emulated: bool = False, 
         emulated: whether a CPU was timed.
         total: how many measurements a complete run has.
     """
-    panels = {"Time of a step": _bars(results, "ms"), "Peak memory": _bars(results, "memory")}
-    panels = {title: bars for title, bars in panels.items() if bars or title == "Time of a step"}
-    rows = [max(1, sum(bar.rows for bar in bars)) for bars in panels.values()]
-    size = WIDTH, 0.75 * len(panels) + ROW * sum(rows)
-    figure = Figure(figsize=size, dpi=190, layout="constrained")
-    drawn = figure.subplots(len(panels), 1, height_ratios=rows, squeeze=False)[:, 0]
-    for axes, (title, bars) in zip(drawn, panels.items()):
-        axes.set_title(f"{title}\nover compiled bf16's", loc="left", size=LETTERS, weight="bold")
-        _draw(axes, bars)
-    longer = "Longer is slower" if len(panels) == 1 else "Longer is slower, or more memory"
-    finding = EMULATED if emulated else _finding(results)
+    lines = list(_lines(results))
+    panels: dict[str, Literal["ms", "memory"]] = {"Time (compiled bf16: 1)": "ms"}
+    if any(one.memory for one in results):
+        panels["Memory (compiled bf16: 1)"] = "memory"
+    size = WIDE, 0.8 + ROW * sum(line.height for line in lines)
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
+    drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, column) in zip(drawn, panels.items()):
+        axes.set_title(title, loc="left", size=LETTERS, weight="bold")
+        _draw(axes, lines, column)
+    _name(drawn[0], lines)
+    finding = _finding(results, " on this CPU" * emulated)
     if len(results) < total:
         finding = f"Partial: {len(results)} of {total} measurements\n{finding}"
-    tell(figure, finding, f"{longer}.\n{caption}")
+    tell(figure, finding, f"Shorter is better. {EMULATED * emulated}{caption}")
     return png(figure)
 
 
-class Bar(NamedTuple):
-    """A contender's bar, or with no length the name of the group of bars below it."""
+class Line(NamedTuple):
+    """A contender's result beside that of bf16, or without one the name of the group of lines below it."""
 
     label: str
-    color: str = ""
-    length: float = 0.0
-    told: str = ""
+    result: Result | None = None
+    base: Result | None = None
 
     @property
-    def rows(self) -> float:
-        """How many lines it takes."""
-        return self.label.count("\n") + (1 if self.length else 1.5)
+    def height(self) -> float:
+        """How many lines of text it takes."""
+        return self.label.count("\n") + (1.2 if self.result else 1.8)
 
 
-def _bars(results: Sequence[Result], column: Literal["ms", "memory"]) -> list[Bar]:
-    """Return a column's bars over those of bf16, each work's below its name; none without one of bf16."""
-    bars: list[Bar] = []
+def _lines(results: Sequence[Result]) -> Iterator[Line]:
+    """Yield the name of each work of which bf16 was measured, and its results."""
     for work in dict.fromkeys(one.work for one in results):
-        values = {one: value for one in results if one.work == work and (value := getattr(one, column))}
-        base = next((value for one, value in values.items() if one.contender == "bf16"), None)
-        if base is None:
-            continue
-        bars.append(Bar(wrap(work, 72 * WIDTH)))
-        for one, value in values.items():
-            plain = f"{_short(value)} ms" if column == "ms" else f"{value:,.0f} MiB"
-            told = f"{value / base:.2f} ({plain})"
-            label = wrap(f"{one.contender}, {one.mode}", NAMES)
-            bars.append(Bar(label, color_of(one.contender), value / base, told))
-    return bars
+        measured = [one for one in results if one.work == work and one.ms]
+        base = next((one for one in measured if one.contender == "bf16"), None)
+        if base is not None:
+            yield Line(wrap(work, 72 * WIDE))
+            for one in measured:
+                yield Line(wrap(f"{one.contender}, {one.mode}", NAMES), one, base)
 
 
 def _short(value: float) -> str:
@@ -145,39 +141,55 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
-    """Draw bars below the name of their group."""
-    labels: dict[float, str] = {}
-    end = 0.0
-    for bar in bars:
-        end += bar.rows
-        place = end - bar.label.count("\n") / 2
-        if not bar.length:
-            left = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-            told = axes.annotate(bar.label, (0, place), (-NAMES - 5, 0), va="center", size=LETTERS, **left)
-            told.set_bbox(OVER_THE_LINE)
+def _places(lines: Sequence[Line]) -> list[float]:
+    """Return how far down the middle of each line is."""
+    return [end - line.height / 2 for line, end in zip(lines, accumulate(line.height for line in lines))]
+
+
+def _draw(axes: Axes, lines: Sequence[Line], column: Literal["ms", "memory"]) -> None:
+    """Draw a column's bars over those of bf16."""
+    for place, (_, result, base) in zip(_places(lines), lines):
+        value, whole = (getattr(one, column) if one else None for one in (result, base))
+        if result is None or not value or not whole:
             continue
-        labels[place] = bar.label
-        axes.barh(place, bar.length, 0.8, color=bar.color)
-        told = axes.text(bar.length, place, f" {bar.told}", va="center_baseline", size=LETTERS)
+        axes.barh(place, value / whole, 0.8, color=color_of(result.contender))
+        plain = f"{_short(value)} ms" if column == "ms" else f"{value:,.0f} MiB"
+        told = axes.text(
+            value / whole, place, f" {value / whole:.2f} ({plain})", va="center_baseline", size=LETTERS
+        )
         told.set_bbox(OVER_THE_LINE)
     axes.axvline(1.0, color=color_of("bf16"), linewidth=1, linestyle="--", zorder=0)
-    axes.set_xticks([1.0], ["1: bf16, compiled"], size=LETTERS, color="0.35")
-    axes.set_yticks(list(labels), list(labels.values()), size=LETTERS, color="0.35")
+    axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.margins(x=0.8)
+    axes.margins(x=1.0)
     axes.set_xlim(left=0)
-    axes.set_ylim(end + 0.6, 0.8)
 
 
-def _finding(results: Sequence[Result]) -> str:
-    """Return the title: the fastest contender, or how much longer all take."""
-    shares = {one: one.share for one in results if one.share is not None and one.contender != "bf16"}
+def _name(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write the lines' names left of a panel, and those of groups on their left."""
+    places = _places(lines)
+    named = {place: line.label for place, line in zip(places, lines) if line.result}
+    axes.set_yticks(list(named), list(named.values()), size=LETTERS, color="0.35")
+    axes.set_ylim(sum(line.height for line in lines) + 0.2, 0)
+    left = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+    for place, line in zip(places, lines):
+        if not line.result:
+            told = axes.annotate(
+                line.label, (0, place), (-NAMES - 5, -3), va="center", size=LETTERS, weight="bold", **left
+            )
+            told.set_bbox(OVER_THE_LINE)
+
+
+def _finding(results: Sequence[Result], where: str) -> str:
+    """Return the title: how long the contender takes that is the fastest on average."""
+    shares: dict[tuple[str, str], list[float]] = {}
+    for one in results:
+        if one.share is not None and one.contender != "bf16":
+            shares.setdefault((one.contender, one.mode), []).append(one.share)
     if not shares:
         return "The time of a step in bf16" if any(one.ms for one in results) else "No step was measured"
-    fastest = min(shares, key=shares.__getitem__)
-    if shares[fastest] < 1:
-        return f"Up to {1 / shares[fastest]:.2f} times as fast as compiled bf16: {fastest.contender}, {fastest.mode}"
-    times = dict.fromkeys(f"{share:.2f}" for share in (shares[fastest], max(shares.values())))
-    return f"No step is faster than compiled bf16's: they take {' to '.join(times)} times as long"
+    contender, mode = min(shares, key=lambda name: fmean(shares[name]))
+    found = shares[contender, mode]
+    times = dict.fromkeys(f"{share:.2f}" for share in (min(found), max(found)))
+    return f"Fastest{where} is {contender} ({mode}): {' to '.join(times)} times bf16's time"
