@@ -737,9 +737,9 @@ def how_much() -> str:
     lines.append(f"| peak GiB: bf16, delayed | {' | '.join(peaks)} |")
     what = (
         "*8B layers*: a training step of four layers of Llama 3's 8B shape on two GPUs, under FSDP2. *8B block*: "
-        "forward and backward of one of their feed-forward blocks. Both are made of narrowcast's fused layers, and "
-        "FSDP2 gathers their weights in FP8. torchao converts `nn.Linear`s, and gathers in bf16. *Converted 1B*: a "
-        "training step of a Llama of Transformers after `nc.convert` (-: not measured)."
+        "forward and backward of one of their feed-forward blocks. In both, narrowcast uses its fused layers, and "
+        "FSDP2 gathers weights in FP8; torchao converts `nn.Linear`s and gathers in bf16. *Converted 1B*: a training "
+        "step of a Llama of Transformers after `nc.convert`. A dash: not measured."
     )
     device, torch, ours, dates = measured_with(HERO)
     told = f"Measured on an {device} with PyTorch {torch} and narrowcast {ours}, {dates}."

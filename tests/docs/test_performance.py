@@ -68,6 +68,9 @@ def test_the_first_paragraph_has_the_speeds_of_the_table_and_the_chart(performan
         for row in performance.measured(section)
         if row.name == "delayed"
     }
+    (fsdp,) = (section for section in performance.SECTIONS if section.key == "fsdp")
+    torchao = next(row.speed for row in performance.measured(fsdp) if row.name == "torchao tensorwise")
+    assert f"narrowcast is {speeds['fsdp']:.2f} times as fast, torchao is {torchao:.2f} times" in first
     alone = speeds.pop("mlp")
     told = f"trains {min(speeds.values()):.2f} to {max(speeds.values()):.2f} times as fast as bf16"
     block = f"block alone {alone:.2f} times"
