@@ -148,7 +148,7 @@ def test_expected_memory_is_what_a_step_saves(recipe: Any, frozen: bool) -> None
 def test_coverage_is_asserted_and_what_is_missing_named() -> None:
     receipt = nc.receipt(nc.convert(Model(), CURRENT, skip="head"))
     receipt.assert_coverage(0.85)
-    with pytest.raises(AssertionError, match=r"88\.9% .* 95\.0% .*: head 11\.1% \(skip\)"):
+    with pytest.raises(AssertionError, match=r"88\.9% .* 95\.0% .*: 'head' 11\.1% \(skip\)"):
         receipt.assert_coverage(0.95)
     with pytest.raises(TypeError, match="least is 'all', of type str; use a share from 0 to 1, such as .9"):
         receipt.assert_coverage("all")

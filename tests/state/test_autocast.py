@@ -321,6 +321,22 @@ def test_an_autocast_of_another_kind_tells_what_to_do(owned: bool) -> None:
         layer(torch.ones(3, 32))
 
 
+def test_a_change_of_recipes_names_the_first_layer_once() -> None:
+    class Own(nc.Linear):
+        """A kind of layer that no other test has."""
+
+    model = torch.nn.ModuleDict({name: Own(32, 32, device="cpu", name=name) for name in ("up", "down")})
+    for recipe in ("current", "block"):
+        with warnings.catch_warnings(record=True) as told, nc.autocast(recipe=recipe):
+            warnings.simplefilter("default")
+            for layer in model.values():
+                layer(torch.ones(3, 32))
+    (warning,) = told
+    assert str(warning.message).startswith(
+        "the recipe of 'up' changed from Float8CurrentScaling to Float8BlockScaling "
+    )
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_an_autocast_that_reaches_no_layer_warns_once(
     compiles: bool, monkeypatch: pytest.MonkeyPatch

@@ -166,7 +166,7 @@ class Receipt:
         running = self._running()
         kept = sorted((one for one in self.gemms if one not in running), key=lambda one: -one.flops_share)
         named = "; ".join(
-            f"{one.name or one.type} {one.flops_share:.1%} "
+            f"{_checks.shown(one.name) if one.name else one.type} {one.flops_share:.1%} "
             f"({'did not run' if one.covered else one.reason or 'no recipe'})"
             for one in kept[:3]
         )

@@ -113,8 +113,9 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
     if sizes[name] + min(sizes[reason], _NARROWEST) > room():
         headings, rows = _below_headings(rows)
         sizes[name] = max(len(row[name]) for row in (_HEAD, *rows))
+    needed = min(sizes[name], _NAME) + min(sizes[reason], _NARROWEST)
     for dropped in _DROPPED:
-        if room() < min(_NAME + _NARROWEST, sizes[name] + sizes[reason]) and dropped in columns:
+        if room() < needed and dropped in columns:
             columns.remove(dropped)
     most = {name: max(_NARROWEST, min(sizes[name], max(room() // 2, room() - _NARROWEST)))}
     most[reason] = max(_NARROWEST, room() - min(most[name], sizes[name]))

@@ -28,6 +28,7 @@ from ..upstream.fsdp import is_managed
 from ..upstream.modules import keep_values, own_buffers, own_parameters
 from ..upstream.tensors import version_of
 from .extra_state import delayed_state, join_directions, state_names, take_extra_state, wrong_value
+from .parameters import named_layer
 from .recipe_owner import RecipeOwner
 from .replicas import PENDING, leave_state_to_ranks
 
@@ -219,7 +220,7 @@ class DelayedLayer(RecipeOwner):
         seen = {*(seen if version == before else ()), sum(map(version_of, parameters))}
         self.__dict__["_versions"] = version, seen
         if len(seen) > 2:
-            warn_of_no_renewal(type(self).__name__)
+            warn_of_no_renewal(named_layer(self))
 
     # -- moving, saving, loading -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from .._tracing import traced_local, while_tracing
 from ..recipe import Recipe, recipe_name
 from ..state import THREAD, autocast, checked_recipe, entered_in_backward
 from ..upstream.autograd import graph_task_id, is_in_backward
+from .parameters import named_layer
 
 
 def not_for_jit(how: str, layer: nn.Module) -> NotImplementedError:
@@ -121,6 +122,10 @@ class RecipeOwner(nn.Module):
         return {**self.__dict__, "_last_recipe": self._recipe, "_ran_under": ([], [])}
 
 
+_FIRST: dict[tuple[str, str, str], str] = {}
+"""The first layer that changed its recipe, by the kinds of the layer and of both recipes."""
+
+
 def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
     last = layer._last_recipe
     if last is not None and type(recipe) is not type(last):
@@ -130,8 +135,10 @@ def _warn_of_another_kind(layer: RecipeOwner, recipe: Recipe) -> None:
             if own
             else "; an autocast's recipe counts before the layers' own: leave it out, or give it recipe="
         )
-        warnings.warn(  # one text for all layers of a kind: shown once
-            f"the recipe of {type(layer).__name__} changed from {type(last).__name__} to {type(recipe).__name__} "
+        kinds = type(layer).__name__, type(last).__name__, type(recipe).__name__
+        name = _FIRST.setdefault(kinds, named_layer(layer))
+        warnings.warn(  # one text for all layers of a kind, with the first one's name: shown once
+            f"the recipe of {name} changed from {kinds[1]} to {kinds[2]} "
             f"between two forwards; numbers change with it{remedy}",
             stacklevel=2,
         )

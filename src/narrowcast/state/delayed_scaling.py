@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._checks import article
 from ..functional import renew_delayed_scaling
 from ..functional.collectives import group_size
 from ..recipe import DelayedScaling
@@ -195,7 +194,7 @@ def warn_of_no_renewal(name: str) -> None:
     if "kept" not in _SAID:
         _SAID.add("kept")
         warnings.warn(
-            f"the weight of {article(name)} changes between training forwards, and nothing renews its scales of "
+            f"the weight of {name} changes between training forwards, and nothing renews its scales of "
             "delayed scaling, as a step of a torch.optim.Optimizer that has the weight would; call "
             "narrowcast.renew_delayed_scaling(model) after each change",
             stacklevel=6,
