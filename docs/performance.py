@@ -3,7 +3,7 @@
     python docs/performance.py
 
 It writes ``docs/performance.md``, the tables between markers in ``docs/choosing.md`` and README, the charts in
-``docs/assets/perf/``, and the alternative texts of the home page's and README's chart. A table whose rows come from
+``docs/assets/perf/``, and the alternative text of the home page's chart. A table whose rows come from
 several machines, versions or commits is refused.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
@@ -295,7 +295,7 @@ SECTIONS = (
 CHARTED = ("fsdp", "block", "steps", "mlp", "huggingface")
 HERO = ("fsdp", "mlp", "huggingface")
 SHOWN = ("bf16", "torchao tensorwise", "delayed", "current")
-"""The rows of README's table and of the chart beside it."""
+"""The rows of README's table."""
 NOT_IN_CHARTS = "FusedAdam"
 SHORT = {
     "fsdp": "Training step, four layers of the 8B shape, two GPUs, compiled",
@@ -407,19 +407,15 @@ def answer(section: Section) -> str:
     return f"{told} `{NOT_IN_CHARTS}` makes it {fused[0]:.2f} times." if fused else told
 
 
-def panel(section: Section, names: Collection[str] = ()) -> Panel:
-    """Return the chart of a section: one bar per contender, or per name."""
-    rows = {row.name: row for row in measured(section) if NOT_IN_CHARTS not in row.name}
+def panel(key: str) -> Panel:
+    """Return the chart of a section: one bar per contender."""
+    (section,) = (section for section in SECTIONS if section.key == key)
     bars = [
-        Bar(
-            ("narrowcast " if name in RECIPES else "") + name,
-            rows[name].speed if name in rows else 0.0,
-            rows[name].milliseconds if name in rows else 0.0,
-            name,
-        )
-        for name in names or rows
+        Bar(("narrowcast " if row.name in RECIPES else "") + row.name, row.speed, row.milliseconds, row.name)
+        for row in measured(section)
+        if NOT_IN_CHARTS not in row.name
     ]
-    return Panel(SHORT[section.key], bars)
+    return Panel(SHORT[key], bars)
 
 
 def measured_with(keys: Collection[str]) -> list[str]:
@@ -430,66 +426,39 @@ def measured_with(keys: Collection[str]) -> list[str]:
     return [*told, " to ".join(dict.fromkeys((dates[0], dates[-1])))]
 
 
-def finding(panels: Sequence[Panel]) -> str:
-    """Return a chart's heading: how fast FP8 is in its fastest recipe, in training steps and in parts of one."""
-    speeds = {
-        name: {one.title: bar.speed for one in panels for bar in one.bars if bar.contender == name}
-        for name in RECIPES
-    }
-    fastest = max(speeds, key=lambda name: sum(speeds[name].values()))
-    steps = sorted(speed for title, speed in speeds[fastest].items() if title not in ALONE)
-    told = dict.fromkeys(f"{speed:.2f}" for speed in (*steps[:1], *steps[-1:]))
-    works = [f"{' to '.join(told)} times as fast as bf16"] if told else []
-    for title, speed in speeds[fastest].items():
-        if title in ALONE:
-            works.append(f"{ALONE[title]} {speed:.2f} times{'' if works else ' as fast as bf16'}")
-    return f"FP8 with {RECIPES[fastest]} trains {', '.join(works)}"
+def finding(drawn: Panel) -> str:
+    """Return a chart's heading: how fast FP8 is in its fastest recipe."""
+    best = max((bar for bar in drawn.bars if bar.contender in RECIPES), key=lambda bar: bar.speed)
+    alone = f"{ALONE[drawn.title]} " if drawn.title in ALONE else ""
+    return f"FP8 with {RECIPES[best.contender]} trains {alone}{best.speed:.2f} times as fast as bf16"
 
 
-def release(name: str) -> str:
-    """Return the release that a chart's rows are of, if other charts have a later one, else ""."""
-    of_chart = {chart: measured_with((chart,))[2] for chart in CHARTED}
-    return "" if name == "home" or of_chart[name] == max(of_chart.values()) else of_chart[name]
+def heading(key: str) -> str:
+    """Return a chart's finding, after the release where other charts have a later one."""
+    releases = {chart: measured_with((chart,))[2] for chart in CHARTED}
+    earlier = "" if releases[key] == max(releases.values()) else f"narrowcast {releases[key]}: "
+    return earlier + finding(panel(key))
 
 
-def heading(name: str) -> str:
-    """Return a chart's finding, after the release where that is an earlier one."""
-    earlier = f"narrowcast {release(name)}: " if release(name) else ""
-    return earlier + finding(drawn_panels(name))
-
-
-def alternative(name: str) -> str:
+def alternative(key: str) -> str:
     """Return what a chart shows, for readers who do not see it."""
-    panels = drawn_panels(name)
-    work = f"{panels[0].title}: " if len(panels) == 1 else ""
-    peers = ", beside torchao" if any("torchao" in bar.name for one in panels for bar in one.bars) else ""
-    return f"{work}{heading(name)}, on NVIDIA H200{peers}; longer is faster"
-
-
-def drawn_panels(name: str) -> list[Panel]:
-    """Return the panels of a chart: a section's, or for README the rows of its table."""
-    if name == "home":
-        return [panel(section, SHOWN) for section in SECTIONS if section.key in HERO]
-    return [panel(section) for section in SECTIONS if section.key == name]
+    drawn = panel(key)
+    peers = ", beside torchao" if any("torchao" in bar.name for bar in drawn.bars) else ""
+    return f"{drawn.title}: {heading(key)}, on NVIDIA H200{peers}; longer is faster"
 
 
 def charts() -> dict[str, str]:
-    """Return the charts' text by file name: each light and dark."""
-    pictures = {name: drawn_panels(name) for name in (*CHARTED, "home")}
-    fastest = max(bar.speed for panels in pictures.values() for one in panels for bar in one.bars)
+    """Return the charts' text by file name: each light and dark, for pages and for phones."""
+    panels = {key: panel(key) for key in CHARTED}
+    fastest = max(bar.speed for drawn in panels.values() for bar in drawn.bars)
+    told = "PyTorch {1}, narrowcast {2}, {0}, {3}"
     return {
-        f"{name}-{scheme}.svg": svg(
-            heading(name),
-            panels,
-            scheme,
-            [
-                line.format(*measured_with(HERO if name == "home" else (name,)))
-                for line in ("PyTorch {1}, narrowcast {2}", "{0}, {3}")
-            ],
-            fastest,
+        f"{key}{'' if wide else '-phone'}-{scheme}.svg": svg(
+            heading(key), drawn, scheme, told.format(*measured_with((key,))), fastest, wide=wide
         )
-        for name, panels in pictures.items()
+        for key, drawn in panels.items()
         for scheme in ("light", "dark")
+        for wide in (True, False)
     }
 
 
@@ -547,9 +516,9 @@ blocks at a time and replayed as a CUDA graph. A step takes {plain:.1f} ms in bf
 the recipes, with `FusedAdam(weight_codes=)` and a head under current scaling, it takes {steps} ms:
 {speeds} times as fast.
 """
-ACCOUNT_NOTES = """A bar is the time of a group of kernels, the sum of the table's cells. The GEMMs save the most
-time. Casts take a part of it back. Attention takes longer under every recipe, with the same kernels as in bf16; why
-is not explained. The second panel has the groups that another optimizer and another head change, and not the recipe.
+ACCOUNT_NOTES = """A part of a bar is the time of a group of kernels, the sum of the table's cells. The GEMMs save the
+most time. Casts (quantizing) take a part of it back. Attention takes longer under every recipe, with the same kernels
+as in bf16; why is not explained. Head and optimizer differ since the recipes' rows have an FP8 head and `FusedAdam`.
 The [converted Llama](#how-fast-is-a-converted-model-of-transformers) gains less in another setup: modules of
 Transformers with their linear layers converted, PyTorch's AdamW, a bf16 head, no CUDA graph.
 
@@ -622,7 +591,7 @@ def losses() -> str:
         "Held-out loss over the steps by recipe, and the last one's gap to bf16's by seed, beside the range of bf16's "
         "own eight seeds, 85M parameters"
     )
-    drawn = in_both_schemes("assets/losses-h200", alternative)
+    drawn = in_both_schemes("assets/losses-h200", alternative, phone=True)
     return LOSSES.format(
         gap=gaps["delayed"],
         apart=apart,
@@ -666,11 +635,11 @@ def account() -> list[str]:
     run = (
         f"{device}, PyTorch {torch}, narrowcast {narrowcast}, {date}. Rows: `benchmarks/results/account.csv`."
     )
-    drawn = in_both_schemes(
-        "assets/account",
-        f"A step takes {times[best]:.1f} ms under {RECIPES[best]}, {times[plain]:.1f} in bf16; milliseconds by "
-        "group of kernels, bf16 and three recipes",
+    alternative = (
+        f"A step takes {times[best]:.1f} ms under {RECIPES[best]}, {times[plain]:.1f} in bf16; milliseconds by group "
+        "of kernels, bf16 and three recipes"
     )
+    drawn = in_both_schemes("assets/account", alternative, phone=True)
     return [*lines, "", run, "", drawn, "", ACCOUNT_NOTES]
 
 
@@ -696,7 +665,7 @@ def page() -> str:
         lines += [caption(section), ""]
         if section.key in CHARTED:
             lines += [
-                in_both_schemes(f"assets/perf/{section.key}", alternative(section.key)),
+                in_both_schemes(f"assets/perf/{section.key}", alternative(section.key), phone=True),
                 "",
             ]
         lines += [f"Reproduce on {section.hardware}: `{section.command}`", ""]
@@ -752,17 +721,17 @@ def with_table(path: Path, name: str, table: str) -> str:
     return re.sub(pattern, lambda found: found[1] + table + found[2], path.read_text(), flags=re.DOTALL)
 
 
-def with_alternative(text: str, name: str) -> str:
+def with_alternative(text: str, key: str) -> str:
     """Return a page with what its chart shows, for readers who do not see it."""
-    pattern = rf'(perf/{name}-light\.svg"(?: width="480")? alt=)"[^"]*"'
-    return re.sub(pattern, lambda found: f'{found[1]}"{alternative(name)}"', text)
+    pattern = rf'(perf/{key}-phone-light\.svg" alt=)"[^"]*"'
+    return re.sub(pattern, lambda found: f'{found[1]}"{alternative(key)}"', text)
 
 
 def files() -> dict[Path, str]:
     """Return the text of every file that this script writes."""
     readme, home, choosing = DOCS.parent / "README.md", DOCS / "index.md", DOCS / "choosing.md"
     return {
-        readme: with_alternative(with_table(readme, "how much", how_much()), "home"),
+        readme: with_table(readme, "how much", how_much()),
         home: with_alternative(home.read_text(), "fsdp"),
         choosing: with_table(choosing, "break even", break_even()),
         DOCS / "performance.md": page(),

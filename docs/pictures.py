@@ -30,9 +30,8 @@ from narrowcast_tools.train.report import compare
 DOCS = Path(__file__).resolve().parent
 RESULTS, ASSETS = DOCS.parent / "benchmarks" / "results", DOCS / "assets"
 ACCOUNT = (
-    "Why attention takes longer under a recipe is not explained.\n"
-    "A compiled 1B Llama, 8192 tokens a step, replayed as a CUDA graph on one {device}, "
-    "torch {torch}, narrowcast {narrowcast}, {date}"
+    "1B Llama of narrowcast's layers, compiled, 8192 tokens a step, CUDA graph; {device}, torch {torch}, "
+    "narrowcast {narrowcast}, {date}"
 )
 WATCHED = nc.recipe.Float8CurrentScaling()
 H200 = (
@@ -48,7 +47,7 @@ def rows_of(file: str) -> list[dict[str, str]]:
         return list(csv.DictReader(opened))
 
 
-def account() -> Figure:
+def account(wide: bool) -> Figure:
     """Return the picture of ``account.csv``."""
     groups: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows_of("account.csv"):
@@ -66,10 +65,10 @@ def account() -> Figure:
         for name, rows in groups.items()
     ]
     where = next(iter(groups.values()))[0]
-    return account_figure(accounts, ACCOUNT.format(**where))
+    return account_figure(accounts, ACCOUNT.format(**where), wide=wide)
 
 
-def comparison(file: str, trained: str) -> Figure:
+def comparison(file: str, trained: str, wide: bool) -> Figure:
     """Return the picture of a file of held-out losses, by recipe, seed and step."""
     curves: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for row in rows_of(file):
@@ -78,7 +77,7 @@ def comparison(file: str, trained: str) -> Figure:
         RunResult(recipe, History([], curve), curve[-1][0], 0, Pace(0.0), 0.0, seed)
         for (recipe, seed), curve in curves.items()
     ]
-    return figure(compare(runs), subtitle=trained)
+    return figure(compare(runs), subtitle=trained, wide=wide)
 
 
 class Block(nn.Module):
@@ -115,16 +114,12 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 
 
 def main() -> None:
-    """Write each picture for light pages and for dark ones."""
-    first = comparison("first_light.csv", FIRST)
-    figures = {
-        "account": account(),
-        "first-light": first,
-        "losses-h200": comparison("train_125m.csv", H200),
-        "watch": watch_figure(watched().records, [type(WATCHED).__name__]),
-    }
-    for name, drawn in figures.items():
-        write(svg(drawn), ASSETS, name)
+    """Write each picture for light pages and for dark ones, and most for phones, too."""
+    for width, wide in (("", True), ("-phone", False)):
+        write(svg(account(wide)), ASSETS, f"account{width}")
+        write(svg(comparison("first_light.csv", FIRST, wide)), ASSETS, f"first-light{width}")
+        write(svg(comparison("train_125m.csv", H200, wide)), ASSETS, f"losses-h200{width}")
+    write(svg(watch_figure(watched().records, [type(WATCHED).__name__])), ASSETS, "watch")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")
 
 SCHEMED = re.compile(
-    r'<picture>\n *<source [^>]*srcset="([\w./-]+)-dark\.svg">\n'
-    r' *<img src="\1-light\.svg"[^>]* alt="([^"]*)">\n</picture>'
+    r"<picture>\n(?P<sources>(?: *<source [^>]*>\n)+)"
+    r' *<img src="(?P<path>[\w./-]+)-light\.svg"[^>]* alt="(?P<alternative>[^"]*)">\n</picture>'
 )
 
 
@@ -109,7 +109,19 @@ def with_links(markdown: str, page: str) -> str:
 
 def in_both_schemes(markdown: str) -> str:
     """Return Markdown whose pictures follow the site's scheme, which readers choose, and not that of their system."""
-    return SCHEMED.sub(r"![\2](\1-light.svg#only-light)\n![\2](\1-dark.svg#only-dark)", markdown)
+
+    def images(found: re.Match[str]) -> str:
+        path, told = found["path"], f"![{found['alternative']}]"
+        widths = (
+            {"": "{ .page }", "-phone": "{ .phone }"} if f"{path}-phone-" in found["sources"] else {"": ""}
+        )
+        return "\n".join(
+            f"{told}({path}{width}-{scheme}.svg#only-{scheme}){shown}"
+            for width, shown in widths.items()
+            for scheme in ("light", "dark")
+        )
+
+    return SCHEMED.sub(images, markdown)
 
 
 def with_labels(html: str) -> str:

@@ -50,14 +50,19 @@ def color_of(contender: str, *, dark: bool = False) -> str:
     return PEERS.get(package, colors)[dark]
 
 
-def in_both_schemes(path: str, alternative: str) -> str:
+def in_both_schemes(path: str, alternative: str, *, phone: bool = False) -> str:
     """Return the Markdown of a picture, of which light pages and dark ones show a file each.
 
     Args:
         path: of ``<path>-light.svg`` and ``<path>-dark.svg``.
         alternative: what the picture shows, for readers who do not see it.
+        phone: whether narrow screens show ``<path>-phone-light.svg`` and ``<path>-phone-dark.svg`` instead.
     """
-    return (
-        f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{path}-dark.svg">\n'
-        f'  <img src="{path}-light.svg" alt="{alternative}">\n</picture>'
-    )
+    narrow = "(max-width: 600px)"
+    sources = [
+        (f"{narrow} and (prefers-color-scheme: dark)", "-phone-dark"),
+        (narrow, "-phone-light"),
+    ] * phone
+    sources.append(("(prefers-color-scheme: dark)", "-dark"))
+    told = "".join(f'  <source media="{media}" srcset="{path}{end}.svg">\n' for media, end in sources)
+    return f'<picture>\n{told}  <img src="{path}-light.svg" alt="{alternative}">\n</picture>'

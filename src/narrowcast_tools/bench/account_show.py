@@ -7,15 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
-from ..colors import color_of
-from ..schemes import LETTERS, WIDTH, png, tell, wrap
+from ..schemes import LETTERS, WIDE, WIDTH, png, tell
 from ..tables import make_table
-from .account import GROUPS, Account, Ceilings, Row
+from .account import Account, Ceilings, Row
 
 COLUMNS = (
     "contender",
@@ -31,23 +29,33 @@ COLUMNS = (
 
 
 DRAWN = {
-    "GEMM, fprop": "GEMMs (matrix products)",
-    "GEMM, dgrad": "GEMMs (matrix products)",
-    "GEMM, wgrad": "GEMMs (matrix products)",
-    "casts": "casts (quantizing)",
+    "GEMM, fprop": "matrix products",
+    "GEMM, dgrad": "matrix products",
+    "GEMM, wgrad": "matrix products",
+    "casts": "quantizing",
     "norms": "norms, activations",
     "activations": "norms, activations",
+    "head and loss": "head, loss",
     "other": "other, GPU idle",
     "gaps": "other, GPU idle",
 }
-"""The bar that a picture has for a group, if it is not one of its own."""
-BAR, GAP = 0.165, 0.11  # inches: a contender's bar with its number, and the gap between groups
-NAMES = 84  # points: the width of a group's name
-SCALES = {
-    "delayed": "from earlier steps (delayed)",
-    "current": "of the tensor itself (current)",
-    "rowwise": "of its rows (row-wise)",
-    "block": "of blocks of 128 values (128-block)",
+"""The part of a bar that a picture has for a group, if it is not one of its own."""
+PARTS = {
+    "matrix products": "#0072b2",
+    "quantizing": "#cc79a7",
+    "norms, activations": "#e69f00",
+    "attention": "#56b4e9",
+    "head, loss": "#009e73",
+    "optimizer": "#8c6d1f",
+    "other, GPU idle": "#999999",
+}
+NAMED = {
+    "delayed": "FP8 delayed",
+    "current": "FP8 current",
+    "rowwise": "FP8 row-wise",
+    "block": "FP8 128-block",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
 }
 
 
@@ -96,44 +104,46 @@ def write_account(
 
 
 def draw_account(accounts: Sequence[Account], caption: str) -> bytes:
-    """Return a PNG image of ``account_figure``."""
-    return png(account_figure(accounts, caption))
+    """Return a PNG image of ``account_figure`` for a screen."""
+    return png(account_figure(accounts, caption, wide=True))
 
 
-def account_figure(accounts: Sequence[Account], caption: str) -> Figure:
-    """Return the time of each group, a bar per contender. What another optimizer or head changes has its own panel.
+def account_figure(accounts: Sequence[Account], caption: str, *, wide: bool = False) -> Figure:
+    """Return a bar per contender, as long as its step, whose parts are groups of kernels.
 
     Args:
         accounts: bf16's first.
         caption: command and machine.
+        wide: for screens; else for phones.
     """
-    found = [name for name in GROUPS if any(row.group == name for one in accounts for row in one.rows)]
-    groups = list(dict.fromkeys(DRAWN.get(name, name) for name in found))
-    changed: dict[str, str] = {}
-    for choice in accounts[-1].contender.split(", ")[1:]:
-        if choice.startswith("head in "):
-            changed["head and loss"] = f"head in bf16 → {_bits(choice.removeprefix('head in '))}"
-        else:
-            changed["optimizer"] = f"PyTorch's AdamW → {choice}"
-    panels = [[name for name in groups if name not in changed], [name for name in groups if name in changed]]
-    panels = [names for names in panels if names]
-    rows = (BAR * len(accounts) + GAP) * len(groups)
-    figure = Figure(figsize=(WIDTH, 0.3 + 0.4 * len(panels) + rows), dpi=190, layout="constrained")
-    shape = {"height_ratios": [len(names) for names in panels], "sharex": True, "squeeze": False}
-    drawn = figure.subplots(len(panels), 1, **shape)[:, 0]
-    for axes, names in zip(drawn, panels):
-        _bars(axes, accounts, names)
-    if changed:
-        drawn[0].set_title("What the recipe changes, ms", loc="left", size=LETTERS, weight="bold")
-        told = f"Other changes: {', '.join(changed.values())}"
-        title = wrap(told, 72 * WIDTH - NAMES, weight="bold")
-        drawn[-1].set_title(title, loc="left", size=LETTERS, weight="bold")
-    keys = [Patch(color=_color(one), label=_total(one)) for one in accounts]
-    foot = (
-        f"Shorter is better. {_terms(accounts)} Attention is in bf16 everywhere. Rounded parts may not add up to "
-        "the step."
+    figure = Figure(
+        figsize=(WIDE if wide else WIDTH, 0.2 + 0.42 * len(accounts)), dpi=200, layout="constrained"
     )
-    tell(figure, _finding(accounts), f"{foot}\n{caption}", keys)
+    axes = figure.subplots()
+    times = [_parts(one) for one in accounts]
+    ends = [sum(parts.values()) for parts in times]
+    least = max(ends) * (0.055 if wide else 0.14)  # of a part that has room for its number
+    begins = [0.0] * len(accounts)
+    found = [part for part in PARTS if any(parts[part] for parts in times)]
+    for part in found:
+        lengths = [parts[part] for parts in times]
+        axes.barh(range(len(accounts)), lengths, 0.75, left=begins, color=PARTS[part])
+        for place, (begin, length) in enumerate(zip(begins, lengths)):
+            if length >= least:
+                inside = {"ha": "center", "va": "center_baseline", "size": LETTERS, "color": "white"}
+                axes.text(begin + length / 2, place, f"{length:.1f}", **inside)
+        begins = [begin + length for begin, length in zip(begins, lengths)]
+    for place, (one, end) in enumerate(zip(accounts, ends)):
+        axes.text(end, place, f" {one.step_ms:.1f} ms", va="center_baseline", size=LETTERS, weight="bold")
+    axes.set_xticks([])
+    axes.set_yticks(range(len(accounts)), [_named(one) for one in accounts], size=LETTERS, weight="bold")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    axes.margins(x=0.14 if wide else 0.25)
+    axes.set_ylim(len(accounts) - 0.5, -0.5)
+    keys = [Patch(color=PARTS[part], label=part) for part in found]
+    foot = f"Shorter is better; numbers are milliseconds. {_also(accounts)}{caption}"
+    tell(figure, _finding(accounts), foot, keys, columns=4 if wide else 2)
     return figure
 
 
@@ -142,26 +152,12 @@ def shown_ms(row: Row) -> float:
     return round(row.ms, 1)
 
 
-def _bars(axes: Axes, accounts: Sequence[Account], groups: Sequence[str]) -> None:
-    """Draw a bar per contender beside the name of each group."""
-    high = BAR / (GAP + BAR * len(accounts))  # of a group, which is 1 high
-    for index, one in enumerate(accounts):
-        times: dict[str, float] = defaultdict(float)
-        for row in one.rows:
-            times[DRAWN.get(row.group, row.group)] += shown_ms(row)
-        fused = times[DRAWN["casts"]] and all(row.group != "activations" for row in one.rows)
-        places = [place + (index - (len(accounts) - 1) / 2) * high for place in range(len(groups))]
-        lengths = [times[name] for name in groups]
-        axes.barh(places, lengths, 0.9 * high, color=_color(one), label=one.contender)
-        for name, place, length in zip(groups, places, lengths):
-            told = ", activations are in the casts" if fused and name == DRAWN["activations"] else ""
-            axes.text(length, place, f" {length:.1f}{told}" if length else " 0", va="center", size=LETTERS)
-    axes.set_xticks([])
-    axes.set_yticks(range(len(groups)), [wrap(name, NAMES) for name in groups], size=LETTERS)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.margins(x=0.14)
-    axes.set_ylim(len(groups) - 0.5, -0.5)
+def _parts(account: Account) -> dict[str, float]:
+    """Return the milliseconds of each part of a contender's bar."""
+    times: dict[str, float] = defaultdict(float)
+    for row in account.rows:
+        times[DRAWN.get(row.group, row.group)] += shown_ms(row)
+    return times
 
 
 def _finding(accounts: Sequence[Account]) -> str:
@@ -169,38 +165,27 @@ def _finding(accounts: Sequence[Account]) -> str:
     first, fastest = accounts[0], min(accounts, key=lambda one: one.step_ms)
     if fastest is first:
         return "Where the time of a training step goes"
-    recipe = _named(fastest.contender.partition(",")[0])
-    return f"A step takes {fastest.step_ms:.1f} ms under {recipe}, {first.step_ms:.1f} in {first.contender}"
+    steps = [f"{one.step_ms:.1f} ms in {_named(one)}" for one in (fastest, first)]
+    return f"A training step takes {', '.join(steps)}"
 
 
-def _terms(accounts: Sequence[Account]) -> str:
-    """Return what the recipes of the picture are, for readers who know none."""
-    recipes = [one.contender.partition(",")[0] for one in accounts[1:]]
-    bits = sorted({{"mxfp6": 6, "mxfp4": 4, "nvfp4": 4}.get(recipe, 8) for recipe in recipes}, reverse=True)
-    scales = [SCALES[recipe] for recipe in recipes if recipe in SCALES]
-    told = f", with scales {', '.join(scales)}" if scales else ""
-    return (
-        f"bf16: 16 bits. Recipes: GEMMs in {' or '.join(map(str, bits))}{told}."
-        if recipes
-        else "bf16: 16 bits."
-    )
+def _also(accounts: Sequence[Account]) -> str:
+    """Return what the recipes' steps have besides the recipe, and which kernels do two things."""
+    told = ""
+    if also := accounts[-1].contender.split(", ")[1:]:
+        told = f"The recipes also have {' and '.join(_choice(one) for one in also)}. "
+    fused = [one for one in accounts if all(row.group != "activations" for row in one.rows)]
+    if any(row.group == "casts" for one in fused for row in one.rows):
+        told += "Quantizing includes fused activations. "
+    return told
 
 
-def _bits(recipe: str) -> str:
-    """Return the format of a recipe, for readers who know no recipe."""
-    return {"bf16": "bf16", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}.get(recipe, "FP8")
+def _choice(choice: str) -> str:
+    """Return such as "a head in FP8" for "head in current"."""
+    head = choice.removeprefix("head in ")
+    return choice if head == choice else f"a head in {NAMED.get(head, head)}"
 
 
-def _color(one: Account) -> str:
-    return color_of(one.contender.partition(",")[0])
-
-
-def _named(recipe: str) -> str:
-    return {"block": "128-block", "delayed": "delayed scaling", "current": "current scaling"}.get(
-        recipe, recipe
-    )
-
-
-def _total(one: Account) -> str:
-    """Return a contender's name and step."""
-    return f"{_named(one.contender.partition(',')[0])}: {one.step_ms:.1f} ms a step"
+def _named(one: Account) -> str:
+    recipe = one.contender.partition(",")[0]
+    return NAMED.get(recipe, recipe)

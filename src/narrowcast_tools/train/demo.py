@@ -110,14 +110,18 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     write_json(folder / COMPARED, content)
     write_bytes(folder / LOSSES, draw(demo.rows, subtitle=told))
     if document is not None:
-        _write_document(demo, facts, svg(figure(demo.rows, subtitle=told)), command, document)
+        pictures = {width: svg(figure(demo.rows, subtitle=told, wide=not width)) for width in ("", "-phone")}
+        _write_document(demo, facts, pictures, command, document)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
 
-def _write_document(demo: Demo, facts: dict[str, str | int], picture: str, command: str, path: Path) -> None:
+def _write_document(
+    demo: Demo, facts: dict[str, str | int], pictures: dict[str, str], command: str, path: Path
+) -> None:
     assets = path.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    write(picture, assets, path.stem)
+    for width, picture in pictures.items():
+        write(picture, assets, f"{path.stem}{width}")
     text = compose(
         demo.rows,
         config=demo.config,

@@ -76,7 +76,7 @@ def compose(
             f"{config.seq_len} bytes. The gap compares it with bf16; a gap below zero is better than bf16. "
             f"{allowed}{speed}".strip()
         ),
-        in_both_schemes(picture, "Gap to bf16's held-out loss per recipe"),
+        in_both_schemes(picture, "Loss by step, and each recipe's gap to bf16's at the end", phone=True),
         _wrap(_remarks(rows, timed=timed)),
         "\n".join(_wrap(f"- {fact}", indent="  ") for fact in facts),
     )
