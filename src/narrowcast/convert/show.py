@@ -113,7 +113,10 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
     if sizes[name] + min(sizes[reason], _NARROWEST) > room():
         headings, rows = _below_headings(rows)
         sizes[name] = max(len(row[name]) for row in (_HEAD, *rows))
-    needed = min(sizes[name], _NAME) + min(sizes[reason], _NARROWEST)
+    needed = max(
+        min(2 * _NARROWEST, sizes[name] + sizes[reason]),
+        min(sizes[name], _NAME) + min(sizes[reason], _NARROWEST),
+    )
     for dropped in _DROPPED:
         if room() < needed and dropped in columns:
             columns.remove(dropped)
