@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -113,7 +114,12 @@ def test_the_numbers_are_those_of_an_unrecorded_step() -> None:
         assert torch.equal(model(WORDS), plain)
     lines = str(receipt.ran()).splitlines()
     assert lines[0].split() == ["weight", "GEMM", "precision", "run", "code", "calls"]
-    assert len(lines) == 2 + 7
+    assert len(receipt.ran().gemms) == 7 and len(lines) == 2 + 4  # equal layers are one row
+    assert [line.split()[0] for line in lines[2:]] == [
+        *(re.sub(r"\d", "0-1", name) for name in NAMES[:3]),
+        "head",
+    ]
+    assert repr(receipt.ran()) == str(receipt.ran()) and repr(receipt) == str(receipt)
 
 
 def test_it_must_be_asked_for() -> None:

@@ -225,6 +225,10 @@ class Receipt:
     def __str__(self) -> str:
         return as_text(self)
 
+    def __repr__(self) -> str:
+        """Return the table, which an interactive session shows."""
+        return str(self)
+
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """Yield the text as wide as a console of ``rich``."""
         yield console.render_str(as_text(self, options.max_width), markup=False, emoji=False, highlight=False)

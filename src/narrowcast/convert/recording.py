@@ -11,12 +11,11 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .._table import aligned
 from ..functional import GemmCall, element_of, gemm_call, half_of
 from ..functional.gemm import gemm_directions
 from ..quantizers import (
@@ -32,6 +31,7 @@ from ..upstream.aot import runs_compiled
 from ..upstream.functionalization import OperatorMode
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import schema_of
+from .show import as_table, common_name
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 _FORMATS: dict[type[Quantizer], str] = {
@@ -85,12 +85,17 @@ class RanGemms:
         return iter(self.gemms)
 
     def __str__(self) -> str:
-        rows = [("weight", "GEMM", "precision", "run", "code", "calls")]
+        alike: dict[RanGemm, list[str]] = {}  # equal layers are one row, as in the receipt
         for one in self.gemms:
+            alike.setdefault(replace(one, name=re.sub(r"\d+", "*", one.name)), []).append(one.name)
+        rows = []
+        for one, names in alike.items():
             run = "emulated" if one.emulated else "native"
             code = "compiled" if one.compiled else "eager"
-            rows.append((one.name or "?", one.gemm, one.precision, run, code, str(one.calls)))
-        lines = aligned(rows) if self.gemms else ["no GEMM of narrowcast ran"]
+            name = common_name(names) or "?"
+            rows.append((name, one.gemm, one.precision, run, code, str(one.calls)))
+        head = ("weight", "GEMM", "precision", "run", "code", "calls")
+        lines = as_table(head, rows) if rows else ["no GEMM of narrowcast ran"]
         if self.inlined:
             lines.append(
                 f"{self.inlined} native GEMMs that compiled graphs called themselves, of unknown layers; "
@@ -102,6 +107,10 @@ class RanGemms:
             names = ", ".join(name or "(the model)" for name in self.idle)
             lines.append(f"under a recipe, but {seen}: {names}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return the table, which an interactive session shows."""
+        return str(self)
 
 
 @dataclass(eq=False)

@@ -57,7 +57,7 @@ def _folded(gemms: Sequence[GemmRecord]) -> list[tuple[str, ...]]:
 def _row(group: Sequence[GemmRecord]) -> tuple[str, ...]:
     first = group[0]
     return (
-        _common_name([one.name for one in group]) or "(the model)",
+        common_name([one.name for one in group]) or "(the model)",
         first.type,
         " x ".join(map(str, first.shape)),
         first.decision,
@@ -68,7 +68,7 @@ def _row(group: Sequence[GemmRecord]) -> tuple[str, ...]:
     )
 
 
-def _common_name(names: Sequence[str]) -> str:
+def common_name(names: Sequence[str]) -> str:
     """Return one name for names that differ in numbers: with their ranges, or with their count if several differ."""
     if len(names) == 1:
         return names[0]
@@ -137,10 +137,25 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
         cells = [cells_of.get(column, [row[column]]) for column in columns]
         lines += map(list, itertools.zip_longest(*cells, fillvalue=""))
     right = frozenset(place for place, column in enumerate(columns) if column in _RIGHT)
-    shown = aligned(lines, right)
+    return _with_headings(aligned(lines, right), above, width)
+
+
+def _with_headings(lines: list[str], above: dict[int, str], width: int) -> list[str]:
+    """Return the lines of a table with headings above some of them."""
     for place, heading in reversed(above.items()):
-        shown[place:place] = _wrapped_name(heading, width)
-    return shown
+        lines[place:place] = _wrapped_name(heading, width)
+    return lines
+
+
+def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table whose first column has names, in the terminal's width if it can be."""
+    width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+    lines = aligned([head, *rows])
+    if max(map(len, lines)) <= width:
+        return lines
+    headings, rows = _below_headings(rows)
+    above = {place: heading for place, heading in enumerate(headings, 2) if heading}
+    return _with_headings(aligned([head, *rows]), above, width)
 
 
 def _below_headings(rows: list[tuple[str, ...]]) -> tuple[list[str], list[tuple[str, ...]]]:

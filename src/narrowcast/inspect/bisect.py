@@ -60,6 +60,10 @@ class Bisection:
             rows.append((one.layer or "(the model)", f"{one.gradient:.3%}", f"{one.loss:+.3g}"))
         return "\n".join(aligned(rows, frozenset((1, 2))))
 
+    def __repr__(self) -> str:
+        """Return the table, which an interactive session shows."""
+        return str(self)
+
 
 def bisect(
     model: nn.Module,

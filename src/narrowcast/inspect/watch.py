@@ -379,6 +379,10 @@ class Watch:
             lines.append(f"last of {samples} samples; all are in watch.records")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        """Return the table, which an interactive session shows."""
+        return str(self)
+
     def to_csv(self, path: str | Path) -> None:
         """Write all records, one a line under the names of :class:`Record`.
 
