@@ -114,12 +114,13 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 
 
 def main() -> None:
-    """Write each picture for light pages and for dark ones, and most for phones, too."""
+    """Write each picture for light pages and for dark ones, and for phones."""
+    records = watched().records
     for width, wide in (("", True), ("-phone", False)):
+        write(svg(watch_figure(records, [type(WATCHED).__name__], wide=wide)), ASSETS, f"watch{width}")
         write(svg(account(wide)), ASSETS, f"account{width}")
         write(svg(comparison("first_light.csv", FIRST, wide)), ASSETS, f"first-light{width}")
         write(svg(comparison("train_125m.csv", H200, wide)), ASSETS, f"losses-h200{width}")
-    write(svg(watch_figure(watched().records, [type(WATCHED).__name__])), ASSETS, "watch")
 
 
 if __name__ == "__main__":

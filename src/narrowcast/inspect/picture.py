@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 _KINDS = ("input", "weight", "grad_output")
 _MOST_LOST, _LEAST_SQNR = 0.1, 8.0
-_LETTERS, _TITLE, _WIDTH = 11, 13, 4.3  # points, and inches: a phone shows a pixel per point
+_LETTERS, _TITLE = 11, 13  # points
+_WIDE, _NARROW = 7.6, 4.3  # inches: a screen, and a phone, which shows a pixel per point
 _USUAL = (16, 33)
+_PALE = "#388bfd30"
 # What stands out should be looked at: too little SQNR, and too much, since one value that dwarfs the rest has nearly
 # all of the signal, and the rest becomes 0: red, as in the panels of underflow. What is usual, from NVFP4's 16 dB to
-# E4M3's 31, is clear, on light pages and on dark ones.
+# E4M3's 31, is pale, on light pages and on dark ones: a panel without color seemed to lack records.
 _SIGNAL = {
     8: "#c2570cff",
     12: "#f1a340ff",
-    16: "#f1a34000",
-    33: "#e5484800",
+    16: _PALE,
+    33: _PALE,
     36: "#e5484840",
     40: "#d42a2aff",
     44: "#d42a2aff",
 }
-_LOST = {0.0: "#e5484800", 0.1: "#e5484860", 1.0: "#d42a2aff"}
+_LOST = {0.0: _PALE, 0.1: "#e5484860", 1.0: "#d42a2aff"}
 # title, whether it is a share, value of a record, ticks, words below the scale
 _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]], ...] = (
     (
@@ -54,7 +56,7 @@ _STATISTICS: tuple[tuple[str, bool, Any, tuple[float, ...], tuple[str, str, str]
     ),
 )
 _BROKEN = "#d1242f"  # the name of a layer that loses many values or much signal
-_REMEDY = ("Remedy for a red layer: a recipe with a scale", "per block (Float8BlockScaling), or bf16.")
+_REMEDY = "Remedy for a red layer: a recipe with a scale per block (Float8BlockScaling), or bf16."
 _SEEN = 0.01  # a panel without a larger share looks empty, and says so
 
 
@@ -71,8 +73,14 @@ def draw(records: Sequence[Record], recipes: Sequence[str], path: str | Path) ->
     drawn.savefig(path, dpi=165, bbox_inches=drawn.bbox_inches.padded(0.12))  # with a margin
 
 
-def figure(records: Sequence[Record], recipes: Sequence[str] = ()) -> Figure:
-    """Return the picture as matplotlib's figure, with the names of the layers' recipes below it."""
+def figure(records: Sequence[Record], recipes: Sequence[str] = (), *, wide: bool = True) -> Figure:
+    """Return the picture as matplotlib's figure, with the names of the layers' recipes below it.
+
+    Args:
+        records: what was watched.
+        recipes: names.
+        wide: for screens; else for phones.
+    """
     from matplotlib.colors import LinearSegmentedColormap, Normalize, PowerNorm
     from matplotlib.figure import Figure
 
@@ -82,12 +90,15 @@ def figure(records: Sequence[Record], recipes: Sequence[str] = ()) -> Figure:
     parts = zip(*(layer.split(".")[:-1] for layer, _ in names))
     shared = "".join(f"{part[0]}." for part in itertools.takewhile(lambda part: len(set(part)) == 1, parts))
     labels = [f"{layer.removeprefix(shared)} {stage}".strip() for layer, stage in names]
+    width, letters = (_WIDE, 90) if wide else (_NARROW, 46)  # inches, and letters of a line
     labels = [
         label if len(label) <= 20 else f"{label[:6]}\N{HORIZONTAL ELLIPSIS}{label[-13:]}" for label in labels
     ]
     height = 4.8 + 0.36 * max(len(names), 5)
-    drawn = Figure(figsize=(_WIDTH, height), layout="constrained")
-    drawn.suptitle(textwrap.fill(_finding(broken), 37), x=0, ha="left", weight="bold", size=_TITLE)
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    drawn.suptitle(
+        textwrap.fill(_finding(broken), int(0.8 * letters)), x=0, ha="left", weight="bold", size=_TITLE
+    )
     low, high = min(_SIGNAL), max(_SIGNAL)
     signal = [((decibels - low) / (high - low), color) for decibels, color in _SIGNAL.items()]
     # the root lets a hundredth be seen beside all
@@ -131,7 +142,7 @@ def figure(records: Sequence[Record], recipes: Sequence[str] = ()) -> Figure:
             ax=list(row),
             location="bottom",
             extend="neither" if share else "both",
-            aspect=40,
+            aspect=70 if wide else 40,
         )
         bar.set_ticks(list(ticks), labels=[f"{tick:.0%}" if share else f"{tick}" for tick in ticks])
         bar.ax.tick_params(labelsize=_LETTERS)
@@ -140,19 +151,15 @@ def figure(records: Sequence[Record], recipes: Sequence[str] = ()) -> Figure:
             bar.ax.annotate(text, (place, 0), xycoords="axes fraction", **below)
         assert bar.solids is not None
         bar.solids.set_rasterized(True)  # hundreds of parts otherwise
-    gaps = "; gray: no record" if missing else ""
-    within = f" of {shared[:-1]}" if shared else ""
-    foot = [
-        *(textwrap.wrap(f"Recipe: {', '.join(recipes)}.", 46) if recipes else ()),
-        *(_REMEDY if broken else ()),
-        f"Down: layers{within}. Across: sampled steps{gaps}.",
-        "The panels are what a layer's GEMMs multiply.",
-        f"One outlier: above {_USUAL[1]} dB, one value dwarfs the",
-        "rest and has nearly all of the signal.",
-        f"narrowcast {__version__}, torch {torch.__version__}",
-    ]
+    told = [f"Recipe: {', '.join(recipes)}."] if recipes else []
+    told += [_REMEDY] if broken else []
+    told += [f"Down: layers{f' of {shared[:-1]}' if shared else ''}. Across: sampled steps."]
+    told += ["Gray: no record."] if missing else []
+    told += ["One outlier: one value has nearly all of the signal."]
+    told += [f"narrowcast {__version__}, torch {torch.__version__}"]
+    foot = textwrap.wrap(" ".join(told), letters)
     drawn.supxlabel("\n".join(foot), x=0, ha="left", fontsize=_LETTERS, color="0.35")
-    drawn.set_figheight(height + 1.3 * _LETTERS / 72 * (len(foot) - 5))
+    drawn.set_figheight(height + 1.3 * _LETTERS / 72 * (len(foot) - 3))
     return drawn
 
 
@@ -161,9 +168,9 @@ def _in_words(found: Sequence[float], share: bool) -> str:
     if not found:
         return "no record"
     if share:
-        return (f"< {_SEEN:.0%}" if max(found) else "all 0%") if max(found) < _SEEN else ""
+        return (f"all < {_SEEN:.0%}" if max(found) else "all 0%") if max(found) < _SEEN else ""
     low, high = _USUAL
-    return "usual" if low <= min(found) and max(found) <= high else ""
+    return "all usual" if low <= min(found) and max(found) <= high else ""
 
 
 def _broken(records: Sequence[Record]) -> list[Record]:
