@@ -519,3 +519,17 @@ def test_what_cannot_be_watched_is_said() -> None:
     grouped = nn.Sequential(nc.GroupedLinear(2, 32, 32, device="cpu"))
     nc.watch(grouped)
     copy.deepcopy(grouped)
+
+
+def test_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    layers = nn.ModuleList(nn.ModuleDict({"query_projection": nn.Linear(32, 32)}) for _ in range(2))
+    model = nn.ModuleDict({"language_model": layers})
+    watch = nc.watch(nc.convert(model, nc.recipe.Float8CurrentScaling()), every=1)
+    for layer in layers:
+        layer["query_projection"](torch.randn(3, 32)).sum().backward()
+    watch.step()
+    lines = str(watch).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2] == "language_model.0." and lines[3].split()[:3] == ["0", "query_projection", "input"]
+    assert repr(watch) == str(watch)

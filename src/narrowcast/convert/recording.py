@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .._table import as_table
 from ..functional import GemmCall, element_of, gemm_call, half_of
 from ..functional.gemm import gemm_directions
 from ..quantizers import (
@@ -31,7 +32,7 @@ from ..upstream.aot import runs_compiled
 from ..upstream.functionalization import OperatorMode
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import schema_of
-from .show import as_table, common_name
+from .show import common_name
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 _FORMATS: dict[type[Quantizer], str] = {

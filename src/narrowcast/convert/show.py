@@ -6,13 +6,12 @@ import dataclasses
 import html
 import itertools
 import re
-import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._checks import counted
-from .._table import aligned
+from .._table import aligned, below_headings, terminal_width, with_headings, wrapped_name
 from ..upstream.compiler import repeats_every_gemm
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ _WRAPPED = (0, 4)  # name, recipe or reason
 _DROPPED = (5, 7, 1)  # on a narrow terminal, in this order: parameters, padding, type
 _NARROWEST = 20  # of a wrapped column
 _NAME = 30  # a name's width for which other columns are dropped
-_HEADING = re.compile(r"(.*\.)?[\d*,-]+\.(?=.)")  # of names: through their last number
-_FILE_WIDTH = 200  # where there is no terminal
 _BUDGET = (
     "activation_memory_budget is below 1: torch.compile takes quantized GEMMs for cheap and repeats each in the "
     "backward; set torch._functorch.config.is_non_builtin_to_include = True, too"
@@ -35,7 +32,7 @@ _COLORS = {"converted": "#2a78b8", "narrowcast": "#5aa9a0", "kept": "#b5b5b5"}
 
 def as_text(receipt: Receipt, width: int = 0) -> str:
     """Return the table and its totals, without a package; equal layers are one row. ``width``: 0 is the terminal's."""
-    width = width or shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
+    width = width or terminal_width()
     lines = _fitted(_folded(receipt.gemms), width) if receipt.gemms else []
     totals = (
         textwrap.wrap(line, width, subsequent_indent="  ")
@@ -111,7 +108,7 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
 
     headings = [""] * len(rows)
     if sizes[name] + min(sizes[reason], _NARROWEST) > room():
-        headings, rows = _below_headings(rows)
+        headings, rows = below_headings(rows)
         sizes[name] = max(len(row[name]) for row in (_HEAD, *rows))
     needed = max(
         min(2 * _NARROWEST, sizes[name] + sizes[reason]),
@@ -128,7 +125,7 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
         if heading:
             above[len(lines) + 1] = heading  # below the first row is a rule
         cells_of = {
-            name: _wrapped_name(row[name], most[name]),
+            name: wrapped_name(row[name], most[name]),
             reason: textwrap.wrap(row[reason], most[reason]),
         }
         if row[reason] == last and len(cells_of[reason]) > 1:
@@ -137,54 +134,7 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
         cells = [cells_of.get(column, [row[column]]) for column in columns]
         lines += map(list, itertools.zip_longest(*cells, fillvalue=""))
     right = frozenset(place for place, column in enumerate(columns) if column in _RIGHT)
-    return _with_headings(aligned(lines, right), above, width)
-
-
-def _with_headings(lines: list[str], above: dict[int, str], width: int) -> list[str]:
-    """Return the lines of a table with headings above some of them."""
-    for place, heading in reversed(above.items()):
-        lines[place:place] = _wrapped_name(heading, width)
-    return lines
-
-
-def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table whose first column has names, in the terminal's width if it can be."""
-    width = shutil.get_terminal_size((_FILE_WIDTH, 24)).columns
-    lines = aligned([head, *rows])
-    if max(map(len, lines)) <= width:
-        return lines
-    headings, rows = _below_headings(rows)
-    above = {place: heading for place, heading in enumerate(headings, 2) if heading}
-    return _with_headings(aligned([head, *rows]), above, width)
-
-
-def _below_headings(rows: list[tuple[str, ...]]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return headings for the first rows of groups, and the rows with the rest of their names."""
-    headings, shorter = [], []
-    for heading, group in itertools.groupby(rows, lambda row: (_HEADING.match(row[0]) or [""])[0]):
-        below = list(group)
-        if len(below) == 1:
-            heading = ""
-        headings += [heading, *[""] * (len(below) - 1)]
-        indent = "  " if heading else ""
-        shorter += [(indent + row[0].removeprefix(heading), *row[1:]) for row in below]
-    return headings, shorter
-
-
-def _wrapped_name(name: str, width: int) -> list[str]:
-    """Return a module's name in lines that end at its dots, or at underscores of a long part; indented alike."""
-    indent = " " * (len(name) - len(name.lstrip()))
-    width -= len(indent)
-    name = name.lstrip()
-    lines = [""]
-    parts = re.findall(r"[^.]*\.?", name)
-    for part in itertools.chain.from_iterable(
-        [part] if len(part) <= width else re.findall(r"[^_]*_?", part) for part in parts
-    ):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return [indent + piece for line in lines for piece in textwrap.wrap(line, width)]
+    return with_headings(aligned(lines, right), above, width)
 
 
 def _recipe_or_reason(one: GemmRecord) -> str:

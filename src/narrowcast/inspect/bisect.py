@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._table import aligned
+from .._table import as_table
 from ..layers import LinearLayer, RecipeOwner, Snapshot
 from ..layers.patterns import Selectors, selected_names
 from ..recipe import Recipe
@@ -55,10 +55,10 @@ class Bisection:
         return self.layers[0].layer
 
     def __str__(self) -> str:
-        rows = [("layer", "gradient error", "loss difference")]
+        rows = []
         for one in (*self.layers, self.together):
             rows.append((one.layer or "(the model)", f"{one.gradient:.3%}", f"{one.loss:+.3g}"))
-        return "\n".join(aligned(rows, frozenset((1, 2))))
+        return "\n".join(as_table(("layer", "gradient error", "loss difference"), rows, frozenset((1, 2))))
 
     def __repr__(self) -> str:
         """Return the table, which an interactive session shows."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .._checks import shown, some
-from .._table import aligned
+from .._table import as_table
 from ..autograd import DelayedScales
 from ..functional import OBSERVED, observe, observe_groups
 from ..layers import GroupedLinearLayer, LinearLayer, Stage
@@ -359,13 +359,14 @@ class Watch:
         return [one for one in self.records if one.step == self.records[-1].step]
 
     def __str__(self) -> str:
-        rows = [tuple(field.name for field in fields(Record))]
+        rows = []
         for one in self.latest():
             shares = (f"{one.amax:.4g}", f"{one.underflow:.3%}", f"{one.saturation:.3%}", f"{one.sqnr:.1f}")
             rows.append((str(one.step), one.layer, one.operand, *shares))
         if not self.records:
             return _NOTHING
-        lines = aligned(rows, frozenset((0, 3, 4, 5, 6)))
+        head = tuple(field.name for field in fields(Record))
+        lines = as_table(head, rows, frozenset((0, 3, 4, 5, 6)), name=1)
         seen = {one.layer for one in self.records if not one.operand.endswith("weight")}  # read in any case
         idle = [
             name for name, one in self._layers.items() if name not in seen and getattr(one, "recipe", None)
