@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 import narrowcast as nc
 from narrowcast_tools.hardware import BATCH
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
-from narrowcast_tools.schemes import LETTERS, WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, svg, tell, write
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scaling.md"
@@ -158,17 +158,16 @@ def page() -> str:
     return text
 
 
-def draw() -> None:
-    """What one million tokens of the 70B model cost, by part, over the number of GPUs."""
-    figure = Figure(figsize=(WIDTH, 5.9), layout="constrained")
-    panels = dict(zip(("bf16", "block"), figure.subplots(2, 1, sharey=True)))
+def draw(*, wide: bool) -> None:
+    """What one million tokens of the 70B model cost, by part, over the number of GPUs; on pages or on phones."""
+    figure = Figure(figsize=(WIDE, 3.2) if wide else (WIDTH, 5.9), layout="constrained")
+    shape = (1, 2) if wide else (2, 1)
+    panels = dict(zip(("bf16", "block"), figure.subplots(*shape, sharey=True)))
     steps: dict[str, list[float]] = {}
-    waiting = 0.0
     for recipe, axes in panels.items():
         bottom = [0.0] * len(COUNTS)
         results = [plan("70b", gpus, recipe, batch_size=BATCH // 8192) for gpus in COUNTS]
         steps[recipe] = [result.step for result in results]
-        waiting = max(waiting, *(one.seconds.get("pipeline bubble", 0.0) / one.step for one in results))
         for part, color in COLORS.items():
             heights = []
             for result in results:
@@ -184,16 +183,16 @@ def draw() -> None:
             axes.text(place, top + 14, f"{top:.0f}", ha="center", size=LETTERS, weight="bold")
             inside = {"ha": "center", "va": "center", "size": LETTERS, "color": "white"}
             axes.text(place, 200, f"MFU\n{result.mfu:.0%}", **inside)
-        layouts = [f"{one.layout.gpus}\nTP {one.layout.tp}\nPP {one.layout.pp}" for one in results]
-        axes.set_xticks(range(len(COUNTS)), layouts, size=LETTERS)
+        axes.set_xticks(range(len(COUNTS)), [f"{gpus}" for gpus in COUNTS], size=LETTERS)
+        axes.set_xlabel("GPUs", size=LETTERS)
         told = {"bf16": "bf16", "block": "FP8, a scale per block of 128"}[recipe]
         axes.set_title(told, loc="left", size=LETTERS, weight="bold")
         axes.tick_params(axis="y", labelsize=LETTERS)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_ylabel("GPU-seconds per\nmillion tokens", size=LETTERS)
+        if axes.get_subplotspec().is_first_col():
+            axes.set_ylabel("GPU-seconds per\nmillion tokens", size=LETTERS)
         axes.set_ylim(0, 950)
-    axes.set_xlabel("GPUs, and how they share the model", size=LETTERS)
-    told = {"GEMMs": "GEMMs (matrix products)"}
+    told = {"GEMMs": "matrix products", "communication, pipeline bubble": "communication, waiting"}
     keys = [Patch(color=color, label=told.get(part, part)) for part, color in COLORS.items()]
     saved = [1 - block / plain for plain, block in zip(steps["bf16"], steps["block"])]
     finding = (
@@ -201,15 +200,14 @@ def draw() -> None:
         f"{COUNTS[-1]} H200s"
     )
     foot = (
-        "Bold: the total. MFU: the share of the GPUs' bf16 peak in use. TP 2: two GPUs share each layer. PP 8: eight "
-        f"groups of GPUs have some layers each; they wait in the bubble, at most {waiting:.1%} of a step. The recipe "
-        "is 128-block, that of DeepSeek-V3, whose run the planner was compared with. It also gathers weights in FP8.\n"
-        f"Not measured: `narrowcast plan` of {nc.__version__} computed it. Expect it to be 5 to 15% too fast."
+        "Shorter is better. MFU: the share of the GPUs' bf16 peak in use. Not measured: "
+        f"`narrowcast plan` of {nc.__version__} computed it, likely 5 to 15% too fast."
     )
-    tell(figure, finding, foot, keys)
-    write(svg(figure), DOCS / "assets", "scaling")
+    tell(figure, finding, foot, keys, columns=3 if wide else 1)
+    write(svg(figure), DOCS / "assets", "scaling" if wide else "scaling-phone")
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    draw()
+    for wide in (True, False):
+        draw(wide=wide)
