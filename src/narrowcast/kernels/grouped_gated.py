@@ -141,7 +141,7 @@ def _load(
     """Return a tile's values twice, or both gradients, as four interleaved rows; and what ``locate`` returns."""
     T, F, groups = shape
     column = tl.arange(0, COLUMNS)[None, :]
-    group, source, left = locate(splits_ptr, m0 + tl.arange(0, ROWS // 4) * 4, T, groups, ALIGNMENT, GROUPS)
+    group, source, left = locate(splits_ptr, m0, T, groups, ROWS, ALIGNMENT, GROUPS)
     inside = (column < tl.minimum(F - k0, COLUMNS).to(tl.int32)) & (group < groups)[:, None]
     firsts = ()
     seconds = ()

@@ -122,16 +122,21 @@ def encoding_scale(
 
 
 @triton.jit
-def locate(splits_ptr, row, T, groups, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
-    """Return every fourth padded row's [R] group and row of ``x``, and [R, 1] the rows of the group after it."""
+def locate(splits_ptr, m0, T, groups, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the group and the row of ``x`` of every fourth of ROWS padded rows from ``m0``, a multiple of ROWS; and
+    [R, 1] how many rows of its group follow.
+    """
     ends, padded_ends = group_ends(splits_ptr, groups, ALIGNMENT, GROUPS)
-    before = padded_ends[None, :] <= row[:, None]
+    quad = tl.arange(0, ROWS // 4) * 4
+    # one row is found for all of them if no group begins in between
+    FOUND: tl.constexpr = ROWS // 4 if (ROWS - 1) & ALIGNMENT else 1
+    before = padded_ends[None, :] <= (m0 + tl.arange(0, FOUND) * 4)[:, None]
     group = tl.minimum(tl.sum(before.to(tl.int32), axis=1), groups)
     start = tl.max(tl.where(before, ends[None, :], 0), axis=1)
     padded_start = tl.max(tl.where(before, padded_ends[None, :], 0), axis=1)
     end = tl.minimum(tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, ends[None, :]), axis=1), T)
-    source = start + (row - padded_start)
-    return group, source, (end - source)[:, None]
+    source = start + (m0 + quad - padded_start)
+    return tl.broadcast_to(group, [ROWS // 4]), source, (end - source)[:, None]
 
 
 @triton.jit
@@ -193,7 +198,7 @@ def _load(
     rows_left = tl.minimum(rows - m0, TILE_ROWS).to(tl.int32)
     columns_left = tl.minimum(K - k0, TILE_COLUMNS).to(tl.int32)
     if RAGGED:
-        group, source, left = locate(splits_ptr, m0 + quad, T, groups, ALIGNMENT, GROUPS)
+        group, source, left = locate(splits_ptr, m0, T, groups, TILE_ROWS, ALIGNMENT, GROUPS)
         tile = x_ptr + (source[:, None] * K + k0 + column)
         mask = (column < columns_left) & (group < groups)[:, None]
         return load_rows(tile, K, left, mask, ""), group, source, left
