@@ -246,6 +246,9 @@ def test_alignment_of_grouped_rows() -> None:
         CustomRecipe: 128,
     }
     assert get_align_size_for_quantization(make(CustomRecipe, quantization_alignment=48)) == 48
+    assert get_align_size_for_quantization("mxfp8") == 32
+    with pytest.raises(ValueError, match="no recipe is named 'mxfp'"):
+        get_align_size_for_quantization("mxfp")
 
 
 def quantizers(recipe: Recipe) -> dict[str, nc.Quantizer]:

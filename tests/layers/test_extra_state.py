@@ -166,6 +166,8 @@ def test_what_transformer_engine_pickles_is_read(name: str, as_transformer_engin
 
 def test_other_modules_have_no_extra_state() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nc.LayerNorm(8, device="cpu"), nc.Linear(8, 8, device="cpu"))
+    with pytest.raises(TypeError, match="model is 'x', of type str"):
+        nc.compat.transformer_engine_state_dict("x")  # type: ignore[arg-type]
     given = nc.compat.transformer_engine_state_dict(model)
     assert [key for key in given if "_extra" in key] == ["1._extra_state", "2._extra_state"]
     assert all(given[key].numel() == 0 for key in given if "_extra" in key)

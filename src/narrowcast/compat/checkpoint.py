@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _checks
 from ..layers import LinearLayer, RecipeOwner
 from ..layers.delayed import DelayedLayer
 from ..layers.extra_state import EXTRA_STATE, state_names
@@ -28,7 +29,10 @@ def transformer_engine_state_dict(model: nn.Module) -> dict[str, Any]:
         model: a model of this library's layers and operations, and others.
     Returns:
         The parameters of ``model.state_dict()``, without the buffers of delayed scaling.
+    Raises:
+        TypeError: ``model`` is not a module.
     """
+    _checks.module("model", model)
     state: dict[str, Any] = dict(model.state_dict())
     for name, layer in model.named_modules():
         if not isinstance(layer, (RecipeOwner, NormParameters, DotProductAttention)):

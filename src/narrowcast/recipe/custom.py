@@ -23,6 +23,7 @@ from .base import (
     tensor_type_at,
 )
 from .delayed import DelayedScaling, DelayedScalingRequest, delayed_quantizer
+from .names import recipe_from_name
 
 
 @recipe_class
@@ -120,8 +121,14 @@ class CustomRecipe(Recipe):
         return result
 
 
-def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Return the row multiple that the recipe's GEMMs need from each group of a grouped GEMM."""
+def get_align_size_for_quantization(recipe: Recipe | str) -> int:
+    """Return the row multiple that the GEMMs of a recipe, or of the recipe with this name, need from each group.
+
+    Raises:
+        TypeError, ValueError: as for :func:`recipe_from_name`.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = recipe_from_name(recipe)
     if isinstance(recipe, CustomRecipe):
         return recipe.quantization_alignment
     if recipe._family in ("mxfp8", "mxfp6", "mxfp4"):
