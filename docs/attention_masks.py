@@ -6,6 +6,7 @@ python docs/attention_masks.py
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 
 import torch
 
@@ -14,13 +15,10 @@ from narrowcast_tools.schemes import FONTS, INK, write
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 CELL, LEFT, ROW = 14, 20, 116  # of a panel: its squares, its left edge, its height
-WIDTH, TEXT, HEAD = (
-    322,
-    146,
-    96,
-)  # the picture; where the words of a panel begin; where the first panel begins
-TITLE = ("causal aligns the first query and key,", "causal_bottom_right the last")
-KEY = ("Row: a query. Column: a key. Filled: it sees the key.", "White dot: the query's own key.")
+WIDTH, TEXT = 322, 146  # a column of panels; where the words of a panel begin
+WRITTEN = {2: "attention-masks", 1: "attention-masks-phone"}  # by columns of panels
+TITLE = "causal aligns the first query and key, causal_bottom_right the last"
+KEY = "Row: a query. Column: a key. Filled: it sees the key. White dot: the query's own key."
 LENGTHS = (6, 8)  # queries and keys
 PANELS = (
     ("causal", {}, ("keys up to its own,", "counted from the first")),
@@ -65,21 +63,23 @@ def wrapped(title: str) -> list[str]:
     return title.replace("_bottom", " _bottom").split()
 
 
-def draw() -> str:
-    """The picture for light pages: one square per pair, a row per query, a column per key."""
-    parts = [
-        f'<text x="0" y="{18 + 19 * line}" font-size="15" font-weight="700">{title}</text>'
-        for line, title in enumerate(TITLE)
-    ]
-    for line, key in enumerate(KEY):
-        parts.append(f'<text x="0" y="{58 + 15 * line}">{key}</text>')
+def draw(columns: int) -> str:
+    """The picture for light pages: one square per pair, a row per query, a column per key; panels in columns."""
+    parts, head = [], 0
+    for text, size, letters in ((TITLE, 15, 40), (KEY, 11, 56)):
+        style = ' font-size="15" font-weight="700"' if size == 15 else ""
+        for line in wrap(text, columns * letters):
+            head += size + 4
+            parts.append(f'<text x="0" y="{head}"{style}>{line}</text>')
+    head += 22
     for index, (title, options, told) in enumerate(PANELS):
-        left, top = LEFT, HEAD + index * ROW
+        x0 = WIDTH * (index % columns)
+        left, text_left, top = x0 + LEFT, x0 + TEXT, head + index // columns * ROW
         window = options.get("window_size")
         name = [f"{title},", f"window_size={window}"] if window else wrapped(title)
         for line, text in enumerate((*name, *told)):
             weight = ' font-weight="700"' if line < len(name) else ""
-            parts.append(f'<text x="{TEXT}" y="{top + 12 + 16 * line}"{weight}>{text}</text>')
+            parts.append(f'<text x="{text_left}" y="{top + 12 + 16 * line}"{weight}>{text}</text>')
         shown, own = seen(title, options)
         middle = top + len(shown) * CELL / 2
         parts.append(f'<text x="{left}" y="{top + len(shown) * CELL + 11}">keys →</text>')
@@ -93,14 +93,15 @@ def draw() -> str:
                 if own[i, j]:
                     middle = (CELL - 3) / 2
                     parts.append(f'<circle cx="{x + middle}" cy="{y + middle}" r="2.5" fill="white"/>')
-    height = HEAD + len(PANELS) * ROW - 10
+    width, height = columns * WIDTH + 8, head + -(-len(PANELS) // columns) * ROW - 10
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 0 {WIDTH + 8} {height}" width="{(WIDTH + 8) * 1.5:g}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-4 0 {width} {height}" width="{width * 1.2:g}" '
         f'font-family="{FONTS}" fill="{INK["light"]}" font-size="11" role="img" '
-        f'aria-label="{" ".join(TITLE)}">'
+        f'aria-label="{TITLE}">'
     )
     return "\n".join((head, *parts, "</svg>\n"))
 
 
 if __name__ == "__main__":
-    write(draw(), ASSETS, "attention-masks")
+    for columns, name in WRITTEN.items():
+        write(draw(columns), ASSETS, name)

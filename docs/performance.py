@@ -651,7 +651,7 @@ def kernels() -> str:
         "activation": "SwiGLU that quantizes its result, and its peers",
     }
     drawn = {
-        name: in_both_schemes(f"../benchmarks/results/{name}", alternative)
+        name: in_both_schemes(f"../benchmarks/results/{name}", alternative, phone=True)
         for name, alternative in told.items()
     }
     return KERNELS.format(**drawn)

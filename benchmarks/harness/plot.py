@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from narrowcast_tools.colors import PEERS, RECIPES, color_of
-from narrowcast_tools.schemes import LETTERS, WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, svg, tell, write
 
 from .contenders import COPY, RATIOS, SWEEP
 
@@ -58,7 +58,7 @@ Row = dict[str, str]
 
 
 def plot(path: Path, folder: Path | None = None) -> Path | None:
-    """Draw ``<folder>/<stem>-light.svg`` and ``<stem>-dark.svg`` from the newest rows of ``<stem>.csv``.
+    """Draw ``<stem>-light.svg``, ``<stem>-dark.svg`` and twins for phones from the newest rows of ``<stem>.csv``.
 
     Args:
         path: the rows.
@@ -70,7 +70,8 @@ def plot(path: Path, folder: Path | None = None) -> Path | None:
     if path.stem not in PICTURES:
         return None
     folder = folder or path.parent
-    write(svg(_draw(path.stem, newest(path))), folder, path.stem)
+    for name, wide in ((path.stem, True), (f"{path.stem}-phone", False)):
+        write(svg(_draw(path.stem, newest(path), wide=wide)), folder, name)
     return folder / f"{path.stem}-light.svg"
 
 
@@ -97,7 +98,7 @@ def split_peer(name: str) -> tuple[str, str]:
     return (peer, kernel) if separator and peer in RATIOS else ("", name)
 
 
-def _draw(stem: str, rows: Sequence[Row]) -> Figure:
+def _draw(stem: str, rows: Sequence[Row], *, wide: bool) -> Figure:
     title, operations = PICTURES[stem]
     found = {split_peer(row["kernel"]): row for row in rows}
     copy = float(found.pop(("", COPY))["us_p50"])
@@ -107,7 +108,9 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         operation, _, made = kernel.rpartition(" -> ")
         kernels[operation].setdefault(made, {})[peer] = row
     heights = [len(one) for one in kernels.values()]
-    figure = Figure(figsize=(WIDTH, 0.3 * sum(heights) + 0.4 * len(heights) + 0.5), layout="constrained")
+    figure = Figure(
+        figsize=(WIDE if wide else WIDTH, 0.3 * sum(heights) + 0.4 * len(heights) + 0.5), layout="constrained"
+    )
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, operation in zip(panels, operations):
         axes.set_title(operations[operation], loc="left", size=LETTERS, weight="bold")
@@ -120,13 +123,11 @@ def _draw(stem: str, rows: Sequence[Row]) -> Figure:
         (float(row["us_p80"]) - float(row["us_p20"])) / float(row["us_p50"]) for row in found.values()
     )
     foot = (
-        f"Bold: narrowcast's microseconds, the median; 20th and 80th percentile at most {apart:.1%} apart. "
-        f"Tensor: {size}, {where['name']}, coded along rows and columns. Least time: a copy of the kernel's bytes. "
-        f"{_unmeasured(peers)}"
-        f"\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
+        f"Bold: narrowcast's median; percentiles 20 and 80 are at most {apart:.1%} apart. Tensor: {size}. "
+        f"{_unmeasured(peers)}\n{where['device']}, PyTorch {where['torch']}, Triton {where['triton']}, "
         f"narrowcast {where['narrowcast']}{day(where['commit'])}"
     )
-    tell(figure, f"{title}: {_finding(kernels, peers[1:])}", foot, _legend(peers))
+    tell(figure, f"{title}: {_finding(kernels, peers[1:])}", foot, _legend(peers), columns=2 if wide else 1)
     return figure
 
 
@@ -134,7 +135,7 @@ def _unmeasured(peers: Sequence[str]) -> str:
     """Return which other libraries' kernels have no rows."""
     absent = {"te": "Transformer Engine", "torchao": "torchao", "liger": "Liger"}
     named = [title for peer, title in absent.items() if peer not in peers]
-    return f"No measurement here: {', '.join(named)}." if named else ""
+    return f"Not measured: {', '.join(named)}." if named else ""
 
 
 def _finding(kernels: dict[str, dict[str, dict[str, Row]]], peers: Sequence[str]) -> str:
@@ -172,8 +173,8 @@ def _panel(axes: Axes, kernels: dict[str, dict[str, Row]], peers: Sequence[str],
             if peer in of_format:
                 axes.plot(float(of_format[peer]["us_p50"]), y + BELOW, mark, **_mark(peer))
         told = f"{time:.0f}" if time >= 100 else f"{time:.1f}"
-        right = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
-        axes.annotate(told, (1, y), (36, 0), ha="right", size=LETTERS, weight="bold", **right)
+        beside = {"textcoords": "offset points", "va": "center", "size": LETTERS, "weight": "bold"}
+        axes.annotate(told, (time, y - ABOVE), (4, 0), **beside)
     names = [re.sub(r"(\d)x(\d)", "\\1\N{MULTIPLICATION SIGN}\\2", FORMATS[name]) for name in kernels]
     axes.set_yticks(range(len(names)), names, size=LETTERS)
     axes.set_ylim(len(names) - 0.4, -0.5)

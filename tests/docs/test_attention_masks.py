@@ -16,7 +16,8 @@ def test_the_picture_is_up_to_date(tmp_path: Path) -> None:
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    script.write(script.draw(), tmp_path, "attention-masks")
+    for columns, name in script.WRITTEN.items():
+        script.write(script.draw(columns), tmp_path, name)
     for drawn in tmp_path.iterdir():
         assert (script.ASSETS / drawn.name).read_text() == drawn.read_text(), (
             "run python docs/attention_masks.py"
