@@ -29,6 +29,16 @@ PEERS = {
     "torch": ("#d0d0d0", "#d0d0d0"),
 }
 PLAIN = ("#44546a", "#8fa3bd")  # narrowcast's work that belongs to no recipe
+# of a step, in pictures that draw no recipe in its color
+PARTS = {
+    "matrix products": "#0072b2",
+    "quantizing": "#cc79a7",
+    "norms, activations": "#e69f00",
+    "attention": "#56b4e9",
+    "head, loss": "#009e73",
+    "optimizer": "#8c6d1f",
+    "other, GPU idle": "#999999",
+}
 # The colors of dark pages by those of light ones.
 DARK = dict((*RECIPES.values(), *PEERS.values(), PLAIN))
 # What pictures and benchmarks call a recipe besides its name.

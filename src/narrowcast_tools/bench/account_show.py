@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
+from ..colors import PARTS
 from ..schemes import LETTERS, WIDE, WIDTH, png, tell
 from ..tables import make_table
 from .account import Account, Ceilings, Row
@@ -40,15 +41,6 @@ DRAWN = {
     "gaps": "other, GPU idle",
 }
 """The part of a bar that a picture has for a group, if it is not one of its own."""
-PARTS = {
-    "matrix products": "#0072b2",
-    "quantizing": "#cc79a7",
-    "norms, activations": "#e69f00",
-    "attention": "#56b4e9",
-    "head, loss": "#009e73",
-    "optimizer": "#8c6d1f",
-    "other, GPU idle": "#999999",
-}
 NAMED = {
     "delayed": "FP8 delayed",
     "current": "FP8 current",
