@@ -63,4 +63,4 @@ for name in ("mx_int8", "mx_fp8e5m2"):
     print(f"{name} is E4M3: {same} by default, {plain_same} with disable_opt_rtn")
     assert same and not plain_same
 EOF
-HF_HUB_OFFLINE=1 "$dir/venv/bin/python" -W ignore "$dir/finding.py" 2> "$dir/log" || { tail -5 "$dir/log"; exit 1; }
+HF_HUB_OFFLINE=1 TMPDIR=$dir "$dir/venv/bin/python" -W ignore "$dir/finding.py" 2> "$dir/log" || { tail -5 "$dir/log"; exit 1; }

@@ -43,4 +43,4 @@ for consolidate in (False, True):
     assert scales["weight_scale"] == ((0.0, 0.0) if consolidate else (0.25, 0.25))
     assert (weight == (0.0 if consolidate else 1.0)).all()
 EOF
-"$dir/venv/bin/python" -W ignore "$dir/finding.py"
+TMPDIR=$dir "$dir/venv/bin/python" -W ignore "$dir/finding.py"

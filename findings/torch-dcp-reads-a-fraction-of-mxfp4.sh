@@ -50,4 +50,4 @@ weight = read({"w.weight": codes, "w.weight_scale_inv": torch.full((2, 2), 0.5)}
 print(f"FP8: {(weight == 0.5).sum().item()} of {weight.numel()} weights read")
 assert (weight == 0.5).all()
 EOF
-"$dir/venv/bin/python" -W ignore "$dir/finding.py"
+TMPDIR=$dir "$dir/venv/bin/python" -W ignore "$dir/finding.py"
