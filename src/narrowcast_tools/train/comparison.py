@@ -106,9 +106,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         if key in seen:
             raise SettingsError(f"{seen[key]} and {path} are the same recipe and seed; leave one of them out")
         seen[key] = path
-    if not any(result.recipe == BASELINE for result in results):
+    if not any(result.recipe == BASELINE and not result.variant for result in results):
         raise SettingsError(
-            f"no {BASELINE} run among them to compare with; train one with --recipe {BASELINE}"
+            f"no {BASELINE} run among them to compare with; train one with --recipe {BASELINE}, without "
+            "--head-recipe and --recipe-table"
         )
     order = list(CHOICES)
     results.sort(key=lambda result: (order.index(result.recipe), result.variant, result.seed))
@@ -191,7 +192,8 @@ def _completed(content: dict, path: Path) -> dict:
 def _result(content: dict) -> RunResult:
     settings = content["settings"]
     pace = Pace(content["tokens_per_second"], content.get("mfu"), content.get("peak_memory", 0))
-    apart = [f"bf16: {settings['keep_bf16']}"] if settings["keep_bf16"] else []
+    plain = settings["recipe"] == BASELINE and not settings["recipe_table"]  # nothing to keep in bf16
+    apart = [f"bf16: {settings['keep_bf16']}"] if settings["keep_bf16"] and not plain else []
     if settings["head_recipe"] != BASELINE:
         apart.append(f"head: {CHOICES[settings['head_recipe']].title}")
     if table := settings["recipe_table"]:
