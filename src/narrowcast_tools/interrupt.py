@@ -21,7 +21,7 @@ class Interrupted(Exception):
         resumable: whether the same command with `--resume` has something to continue.
         code: the exit code of the command.
 
-    `folder` is that of the run where the command chose it itself; `run_folder` sets it.
+    `folder` is that of the run; `run_folder` sets it.
     """
 
     folder: Path | None = None

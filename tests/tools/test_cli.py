@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import shlex
@@ -113,7 +114,7 @@ def test_a_terminal_does_not_break_a_command(
     *told, command = capsys.readouterr().err.partition("narrowcast: ")[2].splitlines()
     assert " ".join(told) == "interrupted at step 2 of 4; step 2 is saved; to continue:"
     words = shlex.split(command)
-    assert words[-5:] == ["--keep-bf16", "blocks.0,  blocks.0", "--out", "runs/train-001", "--resume"]
+    assert words[-4:] == ["train", "--out", "runs/train-001", "--resume"]
     # A later run is not the one that the command continues.
     monkeypatch.undo()
     monkeypatch.chdir(text_file.parent)
@@ -123,7 +124,7 @@ def test_a_terminal_does_not_break_a_command(
     assert tree(Path("runs/train-002")) == later and Path("runs/train-001/result.json").exists()
     monkeypatch.setattr(Run, "_save", interrupted)
     assert train(text_file, "--resume", "--steps", "6") == 130
-    assert capsys.readouterr().err.endswith(" --resume --steps 6 --out runs/train-002\n")
+    assert capsys.readouterr().err.endswith(" train --out runs/train-002 --resume\n")
 
 
 @pytest.mark.parametrize("words", [["compare"], ["train", "--parallel", "fsdp"]], ids=" ".join)
@@ -346,7 +347,7 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     words = ["train", "--data", str(text_file), *TINY, "--out", "c", "--resume"]
     line = fails_on_one_line(capsys, text_file.parent, [*words, "--recipe", "bf16,nvfp4", "--seed", "7"])
     assert "c has none of these runs to resume; give --out their folder, or leave --resume out" in line
-    line = fails_on_one_line(capsys, text_file.parent, words)
+    line = fails_on_one_line(capsys, text_file.parent, [*words, "--recipe", "bf16", "--seeds", "1"])
     assert "c holds 6 runs; give the folder of one, such as c/mxfp8-1, or repeat the --recipe" in line
     summary = Path("c/summary.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
@@ -438,7 +439,7 @@ def test_fewer_steps_shorten_the_warmup_and_a_resumed_run_keeps_its_own(
     line = fails_on_one_line(
         capsys, text_file.parent, [*words, "bf16", "--out", "one", "--resume", "--warmup", "3"]
     )
-    assert "says --steps" not in line and "this command says --warmup 3; pass --warmup 2" in line
+    assert "--warmup 3 differs from the run in one, which has --warmup 2; leave it out to resume it" in line
 
 
 def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
@@ -450,17 +451,39 @@ def test_resume_from_another_configuration(text_file: Path, capsys: pytest.Captu
     assert train(text_file, "--out", "run") == 0
     start = ["train", "--data", str(text_file), "--out", "run", "--resume"]
     line = fails_on_one_line(capsys, text_file.parent, [*start, *tiny("--seed", "7")])
-    assert "this command says --seed 7; pass --seed 0 to continue it, or another --out" in line
+    assert "--seed 7 differs from the run in run, which has --seed 0; leave it out to resume it, or" in line
     words = tiny("--seed", "7", "--lr", "3e-4", "--hidden", "64")
     line = fails_on_one_line(capsys, text_file.parent, [*start, *words])
-    assert "says --lr 0.0003, --seed 7, --hidden 64; pass --lr 0.001, --seed 0, --hidden 48 to" in line
+    assert "--seed 7, --lr 0.0003 and --hidden 64 differ from the run in run, which has --seed 0" in line
+    line = fails_on_one_line(capsys, text_file.parent, [*start, *tiny("--batch-size", "0")])
+    assert "--batch-size is 0; it must be at least 1" in line
+    line = fails_on_one_line(capsys, text_file.parent, [*start, "--preset", "125m"])
+    assert "--preset 125m differs from the run in run, which has --preset tiny; leave it out" in line
+    Path("run/options.json").unlink()  # as a run of an earlier version
     most = ["--lr", "1", "--clip", "2", "--hidden", "64", "--layers", "2", "--weight-decay", "0"]
     line = fails_on_one_line(capsys, text_file.parent, [*start, *tiny("--seed", "7", *most)])
-    assert "says --lr 1.0, --weight-decay 0.0, --clip 2.0, --seed 7 and 2 more; pass" in line
+    assert "with --lr 1.0, --weight-decay 0.0, --clip 2.0, --seed 7 and 2 more; its run has" in line
     assert train(text_file, "--out", "run", "--resume") == 0
     words = ["train", "--data", str(text_file), *tiny("--out", "run", "--resume", "--steps", "3")]
     told = "it has 4 steps, and --steps is 3; give --steps more than 4, or another --out"
     assert told in fails_on_one_line(capsys, text_file.parent, words)
+
+
+def test_a_resumed_run_takes_the_options_that_its_folder_keeps(
+    text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Every option had to be given again."""
+    more = ["--recipe", "bf16,current", "--seeds", "2", "--keep-bf16", "head", "--clip", "inf"]
+    assert train(text_file, *more, "--out", "c") == 0
+    results = {path: path.read_bytes() for path in Path("c").glob("*/result.json")}
+    assert len(results) == 4 and main(["train", "--out", "c", "--resume"]) == 0
+    assert {path: path.read_bytes() for path in results} == results
+    assert main(["train", "--out", "c", "--resume", "--recipe", "current,mxfp8"]) == 0
+    assert Path("c/mxfp8-1/result.json").exists(), "more recipes join the others"
+    assert main(["train", "--out", "c/current-1", "--resume", "--steps", "6"]) == 0
+    settings = json.loads(Path("c/current-1/result.json").read_text())["settings"]
+    told = [settings[name] for name in ("recipe", "seed", "keep_bf16", "clip", "dim", "steps")]
+    assert told == ["current", 1, "head", math.inf, 32, 6]
 
 
 def test_resuming_a_finished_run_keeps_its_result(text_file: Path, capsys: pytest.CaptureFixture) -> None:

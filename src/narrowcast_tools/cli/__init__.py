@@ -213,11 +213,14 @@ def _uncapitalized(message: str) -> str:
 
 
 def _how_to_go_on(words: list[str], folder: Path | None) -> str:
-    """Return the command that continues. ``folder``: that the command chose itself, and a later run would not."""
+    """Return the command that continues. ``folder``: of the run, which keeps the options of ``train``."""
     added = [] if folder is None else ["--out", str(folder)]
     if _rank() is not None:
         return f"; the same command with {shlex.join([*added, '--resume'])} continues"
-    further = [*words, *added, *(() if "--resume" in words else ("--resume",))]
+    if words[0] == "train":
+        further = ["train", *added, "--resume"]
+    else:
+        further = [*words, *(() if "--resume" in words else ("--resume",))]
     if words[0] == "demo" and (by_make := os.environ.get("NARROWCAST_DEMO")):
         return f"; to continue: {by_make}{shlex.quote(shlex.join(further[1:]))}"
     return f"; to continue: {shlex.join([*program(), *further])}"

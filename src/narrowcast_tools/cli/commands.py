@@ -19,6 +19,7 @@ from ..bench.asked import ACCOUNT_MODEL, ACCOUNT_MODELS, HEADS, MODES, OPTIMIZER
 from ..hardware import BATCH, BATCH_PER_GPU, GPUS
 from ..hardware import RECIPES as RATES
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
+from ..train.kept import resumed_demo, resumed_train
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from . import options as o
 
@@ -132,6 +133,7 @@ def _command(
     module: str,
     cls: type[TyperCommand] = _Command,
     check: Callable[[Mapping[str, Any]], object] | None = None,
+    resume: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], None]:
     """Declare a command by a function's name, options and docstring.
 
@@ -139,12 +141,15 @@ def _command(
         module: of narrowcast_tools; its function of the same name takes the options and does the work.
         cls: class of the command, which shows its help.
         check: refuses wrong values before the module is imported, and PyTorch with it.
+        resume: returns the options under ``--resume``, which are those of the folder's run unless given.
     """
 
     def declare(declaration: Callable[..., Any]) -> None:
         @app.command(cls=cls)
         @functools.wraps(declaration)
         def run(**given: Any) -> Any:
+            if resume is not None and given["resume"]:
+                given.update(resume(given))
             if check is not None:
                 check(given)
             if "context" in given:  # whose paths are text in typer 0.27
@@ -172,7 +177,7 @@ def _program(
     pass
 
 
-@_command("train.commands", _LongCommand, train_settings)
+@_command("train.commands", _LongCommand, train_settings, resumed_train)
 def train(
     context: typer.Context,
     preset: o.Preset = "tiny",
@@ -277,7 +282,7 @@ def generate(
     """Continue a text with a model that train made."""
 
 
-@_command("train.commands", check=demo_settings)
+@_command("train.commands", check=demo_settings, resume=resumed_demo)
 def demo(
     context: typer.Context,
     data: o.Data = None,
@@ -295,7 +300,7 @@ def demo(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue an interrupted demo. Repeat its other options.")
+        bool, typer.Option("--resume", help="Continue an interrupted demo, with its options.")
     ] = False,
     write_docs: o.Document = None,
     device: o.Device = "auto",

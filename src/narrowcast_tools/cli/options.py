@@ -92,7 +92,7 @@ TensorBoard = Annotated[bool, _option("Also write files for TensorBoard.", "--te
 Resume = Annotated[
     bool,
     _option(
-        "Continue the run in --out. Repeat its other options. Another --steps moves the end of the schedule.",
+        "Continue the run in --out, with its options. Another --steps moves the end of the schedule.",
         "--resume",
     ),
 ]

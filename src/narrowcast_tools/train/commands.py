@@ -16,15 +16,15 @@ from ..words import AUTO, follow_up
 from . import automatic
 from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
-from .checkpoint import saved_meta
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, ModelConfig, TrainConfig, override, setting_of
 from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
 from .errors import SettingsError, TrainingError
-from .folder import CHECKPOINTS, COMPARED, LOSSES, require_unmixed, run_folder
+from .folder import COMPARED, LOSSES, demo_folder, require_unmixed, run_folder
 from .generate import Answer, load_trained
+from .kept import options_of
 from .pace import format_pace
 from .pretrained import shape_of
 from .progress import Progress, format_duration, make_progress
@@ -91,14 +91,10 @@ def train(
     check_recipes(config, recipes)
     configs = [replace(config, recipe=name, seed=seed + i) for name in recipes for i in range(seeds)]
     kept: dict[str, Any] = {"tokenizer": tokens.content, "tensorboard": tensorboard}
+    kept["options"] = options_of(context)
     sizes = _sizes(context.params, model) if init == RANDOM else ""
     kept["intro"] = "; ".join(filter(None, (describe_runs(config, corpus, recipes, seeds), sizes, choice)))
     with joined(config, parallel, tp_size) as ranks, folder_of_all(out, ranks, resume=resume) as folder:
-        if resume and context.params["warmup"] is None:  # other steps would scale it
-            places = [folder, *(folder / run_name(one) for one in configs)]
-            saved = (saved_meta(place / CHECKPOINTS)["settings"].get("warmup") for place in places)
-            own = next((warmup for warmup in saved if warmup is not None), None)
-            configs = [override(one, warmup=own) for one in configs]
         progress = make_progress(Console(stderr=True), silent=not ranks.first)
         if not resume:
             require_unmixed(folder, several=len(configs) > 1)
@@ -242,14 +238,14 @@ def demo(
 ) -> None:
     """Run `narrowcast demo`."""
     config = replace(demo_settings(context.params), device=resolve_device(device))
-    out = out or Path("runs/demo-quick" if quick else "runs/demo")
+    out = demo_folder(out, quick=quick)
     if compile:
         require_compiler(config.device)
     progress = make_progress(Console(stderr=True))
     corpus = load_corpus(data, seq_len=config.seq_len)
     check_recipes(config)
     with run_folder(out, resume=resume):
-        finished = run_demo(config, corpus, progress, out, resume=resume)
+        finished = run_demo(config, corpus, progress, out, resume=resume, options=options_of(context))
         try:
             with writing_into(out):
                 write_results(finished, out, command=context.obj, document=write_docs)

@@ -1,9 +1,10 @@
 """The demo: one small model, one text, every recipe."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from narrowcast._checks import counted
 
@@ -15,14 +16,13 @@ from .config import TrainConfig, compared_fields
 from .data import Corpus
 from .document import compose
 from .errors import SettingsError, TrainingError
-from .folder import COMPARED, LOSSES, RESULT
+from .folder import COMPARED, LOSSES, RESULT, UNFINISHED
 from .picture import caption, draw, figure
 from .progress import Progress
 from .recipes import CHOICES, EMULATED, build_recipe
 from .report import Row, rows_to_json
 from .session import describe_runs, series
 
-UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 ALL_RECIPES = tuple(name for name in CHOICES if name not in EMULATED)
 
 
@@ -54,6 +54,7 @@ def run_demo(
     recipes: Sequence[str] = ALL_RECIPES,
     *,
     resume: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Demo:
     """Train one run per recipe, from the same seed on the same batches.
 
@@ -61,6 +62,7 @@ def run_demo(
         folder: of the demo. The runs are in `UNFINISHED` below it until `write_results` removes them.
         recipes: names; bf16 must be among them.
         resume: keep the finished runs of an interrupted demo, and continue the others from their checkpoints.
+        options: of the command, which the runs keep for `--resume`.
 
     Raises:
         SettingsError: `folder` holds an interrupted demo and `resume` is off, or none and it is on; and as `Run`.
@@ -79,7 +81,7 @@ def run_demo(
         )
     configs = [replace(config, recipe=name) for name in recipes]
     intro = describe_runs(config, corpus, recipes)
-    if diverged := series(runs, configs, corpus, progress, resume=resume, intro=intro):
+    if diverged := series(runs, configs, corpus, progress, resume=resume, intro=intro, options=options):
         raise TrainingError(diverged)
     comparison = compare_runs([runs / f"{name}-{config.seed}" for name in recipes])
     return Demo(comparison.rows, config, corpus, comparison.results[0].parameters)

@@ -26,6 +26,7 @@ COMPARED = "results.json"  # of a comparison
 LOSSES = "loss.png"  # the picture of a run alone, or of a comparison
 DIVERGED = "diverged.json"  # of a run that did
 CHECKPOINTS = "checkpoints"
+UNFINISHED = "unfinished"  # folder of the runs of a demo that was interrupted
 DESCRIPTION = "checkpoint.json"  # of a checkpoint
 
 
@@ -128,6 +129,20 @@ def _absent(path: Path) -> str:
     return f"{path} does not exist; give the folder of a run{such}"
 
 
+def resumed_folder(out: Path | None) -> Path:
+    """Return the folder of the run that `--resume` continues: that of `--out`, or the last one.
+
+    Raises:
+        SettingsError: there is no last one.
+    """
+    return _last_run() if out is None else run_of(out)
+
+
+def demo_folder(out: Path | None, *, quick: bool) -> Path:
+    """Return the folder of a demo."""
+    return out or RUNS / ("demo-quick" if quick else "demo")
+
+
 @contextmanager
 def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     """Hold the folder of a run as the only process.
@@ -142,9 +157,8 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     Raises:
         SettingsError: another process holds it, it cannot be made or written, or there is no run to resume.
     """
-    chosen = out is None
     if resume:
-        out = _last_run() if out is None else run_of(out)
+        out = resumed_folder(out)
     missing = [path for path in (out or RUNS, *(out or RUNS).parents) if not path.exists()]
     try:
         folder = _fresh_run() if out is None else out
@@ -161,7 +175,7 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
     try:
         yield folder
     except Interrupted as error:
-        error.folder = folder if chosen else None
+        error.folder = folder
         raise
     finally:
         (folder / LOCK).unlink(missing_ok=True)

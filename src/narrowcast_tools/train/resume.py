@@ -47,7 +47,7 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     if changed:
         theirs, ours = settings_of((name, saved.get(name)) for name, _ in changed), settings_of(changed)
         raise SettingsError(
-            f"cannot resume {checkpoint.path}: this command says {ours}; pass {theirs} to continue it, "
+            f"cannot resume {checkpoint.path} with {ours}; its run has {theirs}: give those, "
             "or another --out to start a new run"
         )
     if config.steps < checkpoint.step:
@@ -59,7 +59,7 @@ def require_same_run(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus
     if data["digest"] != corpus.digest:
         raise SettingsError(
             f"cannot resume {checkpoint.path}: its --data was {data['source']} (digest {data['digest']}), "
-            f"and this command reads {corpus.source} (digest {corpus.digest}); give --data the same text, or "
+            f"not {corpus.source} (digest {corpus.digest}); give --data the same text, or "
             "another --out to start a new run"
         )
     then, now = {"processes": 1, **checkpoint.meta["environment"]}, environment(ranks)

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .errors import DivergedError, SettingsError, TrainingError
 from .flops import flops_per_token
 from .folder import CHECKPOINTS, DIVERGED, LOSSES, RESULT, runs_below
 from .history import RunResult
+from .kept import OPTIONS, content
 from .loop import Run, remedy
 from .machine import describe, remark
 from .memory import expected_peak, parameters_of, require_memory
@@ -60,6 +61,7 @@ def run_in(
     remarks: bool = True,
     tokenizer: str = "",
     tensorboard: bool = False,
+    options: Mapping[str, Any] | None = None,
     ranks: Ranks = ALONE,
 ) -> RunResult:
     """Train a run, with its checkpoints and its result in a folder that this process holds.
@@ -73,6 +75,7 @@ def run_in(
         remarks: whether to note that, and what is unusual about the processor and the text.
         tokenizer: JSON of the text's tokenizer, which `generate` needs again; empty for bytes.
         tensorboard: also write TensorBoard's files into the folder.
+        options: of the command, which the folder keeps for `--resume`.
         ranks: the processes that do it together, of which the first writes.
 
     Raises:
@@ -98,6 +101,8 @@ def run_in(
         folder.mkdir(parents=True, exist_ok=True)
         if tokenizer and ranks.first:
             write_bytes(folder / TOKENIZER, tokenizer.encode())
+        if options is not None and ranks.first and run.first_step < config.steps:
+            write_json(folder / OPTIONS, content(options, config, several=bool(place)))
     if told:
         progress.note(f"the run is in {folder}")
     if config.optimizer != "adamw":
@@ -162,7 +167,7 @@ def series(
 
     Args:
         resume: continue each run from its newest checkpoint, if it has one.
-        kept: `intro`, `tokenizer`, `tensorboard` and `ranks`, as `run_in` takes them.
+        kept: `intro`, `tokenizer`, `tensorboard`, `options` and `ranks`, as `run_in` takes them.
 
     Returns:
         which runs diverged, and what to change; "" if none did.

@@ -130,10 +130,10 @@ def test_the_saving_rhythm_may_change(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 5}, r"this command says --seed 5; pass --seed 0 to continue it, or another --out"),
+        ({"seed": 5}, r"with --seed 5; its run has --seed 0: give those, or another --out"),
         ({"recipe": "mxfp8"}, r"--recipe mxfp8; .*--recipe bf16"),
         ({"steps": 5}, r"has 6 steps, and --steps is 5; give --steps more than 6"),
-        ({"compile": True}, r"says --compile; .*--no-compile"),
+        ({"compile": True}, r"with --compile; .*--no-compile"),
         ({"model": {"hidden": 64}}, r"--hidden 64; .*--hidden 48"),
     ],
 )
@@ -203,7 +203,7 @@ def test_another_text_is_refused_and_a_moved_one_is_not(
     moved = text_file.rename(tmp_path / "moved.txt")
     Run(config, load_corpus(moved, seq_len=16), progress, tmp_path / "run", resume=True)
     moved.write_text(moved.read_text() + "one more line\n")
-    with pytest.raises(SettingsError, match=r"its --data was .*text\.txt .* reads .*moved\.txt"):
+    with pytest.raises(SettingsError, match=r"its --data was .*text\.txt .* not .*moved\.txt"):
         Run(config, load_corpus(moved, seq_len=16), progress, tmp_path / "run", resume=True)
 
 

@@ -75,10 +75,11 @@ def test_a_run_on_tokens(
     assert (result["settings"]["vocabulary"], result["data"]["unit"]) == (300, "token")
     assert result["history"]["held_out"][0][1] == pytest.approx(5.70, abs=0.15)  # log 300
     assert Path("run/tokenizer.json").read_text() == tokenizer_file.read_text()
+    assert main([*words, "--resume"]) == 0, "the folder keeps the tokenizer's path"
+    Path("run/options.json").unlink()
     assert main([*words, "--resume"]) == 2
     assert (
-        "this command says no --tokenizer; pass a --tokenizer of 300 tokens to continue it"
-        in capsys.readouterr().err
+        "with no --tokenizer; its run has a --tokenizer of 300 tokens: give those" in capsys.readouterr().err
     )
 
 
