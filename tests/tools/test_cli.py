@@ -411,6 +411,10 @@ def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
     assert "picture: run/loss.png" in told and Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "One recipe, nothing to compare; train another with --recipe." in told
     assert "gap" not in told and "CPU emulates" not in told and Path("c/loss.png").exists()
+    assert main(["compare", "run"]) == main(["compare", "run"]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["comparison-001", "comparison-002"]
+    assert Path("runs/comparison-002/loss.png").exists(), "the second one replaced the first"
+    capsys.readouterr()
     assert main(["compare", "run", "--out", "run"]) == 2
     assert "run holds a single run; give --out another folder for several" in capsys.readouterr().err
     assert main(["generate", "run", "--tokens", "2", "--device", "cpu"]) == 0

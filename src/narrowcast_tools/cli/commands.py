@@ -243,8 +243,12 @@ def compare(
         list[Path], typer.Argument(help="Folders of runs, or their parent folders.", metavar="RUNS")
     ],
     out: Annotated[
-        Path, typer.Option(help="Folder for loss.png, losses.csv, summary.csv and results.json.")
-    ] = Path("runs/comparison"),
+        Path | None,
+        typer.Option(
+            help="Folder for loss.png, losses.csv, summary.csv and results.json.",
+            show_default="the next runs/comparison-NNN",
+        ),
+    ] = None,
 ) -> None:
     """Compare runs of train: a table, a picture with the spread over seeds, and CSV files."""
 

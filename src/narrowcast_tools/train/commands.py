@@ -22,7 +22,7 @@ from .data import Corpus, load_corpus
 from .demo import check_recipes, run_demo, write_results
 from .device import require_compiler, resolve_device
 from .errors import SettingsError, TrainingError
-from .folder import COMPARED, LOSSES, demo_folder, require_unmixed, run_folder
+from .folder import COMPARED, COMPARISON, LOSSES, demo_folder, require_unmixed, run_folder
 from .generate import Answer, load_trained
 from .kept import options_of
 from .pace import format_pace
@@ -149,11 +149,11 @@ def _train_one(
         )
 
 
-def compare(context: typer.Context, runs: list[Path], out: Path) -> None:
+def compare(context: typer.Context, runs: list[Path], out: Path | None) -> None:
     """Run `narrowcast compare`."""
-    require_unmixed(out, several=True)
-    with run_folder(out, resume=False):
-        _compare(runs, out, context.obj)
+    with run_folder(out, resume=False, prefix=COMPARISON) as folder:
+        require_unmixed(folder, several=True)
+        _compare(runs, folder, context.obj)
 
 
 def _compare(runs: list[Path], out: Path, command: str) -> None:

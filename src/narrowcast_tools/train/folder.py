@@ -19,6 +19,7 @@ except ModuleNotFoundError:  # Windows, where no lock is taken
 
 RUNS = Path("runs")
 PREFIX = "train-"
+COMPARISON = "comparison-"
 SHOWN_RUNS = 3
 LOCK = ".lock"
 RESULT = "result.json"
@@ -144,12 +145,13 @@ def demo_folder(out: Path | None, *, quick: bool) -> Path:
 
 
 @contextmanager
-def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
+def run_folder(out: Path | None, *, resume: bool, prefix: str = PREFIX) -> Iterator[Path]:
     """Hold the folder of a run as the only process.
 
     Args:
-        out: the folder; made if absent. None is the first free `runs/train-NNN`, or with `resume` the last one.
+        out: the folder; made if absent. None is the next `runs/train-NNN`, or with `resume` the last one.
         resume: whether the run goes on from what is there.
+        prefix: of the folder's name if `out` is None.
 
     Yields:
         the folder. What was made is removed again where the run ends without having written into it.
@@ -161,7 +163,7 @@ def run_folder(out: Path | None, *, resume: bool) -> Iterator[Path]:
         out = resumed_folder(out)
     missing = [path for path in (out or RUNS, *(out or RUNS).parents) if not path.exists()]
     try:
-        folder = _fresh_run() if out is None else out
+        folder = _fresh_run(prefix) if out is None else out
         if out is None:
             missing.insert(0, folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,11 +209,11 @@ def _take_lock(folder: Path) -> int:
         os.close(lock)
 
 
-def _runs() -> dict[int, Path]:
+def _runs(prefix: str = PREFIX) -> dict[int, Path]:
     return {
         int(number): path
-        for path in RUNS.glob(f"{PREFIX}*")
-        if (number := path.name.removeprefix(PREFIX)).isdecimal()
+        for path in RUNS.glob(f"{prefix}*")
+        if (number := path.name.removeprefix(prefix)).isdecimal()
     }
 
 
@@ -221,11 +223,11 @@ def _last_run() -> Path:
     return runs[max(runs)]
 
 
-def _fresh_run() -> Path:
-    number = max(_runs(), default=0)
+def _fresh_run(prefix: str) -> Path:
+    number = max(_runs(prefix), default=0)
     while True:
         number += 1
-        path = RUNS / f"{PREFIX}{number:03d}"
+        path = RUNS / f"{prefix}{number:03d}"
         with suppress(FileExistsError):  # another run may start at this moment
             path.mkdir(parents=True)
             return path
