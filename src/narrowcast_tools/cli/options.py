@@ -179,7 +179,9 @@ Warmup = Annotated[
 ]
 WeightDecay = Annotated[float | None, _of_preset("Weight decay, on matrices only.", SCHEDULE)]
 Clip = Annotated[float | None, _of_preset("Largest gradient norm. inf: do not clip.", SCHEDULE)]
-EvalEvery = Annotated[int | None, _of_preset("Steps between evaluations.", SCHEDULE)]
+EvalEvery = Annotated[
+    int | None, _of_preset("Steps between evaluations. Fewer --steps shorten the preset's.", SCHEDULE)
+]
 EvalBatches = Annotated[int | None, _of_preset("Batches per evaluation.", SCHEDULE)]
 SaveEvery = Annotated[
     int | None, _of_preset("Steps between checkpoints. The end has one, too. 0: none.", SCHEDULE)

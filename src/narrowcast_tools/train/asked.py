@@ -13,7 +13,7 @@ from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints, require_folder
 from .names import MODES, device_word, one_of, recipe_name, recipe_names
-from .presets import DEMO, QUICK, find_preset, fitting_warmup, with_steps
+from .presets import DEMO, QUICK, find_preset, fitting_evaluations, fitting_warmup, with_steps
 
 MOST_SEEDS = 1000
 MOST_TOKENS, MOST_SAMPLES = 100_000, 1000  # to generate: their keys and values stay in memory
@@ -81,7 +81,15 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
         config_text(Path(given["init"]))
     first = "bf16" if recipes == [AUTO] else recipes[0]
     warmup = fitting_warmup(start, given["steps"]) if given["warmup"] is None else given["warmup"]
-    later = {"warmup": warmup, "recipe": first, "recipe_table": None, "device": None, "model": shape}
+    every = fitting_evaluations(start, given["steps"]) if given["eval_every"] is None else given["eval_every"]
+    later = {
+        "warmup": warmup,
+        "eval_every": every,
+        "recipe": first,
+        "recipe_table": None,
+        "device": None,
+        "model": shape,
+    }
     return override(start, **{**taken(given, start), **later}), recipes
 
 

@@ -86,6 +86,11 @@ def fitting_warmup(start: TrainConfig, steps: int | None) -> int:
     return start.warmup if steps is None or steps >= start.steps else min(start.warmup, max(0, steps // 6))
 
 
+def fitting_evaluations(start: TrainConfig, steps: int | None) -> int:
+    """Return the steps between evaluations of a preset for another number of steps: at least ten evaluations."""
+    return start.eval_every if steps is None else min(start.eval_every, max(1, steps // 10))
+
+
 def with_steps(config: TrainConfig, steps: int) -> TrainConfig:
     """Return the settings for another number of steps, with a warmup and evaluations that fit into it."""
     every = max(1, steps // 8)

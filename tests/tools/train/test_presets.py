@@ -13,7 +13,7 @@ from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.flops import flops_per_token
 from narrowcast_tools.train.memory import bytes_of_weight, expected_peak, parameters_of
 from narrowcast_tools.train.names import RECIPES as NAMES
-from narrowcast_tools.train.presets import PRESETS, find_preset, fitting_warmup
+from narrowcast_tools.train.presets import PRESETS, find_preset, fitting_evaluations, fitting_warmup
 
 MILLIONS = {"tiny": 3.1, "125m": 85.3, "1b": 974.2, "8b-slice": 874.5, "8b": 8030.3}
 
@@ -97,3 +97,9 @@ def test_the_warmup_of_fewer_steps(steps: int | None, warmup: int) -> None:
     """It stays the preset's while it is no more than a sixth of the steps."""
     assert fitting_warmup(PRESETS["tiny"], steps) == warmup
     assert all(fitting_warmup(preset, preset.steps - 1) == preset.warmup for preset in PRESETS.values())
+
+
+@pytest.mark.parametrize(("steps", "every"), [(None, 25), (900, 25), (250, 25), (30, 3), (4, 1)])
+def test_the_evaluations_of_fewer_steps(steps: int | None, every: int) -> None:
+    """A run of 30 steps had two of them."""
+    assert fitting_evaluations(PRESETS["tiny"], steps) == every
