@@ -137,12 +137,11 @@ def _train_one(
 ) -> None:
     result = run_in(folder, config, corpus, progress, ranks=ranks, **kept)
     if ranks.first:
-        since = " since it was resumed" if kept["resume"] else ""
         pace = f", {format_pace(result.pace, ', ')}" if result.pace.tokens_per_second else ""
         typer.echo(
             f"{config.recipe}: held-out loss {result.held_out_loss:.4f} nats per {corpus.unit} after "
             f"{counted(result.steps, 'step')}\n"
-            f"  {result.parameters:,} parameters{pace}, time {format_duration(result.seconds)}{since}\n"
+            f"  {result.parameters:,} parameters{pace}, time {format_duration(result.seconds)}\n"
             f"  run in {folder}\n"
             f"picture: {folder / LOSSES}\n"
             f"{follow_up('generate', folder, '--prompt', 'Once upon ')}"

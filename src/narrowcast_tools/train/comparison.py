@@ -153,16 +153,25 @@ def _losses(results: Sequence[RunResult]) -> bytes:
 
 def _summary(comparison: Comparison) -> bytes:
     head = ("recipe", "layers apart", "seed", "mode", "steps", "held-out loss")
-    head += ("tokens/s", "MFU of bf16 peak", "GiB", "seconds")
+    head += ("gap to bf16, %", "tokens/s", "MFU of bf16 peak", "GiB", "seconds")
     lines = []
-    for result in comparison.results:
+    plain = next(row.seeds for row in comparison.rows if row.tolerance_percent is None)
+    gaps = [gap for row in comparison.rows for gap in _gaps_of_seeds(row, plain)]
+    for result, gap in zip(comparison.results, gaps):
         pace, mfu = result.pace, result.pace.mfu
         speed = f"{pace.tokens_per_second:.0f}", "" if mfu is None else f"{mfu:.4f}"
         cost = f"{pace.memory / 2**30:.2f}", f"{result.seconds:.0f}"
         loss = f"{result.held_out_loss:.6f}"
         run = result.recipe, result.variant, result.seed, result.mode, result.steps
-        lines.append((*run, loss, *speed, *cost))
+        lines.append((*run, loss, gap, *speed, *cost))
     return _csv(head, lines)
+
+
+def _gaps_of_seeds(row: Row, plain: Sequence[int]) -> list[str]:
+    """Return the gap of each seed; "" of one that the seeds of bf16, ``plain``, lack while they have others."""
+    seeds = [seed for seed in row.seeds if seed in plain] or row.seeds
+    gaps = dict(zip(seeds, row.seed_gaps))
+    return [f"{gaps[seed]:.3f}" if seed in gaps else "" for seed in row.seeds]
 
 
 def _csv(head: Sequence[str], lines: Sequence[Sequence[object]]) -> bytes:

@@ -35,7 +35,7 @@ class RunResult:
         steps: steps done.
         parameters: number of model parameters.
         pace: of this process; its speed is 0 if unknown.
-        seconds: wall time of this process, everything included.
+        seconds: wall time of the run, everything and the time before a resume included.
         seed: of the run.
         variant: layers whose recipe is another one, for people; empty if all have the run's.
         mode: eager, compiled or graphs.

@@ -60,6 +60,7 @@ class Run:
         self.meta = describe_run(config, corpus, ranks.count)
         self.history = History()
         self.saved_step: int | None = None
+        self._began, self._seconds = time.perf_counter(), 0.0
         self._pending: list[Tensor] = []
         if folder is not None and not resume:
             _require_empty(folder)
@@ -88,7 +89,7 @@ class Run:
             Interrupted: Ctrl-C or SIGTERM. One process finishes its step and saves it. Several processes may be in
                 different steps, so they stop at once.
         """
-        began, watch = time.perf_counter(), Stopwatch()
+        self._began, watch = time.perf_counter(), Stopwatch()
         steps = {"done": self.first_step, "total": self.config.steps}
         self.progress.begin(title or self.config.recipe, place=place, **steps)
         signals = nullcontext(Stop()) if self.ranks.mode else noticing(self.progress.note)
@@ -105,7 +106,7 @@ class Run:
             steps=self.config.steps,
             parameters=sum(p.numel() for p in self.trainer.model.parameters()),
             pace=measure(self.config, watch.tokens_per_second, self.ranks.count),
-            seconds=time.perf_counter() - began,
+            seconds=self._time(),
             seed=self.config.seed,
         )
 
@@ -164,8 +165,13 @@ class Run:
         except (*checkpoint.DAMAGE, RuntimeError) as error:  # RuntimeError: not a generator's state
             raise checkpoint.DamagedCheckpoint(f"{type(error).__name__}: {error}") from error
         self.history, self.saved_step = history, loaded.step
+        self._seconds = float(loaded.meta.get("seconds", 0.0))
         for note in notes:
             self.progress.note(note)
+
+    def _time(self) -> float:
+        """Return the seconds of the run, those before a resume included."""
+        return self._seconds + time.perf_counter() - self._began
 
     def _fetch_losses(self) -> int:
         losses = torch.stack(self._pending).tolist()
@@ -200,7 +206,7 @@ class Run:
         saved = tensors[snapshot.MODEL]
         if not all(saved[name].isfinite().all() for name, _ in model.named_parameters()):
             self._require_finite("norm of the weights", math.nan, done)
-        meta = {**self.meta, "history": self.history.to_json()}
+        meta = {**self.meta, "history": self.history.to_json(), "seconds": self._time()}
         try:
             checkpoint.save(self.folder, step=done, meta=meta, tensors=tensors)
         except OSError as error:

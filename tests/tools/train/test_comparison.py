@@ -57,6 +57,8 @@ def test_what_is_written_is_what_was_measured(runs: Path, monkeypatch: pytest.Mo
         content = json.loads((runs / f"{line['recipe']}-{line['seed']}" / "result.json").read_text())
         assert float(line["held-out loss"]) == pytest.approx(content["held_out_loss"], abs=1e-6)
         assert (line["steps"], line["mode"], line["MFU of bf16 peak"]) == ("2", "eager", "")
+    gaps = [float(line["gap to bf16, %"]) for line in summary[2:]]
+    assert gaps == pytest.approx(comparison.rows[1].seed_gaps, abs=1e-3)
     losses = list(csv.DictReader((runs / "losses.csv").open()))
     assert len(losses) == 4 * 2
     results = json.loads((runs / "results.json").read_text())
