@@ -13,7 +13,7 @@ from .estimate import Estimate, gib
 from .layout import DoesNotFitError
 from .layout import plan as search
 from .models import find_model
-from .remedies import remedies
+from .remedies import remedies, roomier
 from .show import TIGHT, described, duration, margin, parts, remarks
 
 
@@ -36,6 +36,9 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
     usable = RESERVE * find_gpu(gpu).memory / GIB
     memory = f"{gib(result.total_memory)} of {usable:.1f} usable per GPU"
     tell("fits", f"{result.model} in {recipe} on {_counted(gpus, gpu)}: {memory}")
+    if result.total_memory > (1 - TIGHT) * usable * GIB:
+        remedy = roomier(result, (1 - TIGHT) * usable * GIB, model, gpus, recipe, gpu, **layout)
+        tell("tight", f"within {TIGHT:.0%} of what is usable, and may not suffice; {remedy}")
     plain = _in_bf16(result, model, gpus, gpu, **layout)
     beside = ", where no layout fits in bf16"
     if plain is not None:
@@ -54,11 +57,6 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
         tell(subject, text)
     for text in remarks(gpus, layout["batch_size"]):
         tell("note", text)
-    if result.total_memory > (1 - TIGHT) * usable * GIB:
-        tell(
-            "note",
-            f"the memory is within {TIGHT:.0%} of what is usable, and may not suffice. More --gpus make room.",
-        )
     typer.echo("next: try other --gpus or --recipe; --json prints all numbers, with MFU")
     return 0
 

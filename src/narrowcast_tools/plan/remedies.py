@@ -6,10 +6,28 @@ from typing import Any
 
 from ..hardware import find_optimizer
 from ..words import any_of
+from .estimate import Estimate, gib
 from .layout import plan
 
 SMALL = "fused-int8"  # the optimizer with fp32 masters that holds least
 MOST, SHORTEST = 4096, 1024  # GPUs and tokens of a sequence that are tried
+
+
+def roomier(tight: Estimate, most: float, model: str, gpus: int, recipe: str, gpu: str, **layout: Any) -> str:
+    """Return what makes room for a plan that only just fits: recomputing, and its cost, or more GPUs.
+
+    Args:
+        tight: the plan.
+        most: bytes that leave room.
+        layout: the further arguments of :func:`narrowcast_tools.plan.plan`.
+    """
+    if layout["recompute"] is None and not tight.layout.recompute:
+        layout |= {"recompute": True, "batch_size": tight.layout.batch // tight.layout.length}
+        found = plan(model, gpus, recipe, gpu, **layout)
+        if found.total_memory <= most:
+            times = found.tokens_per_second / tight.tokens_per_second
+            return f"--recompute needs {gib(found.total_memory)}, at {times:.2f} times the speed"
+    return "more --gpus make room"
 
 
 def remedies(model: str, gpus: int, recipe: str, gpu: str, **layout: Any) -> str:

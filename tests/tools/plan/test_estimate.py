@@ -438,6 +438,11 @@ def test_a_plan_that_leaves_little_memory_says_so(
         assert cli.main(["plan", "--gpus", "8"]) == 0
         told.append("within 3% of what is usable" in " ".join(capsys.readouterr().out.split()))
     assert told == [True, False]
+    assert cli.main(["plan", "--model", "70b", "--gpus", "256"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "and may not suffice; --recompute needs 78.3 GiB, at 0.81 times the speed" in out
+    assert cli.main(["plan", "--model", "70b", "--gpus", "256", "--no-recompute"]) == 0
+    assert "and may not suffice; more --gpus make room" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_takes_one_recipe(capsys: pytest.CaptureFixture) -> None:
