@@ -86,19 +86,34 @@ def follow_up(*words: object) -> str:
     return f"next: {shlex.join([*program(), *map(str, words)])}"
 
 
+def as_typed(line: str) -> str:
+    """Return a command that begins with `narrowcast` as this program was started."""
+    return line.replace("narrowcast", shlex.join(program()), 1)
+
+
 def pip_install(package: str) -> str:
     """Return the command that installs a package for this Python, whose own pip may not be the shell's."""
-    return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", package])
+    return shlex.join([_in_shell(Path(sys.executable)), "-m", "pip", "install", package])
 
 
 def program() -> list[str]:
     """Return the words that start this program in a shell: make and IDEs start it where it is on no path."""
     started = Path(sys.argv[0])
     if started.name == "__main__.py" or not os.access(started, os.X_OK):
-        return [_short(Path(sys.executable)), "-m", "narrowcast"]
-    found = shutil.which(started.name)
-    return [started.name if found and Path(found).samefile(started) else _short(started)]
+        return [_in_shell(Path(sys.executable)), "-m", "narrowcast"]
+    return [_in_shell(started)]
 
 
-def _short(path: Path) -> str:
+def torchrun() -> list[str]:
+    """Return the words that start this Python's torchrun, which is on no path without its environment."""
+    beside = Path(sys.executable).with_name("torchrun")
+    python = _in_shell(Path(sys.executable))
+    return [_in_shell(beside)] if beside.exists() else [python, "-m", "torch.distributed.run"]
+
+
+def _in_shell(path: Path) -> str:
+    """Return how a shell finds a program: by its name alone, or by its path, the shorter one."""
+    found = shutil.which(path.name)
+    if found and Path(found).absolute() == path.absolute():  # a link may be the Python of another environment
+        return path.name
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -37,8 +37,9 @@ from narrowcast_tools.train.names import ALIASES, RECIPES
 from narrowcast_tools.train.presets import DEMO, QUICK
 from narrowcast_tools.train.recipes import CHOICES
 from narrowcast_tools.train.trainer import Trainer
-from narrowcast_tools.words import pip_install
+from narrowcast_tools.words import as_typed, pip_install, program, torchrun
 
+PROGRAM = shlex.join(program())
 # fmt: off
 TINY = [
     "--steps", "4", "--save-every", "2", "--eval-every", "2", "--eval-batches", "1", "--warmup", "1",
@@ -248,7 +249,7 @@ def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
         (["demo", "--data", "absent"], ["absent", "--data"]),
         (["demo", "--steps", "-1"], ["--steps is -1"]),
         (["demo", "--write-docs", "page.html"], ["page.html", "--write-docs", ".md"]),
-        (["compare"], ["RUNS is missing; for example: narrowcast compare runs/"]),
+        (["compare"], [f"RUNS is missing; for example: {PROGRAM} compare runs/"]),
         (["compare", "absent"], ["absent does not exist; give the folder of a run"]),
         (["compare", "."], ["no finished run in .", "result.json"]),
         (["doctor", "--now"], ["--now", "--help"]),
@@ -290,6 +291,24 @@ def test_an_option_given_twice_or_with_a_space_is_refused(
 def test_the_same_value_twice_is_one(text_file: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["--seed", "3", "--compile", "--compile", "--seed", "3", "--steps", "0"]
     assert "--steps is 0" in fails_on_one_line(capsys, text_file.parent, ["train", *words])
+
+
+def test_a_program_is_named_as_its_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The help said `narrowcast`, other lines the path; torchrun was on no path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("python", "narrowcast", "torchrun"):
+        (folder / name).touch(0o755)
+    monkeypatch.setattr(sys, "argv", [str(folder / "narrowcast")])
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    for path, place in ((os.defpath, "bin/"), (f"{folder}:{os.defpath}", "")):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.chdir(tmp_path)
+        assert as_typed("narrowcast demo --quick") == f"{place}narrowcast demo --quick"
+        assert torchrun() == [f"{place}torchrun"]
+        assert pip_install("x") == f"{place}python -m pip install x"
+    (folder / "torchrun").unlink()
+    assert torchrun() == ["python", "-m", "torch.distributed.run"]
 
 
 def test_a_preset_gives_what_no_option_does(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -978,24 +997,24 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (["help", "train"], 0, "Usage: narrowcast train"),
         (["train", "help"], 0, "Usage: narrowcast train"),
         (["generate", "help"], 0, "Usage: narrowcast generate"),
-        (["help", "trian"], 2, "no command 'trian'; the nearest: 'train'; narrowcast --help lists all"),
+        (["help", "trian"], 2, f"no command 'trian'; the nearest: 'train'; {PROGRAM} --help lists all"),
         (["generate", "-h"], 0, "Usage: narrowcast generate [OPTIONS] RUN "),
         (["compare", "-h"], 0, "Usage: narrowcast compare [OPTIONS] RUNS... "),
         (["-h"], 0, "Usage: narrowcast [OPTIONS] COMMAND"),
         (["train", "-h"], 0, "Usage: narrowcast train"),
         (["presets"], 0, "8b-slice"),
-        (["bake"], 2, "no command 'bake'; narrowcast --help lists all"),
-        (["trian"], 2, "no command 'trian'; the nearest: 'train'; narrowcast --help lists all"),
+        (["bake"], 2, f"no command 'bake'; {PROGRAM} --help lists all"),
+        (["trian"], 2, f"no command 'trian'; the nearest: 'train'; {PROGRAM} --help lists all"),
         (["train", "--speed", "9"], 2, "narrowcast: train has no option --speed; "),
         (
             ["train", "--stpes", "9"],
             2,
-            "no option --stpes; the nearest: --steps; narrowcast train --help-all lists all",
+            f"no option --stpes; the nearest: --steps; {PROGRAM} train --help-all lists all",
         ),
-        (["train", "--recipe"], 2, "--recipe has no value; narrowcast train --help-all says: auto, bf16, "),
+        (["train", "--recipe"], 2, f"--recipe has no value; {PROGRAM} train --help-all says: auto, bf16, "),
         (["train", "--data"], 2, "narrowcast train --help-all says: Text file or folder of text files\n"),
-        (["compare"], 2, "the argument RUNS is missing; for example: narrowcast compare runs/train-001 runs"),
-        (["generate"], 2, "the argument RUN is missing; for example: narrowcast generate runs/train-001 --p"),
+        (["compare"], 2, f"the argument RUNS is missing; for example: {PROGRAM} compare runs/train-001 runs"),
+        (["generate"], 2, f"the argument RUN is missing; for example: {PROGRAM} generate runs/train-001 --p"),
         (
             ["presets", "all"],
             2,
@@ -1004,12 +1023,12 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (
             ["plan", "70b", "8"],
             2,
-            "'70b 8' belongs to no option of narrowcast plan; narrowcast plan --help lists all",
+            f"'70b 8' belongs to no option of narrowcast plan; {PROGRAM} plan --help lists all",
         ),
         (
             ["generate", "run", "--temp", "0"],
             2,
-            "no option --temp; the nearest: --temperature; narrowcast generate",
+            f"no option --temp; the nearest: --temperature; {PROGRAM} generate",
         ),
         *(
             ([command, old, "1"], 2, f"narrowcast: {command} has no option {old}; the nearest: {new}; ")

@@ -19,7 +19,7 @@ from itertools import product, starmap
 from pathlib import Path
 from typing import cast
 
-from ..words import pip_install, program
+from ..words import as_typed, pip_install, program
 from .threads import spin_less
 
 EXTRA = {"matplotlib", "numpy", "rich", "safetensors", "typer"}
@@ -132,7 +132,7 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     names = [str(one.callback.__name__) for one in app.registered_commands if one.callback]
     name = next((word for word in words if not word.startswith("-")), "")
     program = f"narrowcast {name}" if name in names else "narrowcast"
-    whole = f"{program} --help{'-all' if name == 'train' else ''}"
+    whole = as_typed(f"{program} --help{'-all' if name == 'train' else ''}")
     look = f"{whole} lists"
     if option := getattr(error, "option_name", ""):
         if "requires" in found:
@@ -144,9 +144,8 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
         begin = f"{name} has no option {option}" if name in names else f"no option {option}"
         return f"{begin}; {f'the nearest: {near}; ' if near else ''}{look} all"
     if kind == "MissingParameter":
-        return (
-            f"the argument {getattr(param, 'name', '').upper()} is missing; for example: {EXAMPLES[name][0]}"
-        )
+        argument = getattr(param, "name", "").upper()
+        return f"the argument {argument} is missing; for example: {as_typed(EXAMPLES[name][0])}"
     if param is None:
         if "extra argument" in found:
             extra = found[found.rfind("(") + 1 :].rstrip(").")

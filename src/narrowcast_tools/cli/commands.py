@@ -21,6 +21,7 @@ from ..hardware import RECIPES as RATES
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
 from ..train.kept import resumed_demo, resumed_train
 from ..train.presets import DEMO, QUICK, QUICK_TIME
+from ..words import as_typed
 from . import options as o
 
 NARROW = 72  # columns
@@ -54,7 +55,7 @@ def _shown(params: list[Any]) -> list[Any]:
 
 def _show_examples(command: str | None) -> None:
     # no epilog, whose lines some releases of Typer join and others part
-    typer.echo("\n".join([" Examples:", *(f"   {line}" for line in o.EXAMPLES[command or ""])]))
+    typer.echo("\n".join([" Examples:", *(f"   {as_typed(line)}" for line in o.EXAMPLES[command or ""])]))
 
 
 def values_of(param: Any, words: list[str]) -> list[str]:

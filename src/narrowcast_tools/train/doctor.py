@@ -15,7 +15,7 @@ import narrowcast as nc
 from narrowcast._installed import ONLY_COMPILED, gpu_standing, installed, sm, versions
 from narrowcast.upstream.versions import GPU_TESTS, GPUS, OLDEST_TORCH
 
-from ..words import pip_install, tell
+from ..words import as_typed, pip_install, tell
 from .machine import cpu_model
 from .recipes import CHOICES, RecipeChoice
 
@@ -81,7 +81,7 @@ def _answers(findings: list[Finding]) -> Iterator[tuple[str, str]]:
         yield "wrong", text
     for text in limits:
         yield "limits", text
-    try_it = "try: narrowcast demo --quick"
+    try_it = f"try: {as_typed('narrowcast demo --quick')}"
     yield "to do", f"{try_it}; for speed, use an NVIDIA GPU with FP8, such as an H100" if slow else try_it
 
 

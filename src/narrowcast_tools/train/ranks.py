@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 import narrowcast as nc
 from narrowcast import _environment as environment
 
+from ..words import torchrun
 from .config import TrainConfig
 from .errors import SettingsError
 from .folder import run_folder
@@ -126,7 +128,8 @@ def require_ranks(config: TrainConfig, mode: str | None, tp_size: int | None = N
         count = dist.get_world_size()
     elif count is None or _number("RANK") is None:
         raise SettingsError(
-            f"--parallel {mode} needs the processes of torchrun; run: torchrun --nproc-per-node 2 -m {command}"
+            f"--parallel {mode} needs the processes of torchrun; run: {shlex.join(torchrun())} --nproc-per-node 2 "
+            f"-m {command}"
         )
     if config.optimizer != "adamw":
         raise SettingsError(

@@ -18,6 +18,7 @@ from narrowcast_tools.train.checkpoint import load
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.ranks import require_ranks
+from narrowcast_tools.words import torchrun
 
 needs_ranks = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 
@@ -162,7 +163,8 @@ def test_generating_from_a_run_of_two(runs: Path, capsys: pytest.CaptureFixture)
         (
             None,
             "--parallel fsdp",
-            r"torchrun; run: torchrun --nproc-per-node 2 -m narrowcast train --device cpu --parallel fsdp",
+            rf"torchrun; run: {re.escape(torchrun()[0])} --nproc-per-node 2 -m narrowcast train --device cpu "
+            "--parallel fsdp",
         ),
         (2, "--parallel ddp", r"--parallel is 'ddp'; use one of fsdp, tp or fsdp\+tp"),
         (2, "--parallel tp --tp-size 2", r"--parallel tp has none to choose; use --parallel fsdp\+tp"),
