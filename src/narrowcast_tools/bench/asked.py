@@ -94,7 +94,7 @@ def bench_settings(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         ([device], DEVICES, "--device"),
     )
     for words, known, option in checks:
-        for word in words:
+        for word in words or ([""] if option.startswith("--") else []):
             try:
                 find(word, dict.fromkeys(known), option, suggest=option != "--device")
             except ValueError as error:

@@ -15,12 +15,12 @@ from rich.console import Console
 from narrowcast._version import __version__
 
 from ..interrupt import Interrupted
-from ..words import AUTO
+from ..words import AUTO, as_typed, follow_up
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account
 from .asked import ACCOUNT_MODEL, ACCOUNT_MODELS, bench_settings, works
 from .measure import Result, contenders
-from .show import picture, read_csv, table, write_csv
+from .show import picture, read_csv, spread, table, write_csv
 from .worker import Chosen, Worker
 
 
@@ -79,7 +79,7 @@ def bench(
                     elif result is None:
                         with console.status(", ".join(named)):
                             result = worker.run(work, contender, index)
-                    baseline = baseline if index else result.ms  # compiled bf16 is the first
+                    baseline = baseline if index else result.ms  # bf16 is the first
                     share = None if baseline is None or result.ms is None else result.ms / baseline
                     results.append(result._replace(share=share))
                     done = _so_far(results, known, total, time.monotonic() - start)
@@ -103,12 +103,14 @@ def bench(
     if stopped:
         where = f"interrupted after {len(results)} of {total} measurements"
         raise Interrupted(where, resumable=bool(written))
-    if not written:
-        console.print("next: --out FOLDER keeps the results and draws a picture", highlight=False)
     if device == "cpu":
-        console.print(
-            "A CPU emulates the formats: for speed, run narrowcast bench on a GPU.", highlight=False
-        )
+        console.print("A CPU emulates the formats: for speed, run bench on a GPU.", highlight=False)
+    if not written:
+        typer.echo(f"next: {as_typed(context.obj)} --out bench   # keeps the results and draws a picture")
+    elif device == "cpu":
+        typer.echo(follow_up("demo", "--quick"))
+    else:
+        typer.echo(follow_up("bench", "account"))
     return 0
 
 
@@ -126,7 +128,7 @@ def _announced(suite: str, cases: int, device: str, seconds: int) -> str:
     if device == "cuda":
         return f"{told}, with compilation"
     if suite == "tiny":
-        return f"{told}; likely about 10 s each, most of that for compilation"
+        return f"{told}; about 10 s each if compiled, most of that for compilation"
     return f"{told}; a CPU emulates these sizes in minutes each: use bench tiny, or choose with --only"
 
 
@@ -150,6 +152,7 @@ def _account(model: str, chosen: Chosen, out: Path | None, in_parts: bool) -> in
             (out / "account.png").write_bytes(draw_account(accounts, caption))
     if out is not None:
         console.print(f"wrote {out / 'account.csv'} and {out / 'account.png'}", highlight=False)
+    typer.echo(follow_up("train", "--recipe", f"bf16,{recipes[0]}", "--compile"))
     return 0
 
 
@@ -171,4 +174,5 @@ def _title(what: str, machine: dict[str, str]) -> str:
 
 def _told(result: Result) -> str:
     memory = "" if result.memory is None else f", {result.memory:,.0f} MiB"
-    return result.note if result.ms is None else f"{result.ms:.3f} ms{memory}"
+    rounds = f" ({spread(result)})" * (result.low is not None)
+    return result.note if result.ms is None else f"{result.ms:.3f} ms{rounds}{memory}"

@@ -32,8 +32,8 @@ MIB = 2**20
 class Result(NamedTuple):
     """A contender's step.
 
-    ``share``: of the time of bf16 compiled. ``memory``: MiB at the peak, weights and optimizer included; None on a CPU.
-    ``note``: why there is no time.
+    ``ms``, ``low``, ``high``: median, shortest and longest round. ``share``: of the time of bf16 in `reference_mode`.
+    ``memory``: MiB at the peak, weights and optimizer included; None on a CPU. ``note``: why there is no time.
     """
 
     work: str
@@ -43,6 +43,8 @@ class Result(NamedTuple):
     share: float | None
     memory: float | None
     note: str = ""
+    low: float | None = None
+    high: float | None = None
 
 
 class Contender(NamedTuple):
@@ -65,7 +67,8 @@ def contenders(
     optimizer: str = "AdamW",
     head: str = "bf16",
 ) -> Iterator[Contender]:
-    """Yield bf16 compiled, which the others are compared with; bf16 in the other modes; this package; installed others.
+    """Yield bf16 in `reference_mode`, which the others are compared with; bf16 in the other modes; this package; and
+    installed others, of which compiled ones are left out beside eager bf16.
 
     Args:
         recipes: names in ``RECIPES``.
@@ -74,7 +77,7 @@ def contenders(
         optimizer: of models under a recipe; the others have PyTorch's AdamW.
         head: "bf16", or the recipe of the head of models under a recipe.
     """
-    for mode in dict.fromkeys(("compiled", *modes)):
+    for mode in dict.fromkeys((reference_mode(modes), *modes)):
         yield Contender("bf16", mode, None)
     own: dict[str, Any] = {"optimizer": optimizer}
     own["head"] = None if head == "bf16" else RECIPES[head](emulate=emulate)
@@ -85,7 +88,7 @@ def contenders(
         for mode in modes:
             prepare = lambda module, r=recipe: set_recipe(module, r)  # noqa: E731
             yield Contender(name + suffix, mode, own_layers, prepare, **own)
-    if _installed("torchao.float8"):
+    if _installed("torchao.float8") and reference_mode(modes) != "eager":
         for name in ("tensorwise", "rowwise"):
             yield Contender(
                 f"torchao {name}", "compiled", None, lambda module, n=name: _by_torchao(module, n)
@@ -94,6 +97,11 @@ def contenders(
         yield from _of_transformer_engine(recipes)
     if _installed("liger_kernel.transformers"):
         yield Contender("Liger, bf16", "eager", None, _by_liger)
+
+
+def reference_mode(modes: Sequence[str]) -> str:
+    """Return the mode of the bf16 that times are compared with: compiled, or the first one if that is not asked for."""
+    return "compiled" if "compiled" in modes or not modes else modes[0]
 
 
 _WAYS: tuple[Callable[[nn.Module], Any], ...] = (
@@ -154,12 +162,12 @@ def measure(work: Work, contender: Contender, device: str) -> Result:
     torch.compiler.reset()
     named = work.name, contender.name, contender.mode
     try:
-        ms = _milliseconds(_step(work, contender, device), device)
+        rounds = _rounds(_step(work, contender, device), device)
     except Exception as error:  # another package's, too: a contender that cannot run is no reason to stop
         first = next(iter(str(error).splitlines()), "")
         return Result(*named, None, None, None, f"{type(error).__name__}: {first[:100]}")
     memory = (torch.cuda.max_memory_allocated() - before) / MIB if device == "cuda" else None
-    return Result(*named, ms, None, memory)
+    return Result(*named, statistics.median(rounds), None, memory, "", min(rounds), max(rounds))
 
 
 def _step(work: Work, contender: Contender, device: str) -> Step:
@@ -181,8 +189,8 @@ def _step(work: Work, contender: Contender, device: str) -> Step:
     return replay
 
 
-def _milliseconds(step: Step, device: str) -> float:
-    """Return the median over rounds of a step's time, steps issued one after the other, CPU time included."""
+def _rounds(step: Step, device: str) -> list[float]:
+    """Return a step's milliseconds in each round, steps issued one after the other, CPU time included."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(4):
         step()
@@ -196,4 +204,4 @@ def _milliseconds(step: Step, device: str) -> float:
         return (time.perf_counter() - start) / count
 
     count = max(1, min(int(SECONDS / timed(1)), 200))
-    return 1e3 * statistics.median(timed(count) for _ in range(ROUNDS))
+    return [1e3 * timed(count) for _ in range(ROUNDS)]

@@ -18,8 +18,8 @@ from ..schemes import LETTERS, WIDE, png, tell, wrap
 from ..tables import make_table
 from .measure import Result
 
-HEADINGS = {"share": "time over compiled bf16", "memory": "peak MiB"}
-COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note")
+COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note", "low", "high")
+SHOWN = ("work", "contender", "mode", "ms", "min..max", "share", "memory", "note")
 
 ROW = 0.185  # inches: the height of a line of a label
 EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's. "
@@ -28,16 +28,15 @@ NAMES = 170  # points: the width of a contender's name
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    """Return a row per contender; the time is over that of bf16 compiled.
+    """Return a row per contender; the time is over that of bf16, the first row.
 
     Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
     """
     columns = [
-        name
-        for name in COLUMNS
-        if name not in ("memory", "note") or any(getattr(one, name) for one in results)
+        name for name in SHOWN if name not in ("memory", "note") or any(getattr(one, name) for one in results)
     ]
-    headings = [HEADINGS.get(name, name) for name in columns]
+    titles = {"share": f"time over {_mode(results)} bf16", "memory": "peak MiB"}
+    headings = [titles.get(name, name) for name in columns]
     shown = make_table(headings, title, left=("contender", "mode", "note"))
     last = ""
     for one in results:
@@ -49,12 +48,25 @@ def table(results: Sequence[Result], title: str) -> Table:
             "note": one.note,
             "work": "" if one.work == last else one.work,
             "ms": _number(one.ms, 3),
+            "min..max": spread(one),
             "share": _number(one.share, 2),
             "memory": _number(one.memory, 0),
         }
         shown.add_row(*(texts[name] for name in columns))
         last = one.work
     return shown
+
+
+def spread(result: Result) -> str:
+    """Return the shortest and the longest round of a result, such as "0.117..0.131"; "" without a time."""
+    return (
+        f"{result.low:,.3f}..{result.high:,.3f}" if result.low is not None and result.high is not None else ""
+    )
+
+
+def _mode(results: Sequence[Result]) -> str:
+    """Return the mode of the bf16 that times are compared with: the first of the rows."""
+    return next((one.mode for one in results if one.contender == "bf16"), "compiled")
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -80,7 +92,8 @@ def read_csv(path: Path, machine: dict[str, str]) -> dict[tuple[str, str, str], 
         if row["ms"] and all(row[key] == machine[key] for key in machine if key != "date"):
             named = row["work"], row["contender"], row["mode"]
             memory = float(row["memory"]) if row["memory"] else None
-            results[named] = Result(*named, float(row["ms"]), None, memory, row["note"])
+            rounds = (float(row[name]) if row.get(name) else None for name in ("low", "high"))
+            results[named] = Result(*named, float(row["ms"]), None, memory, row["note"], *rounds)
     return results
 
 
@@ -94,10 +107,10 @@ def picture(results: Sequence[Result], caption: str, *, emulated: bool = False, 
         emulated: whether a CPU was timed.
         total: how many measurements a complete run has.
     """
-    lines = list(_lines(results))
-    panels: dict[str, Literal["ms", "memory"]] = {"Time (compiled bf16: 1)": "ms"}
+    lines, mode = list(_lines(results)), _mode(results)
+    panels: dict[str, Literal["ms", "memory"]] = {f"Time ({mode} bf16: 1)": "ms"}
     if any(one.memory for one in results):
-        panels["Memory (compiled bf16: 1)"] = "memory"
+        panels[f"Memory ({mode} bf16: 1)"] = "memory"
     size = WIDE, 0.8 + ROW * sum(line.height for line in lines)
     figure = Figure(figsize=size, dpi=200, layout="constrained")
     drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
