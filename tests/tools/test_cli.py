@@ -168,7 +168,11 @@ def test_train_writes_result_and_checkpoint(text_file: Path, capsys: pytest.Capt
         (["--recipe", "fp7"], ["'fp7'", "--recipe is", "use one of auto, bf16, delayed"]),
         (["--recipe", "auto,current"], ["'auto,current', and auto cannot be compared; give it alone, or"]),
         (["--lr", "-1"], ["--lr is -1; it must be above 0"]),
-        (["--recipe", "mxfp8,"], ["--recipe is 'mxfp8,'", "comma; give names"]),
+        (["--recipe", "mxfp8,"], ["--recipe is 'mxfp8,', where a name is missing; put one comma between"]),
+        (["--recipe", ""], ["--recipe is empty; use auto, or one of bf16, delayed"]),
+        (["--init", ""], ["--init is empty; give random, or the folder of a Llama"]),
+        (["--tokenizer", ""], ["--tokenizer is empty; give it a path, or leave it out"]),
+        (["--recipe-table="], ["--recipe-table is empty; give it a path, or leave it out"]),
         (["--parallel", "ddp"], ["--parallel is 'ddp'; use one of fsdp, tp or fsdp+tp"]),
         (
             ["--recipe-table", "nope.json"],
@@ -466,9 +470,16 @@ def test_fewer_steps_shorten_the_warmup_and_a_resumed_run_keeps_its_own(
     assert "--warmup 3 differs from the run in one, which has --warmup 2; leave it out to resume it" in line
 
 
-def test_presets_are_shown(capsys: pytest.CaptureFixture) -> None:
-    assert main(["presets"]) == 0
-    assert "8b-slice" in capsys.readouterr().out
+def test_presets_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU was sent to 125m, which takes it days."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for preset in ("tiny", "125m"):
+        assert main(["presets"]) == 0
+        told = capsys.readouterr().out
+        assert "8b-slice" in told and told.endswith(f" train --preset {preset}\n")
+        (tmp_path / "nvidia-smi").touch(0o755)
 
 
 def test_resume_from_another_configuration(text_file: Path, capsys: pytest.CaptureFixture) -> None:
@@ -845,6 +856,8 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     assert trained == done
     printed = capsys.readouterr()
     assert "runs/demo-quick/bf16" not in printed.out and "FP8 128-block (block)" in printed.out
+    follow_up = printed.out.splitlines()[-1]
+    assert follow_up.endswith(f" train --recipe bf16,current --data {text_file}"), "a comparison needs bf16"
     assert "FP8 row-wise (rowwise)" in printed.out and "FP8 current " in printed.out
     assert "note: trains 1 block of width 32 (" in printed.err
     assert f"4 steps of 32 bytes of {text_file}, in {len(ALL_RECIPES)} runs: bf16" in printed.err

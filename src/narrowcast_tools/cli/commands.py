@@ -73,6 +73,8 @@ class _Command(TyperCommand):
         given: list[Any]
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for param in given:
+            if param.name in o.PATHS and "" in values_of(param, args):
+                raise typer.BadParameter(f"{param.opts[0]} is empty; give it a path, or leave it out")
             if given.count(param) > 1 and len(values := dict.fromkeys(values_of(param, args))) > 1:
                 first, *_, last = values
                 if param.is_flag:

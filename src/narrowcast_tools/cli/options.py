@@ -42,6 +42,8 @@ RunFolder = Annotated[
         default="the next runs/train-NNN, with --resume the last",
     ),
 ]
+PATHS = {"data", "out", "recipe_table", "tokenizer"}
+"""Options that take a path. An empty one, as of an unset variable of a shell, would be the current folder."""
 Document = Annotated[Path | None, typer.Option(hidden=True)]
 """A Markdown page of the result, with its picture in assets/ beside it: that of this package's pages."""
 Parallel = Annotated[
@@ -80,7 +82,7 @@ HeadRecipe = Annotated[str, _option("Recipe of the output head.", value="<recipe
 KeepBf16 = Annotated[
     str,
     _option(
-        "Patterns of layers that stay in bf16, such as 'blocks.0,blocks.11' or 'blocks.*.attention'.",
+        "Layers that stay in bf16: 'blocks.0,blocks.11' are two blocks, 'blocks.*.attention' is every attention.",
         value="<patterns>",
     ),
 ]
@@ -156,7 +158,7 @@ SavedActivations = Annotated[
 StepInBackward = Annotated[
     bool | None,
     _of_preset(
-        "Update each block in the backward and free its gradients at once. Needs --clip inf.",
+        "Update a block as soon as its gradients are known, then free them. Needs --clip inf.",
         MEMORY,
         "--step-in-backward/--no-step-in-backward",
     ),
@@ -228,7 +230,7 @@ EXAMPLES = {
         "narrowcast plan --model 70b --gpus 256 --gpu h100",
         "narrowcast plan --model 8b --gpus 8 --recipe bf16 --no-recompute --json",
     ),
-    "presets": ("narrowcast presets", "narrowcast train --preset 125m"),
+    "presets": ("narrowcast presets", "narrowcast train --preset tiny"),
     "doctor": ("narrowcast doctor", "narrowcast doctor --json   # for a bug report or a script"),
 }
 """What the help of each command ends with."""

@@ -77,6 +77,8 @@ def train_settings(given: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
     if given["init"] == RANDOM:
         _require_heads(shape, given)
         shape = override(shape, **taken(given, shape))
+    elif not given["init"]:
+        raise SettingsError("--init is empty; give random, or the folder of a Llama that Transformers saved")
     else:
         config_text(Path(given["init"]))
     first = "bf16" if recipes == [AUTO] else recipes[0]
@@ -212,7 +214,7 @@ def config_text(folder: Path) -> str:
     Raises:
         SettingsError: there is none.
     """
-    use = "random, or the folder of a model that Transformers saved"
+    use = "random, or the folder of a Llama that Transformers saved"
     for path, why in ((folder, "does not exist"), (folder / CONFIG, f"has no {CONFIG}")):
         if not path.exists():
             why = "is an address; download it first" if is_address(folder) else why

@@ -252,4 +252,4 @@ def demo(
             raise Interrupted("interrupted while the results were written", resumable=True) from error
     _show(finished.rows, timed=config.device != "cpu")
     typer.echo(f"picture: {out / LOSSES}\nnumbers: {out / COMPARED}")
-    typer.echo(follow_up("train", "--recipe", "current"))
+    typer.echo(follow_up("train", "--recipe", "bf16,current", *(() if data is None else ("--data", data))))

@@ -170,13 +170,13 @@ class TrainConfig:
         """Check that nothing needs all gradients at once."""
         whole = self.compile and not self.by_block
         for broken, option, value, fix in (
-            (self.accumulate > 1, "--accumulate", self.accumulate, "gradients are not summed; give 1"),
-            (self.clip < float("inf"), "--clip", self.clip, "their norm is not known; give --clip inf"),
-            (self.graphs, "--graphs", "on", "gradients would have to stay; give --no-graphs"),
-            (whole, "--compile", "on", "one graph returns all gradients at its end; add --by-block"),
+            (self.accumulate > 1, "--accumulate", self.accumulate, "so none can be summed; give 1"),
+            (self.clip < float("inf"), "--clip", self.clip, "so their norm is unknown; give --clip inf"),
+            (self.graphs, "--graphs", "on", "but a graph needs all of them; give --no-graphs"),
+            (whole, "--compile", "on", "but one graph needs all of them; add --by-block"),
         ):
-            rest = "with --step-in-backward, which drops each gradient once it has stepped with it, "
-            _require(not broken, option, value, rest + fix + ", or --no-step-in-backward")
+            rest = f"--step-in-backward frees each gradient once it is used, {fix}, or --no-step-in-backward"
+            _require(not broken, option, value, rest)
 
     @property
     def part_size(self) -> int:

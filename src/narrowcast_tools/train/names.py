@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ..words import AUTO, DEVICES, find
+from ..words import AUTO, DEVICES, any_of, find
 from .errors import SettingsError
 
 RECIPES = ("bf16", "delayed", "current", "rowwise", "mxfp8", "block", "nvfp4", "mxfp6", "mxfp4")
@@ -60,9 +60,11 @@ def recipe_names(words: str) -> list[str]:
     if words.strip() == AUTO:
         return [AUTO]
     split = [word.strip() for word in words.split(",")]
+    if split == [""]:
+        raise SettingsError(f"--recipe is empty; use {AUTO}, or one of {any_of(RECIPES)}")
     if "" in split:
         raise SettingsError(
-            f"--recipe is {words!r:.60}, with nothing beside a comma; give names between commas"
+            f"--recipe is {words!r:.60}, where a name is missing; put one comma between two names"
         )
     if AUTO in split:
         raise SettingsError(

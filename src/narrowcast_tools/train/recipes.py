@@ -53,7 +53,7 @@ EMULATED = ("mxfp6", "mxfp4")  # on every device
 HEAD = "head"  # the model's name of its output layer
 LAYERS = (
     "the layers are blocks.N.attention.qkv, blocks.N.attention.proj, blocks.N.feed_forward.gate_up, "
-    "blocks.N.feed_forward.down and head, where N counts from 0 and * is any"
+    "blocks.N.feed_forward.down and head, with N from 0, or * for every block"
 )
 
 
@@ -178,7 +178,7 @@ def set_recipes(
         if unknown:
             hint = hint.partition("; ")[2]
             hint = LAYERS if hint.startswith("it has") else f"{hint}; {LAYERS}"
-            message = f"{pattern} matches no layer; {hint}"
+            message = f"{pattern} matches no layer of the model; {hint}"
         raise SettingsError(f"{option}: {message}") from error
 
 
