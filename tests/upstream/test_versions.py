@@ -283,6 +283,38 @@ def test_without_a_release_that_pip_can_have_one_line_says_what_to_do(
     assert not list(venv.glob(".installed-*"))
 
 
+PIP = """#!/bin/sh
+case "$*" in
+    *--version) exit;;
+    *--editable*)
+        echo "Collecting numpy>=2"
+        echo "  Downloading numpy-2.4.0-cp311-cp311-manylinux.whl (16.9 MB)"
+        echo "a warning" >&2
+        sleep 2.5;;
+    *) echo NEWEST;;
+esac
+"""
+
+
+@posix
+def test_a_terminal_shows_what_pip_is_doing(tmp_path: Path) -> None:
+    """It showed seconds alone."""
+    import pty
+
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP.replace("NEWEST", newest))
+    python.chmod(0o755)
+    ours, theirs = pty.openpty()
+    command = [ROOT / ".ci/venv", tmp_path / "venv", "train"]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
+    told = os.read(ours, 10_000).decode()
+    assert done.returncode == 0 and "narrowcast: 2 s, pip: downloading numpy, 16.9 MB" in told
+    assert told.count("\n") == 1 and told.endswith("\r\x1b[K") and "a warning" not in told
+    assert (tmp_path / "venv" / f".installed-{newest}-train").exists()
+
+
 def install_torch(
     fresh: Path, folder: Path, *, wheels: str, constraint: str = "", wanted: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
