@@ -845,6 +845,8 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     line = fails_on_one_line(capsys, text_file.parent, words)
     assert "holds an interrupted demo with 1 of " in line
     assert "add --resume to continue it, or give --out another folder" in line
+    line = fails_on_one_line(capsys, text_file.parent, [*words, "--resume", "--seed", "4"])
+    assert "--seed 4 differs from the run in runs/demo-quick/unfinished, which has --seed 0; leave it" in line
     monkeypatch.setattr(Run, "_save", lambda run, done: (_ for _ in ()).throw(KeyboardInterrupt))
     monkeypatch.setenv("NARROWCAST_DEMO", "make demo DEMO_ARGS=")
     assert main([*words, "--resume"]) == 130

@@ -47,7 +47,7 @@ def content(options: Mapping[str, Any], config: TrainConfig, *, several: bool) -
 
 def resumed_train(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `train --resume`, as `_with_kept` does."""
-    return _with_kept(given, resumed_folder(given["out"]), train_settings, MOVABLE)
+    return _with_kept(given, resumed_folder(given["out"]), train_settings, MOVABLE, SERIES)
 
 
 def resumed_demo(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def _with_kept(
     folder: Path,
     resolve: Callable[[Mapping[str, Any]], Any],
     movable: Collection[str],
+    adding: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the options of a resumed command: those that are not given are those of the run in its folder.
 
@@ -69,6 +70,7 @@ def _with_kept(
         folder: of a run, or of several; one that keeps no options changes nothing.
         resolve: returns the settings that options have.
         movable: options that may differ.
+        adding: those that may also differ where the folder is of several runs.
 
     Raises:
         SettingsError: an option that is given has another value than the run; the message names all of them.
@@ -91,7 +93,7 @@ def _with_kept(
         asked |= {name: run[name] for name in ("recipe", "keep_bf16")}
     asked |= {name: given[name] for name in OF_A_COMMAND if name in given}
     before = resolve(asked)
-    movable = {*movable, *OF_A_COMMAND, *(() if single else SERIES)}
+    movable = {*movable, *OF_A_COMMAND, *(() if single else adding)}
     differing: dict[str, Any] = {}
     for name in [name for name in changed if name not in movable]:
         try:
