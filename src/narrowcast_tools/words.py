@@ -86,6 +86,20 @@ def follow_up(*words: object) -> str:
     return f"next: {shlex.join([*program(), *map(str, words)])}"
 
 
+def follow_up_again(command: str, option: str, value: object, comment: str = "") -> str:
+    """Return the last line of a command that names it again, with another value of an option.
+
+    Args:
+        command: as it was typed.
+        comment: what the shell passes over.
+    """
+    words = [word for word in shlex.split(command)[1:] if not word.startswith(f"{option}=")]
+    if option in words:
+        at = words.index(option)
+        del words[at : at + 2]
+    return follow_up(*words, option, value) + (f"   # {comment}" if comment else "")
+
+
 def as_typed(line: str) -> str:
     """Return a command that begins with `narrowcast` as this program was started."""
     return line.replace("narrowcast", shlex.join(program()), 1)

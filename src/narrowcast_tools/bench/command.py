@@ -15,7 +15,7 @@ from rich.console import Console
 from narrowcast._version import __version__
 
 from ..interrupt import Interrupted
-from ..words import AUTO, as_typed, follow_up
+from ..words import AUTO, follow_up, follow_up_again
 from .account import measure_ceilings, take_account
 from .account_show import account_table, draw_account, write_account
 from .asked import ACCOUNT_MODEL, ACCOUNT_MODELS, bench_settings, works
@@ -106,7 +106,7 @@ def bench(
     if device == "cpu":
         console.print("A CPU emulates the formats: for speed, run bench on a GPU.", highlight=False)
     if not written:
-        typer.echo(f"next: {as_typed(context.obj)} --out bench   # keeps the results and draws a picture")
+        typer.echo(follow_up_again(context.obj, "--out", "bench", "keeps the results and draws a picture"))
     elif device == "cpu":
         typer.echo(follow_up("demo", "--quick"))
     else:

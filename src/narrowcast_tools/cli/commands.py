@@ -404,6 +404,7 @@ _BATCH, _PARALLEL, _MEMORY, _SEARCHED = "Batch", "Parallel layout", "Memory", "s
 
 @_command("plan.command")
 def plan(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Option(

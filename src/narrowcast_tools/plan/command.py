@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from ..hardware import GIB, RESERVE, find_gpu
-from ..words import tell
+from ..words import follow_up_again, tell
 from .estimate import Estimate, gib
 from .layout import DoesNotFitError
 from .layout import plan as search
@@ -17,7 +17,9 @@ from .remedies import remedies, roomier
 from .show import TIGHT, described, duration, margin, parts, remarks
 
 
-def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any) -> int:
+def plan(
+    context: typer.Context, model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: Any
+) -> int:
     """Run `narrowcast plan`; return its exit code.
 
     Args:
@@ -57,7 +59,7 @@ def plan(model: str, gpus: int, recipe: str, gpu: str, *, json: bool, **layout: 
         tell(subject, text)
     for text in remarks(gpus, layout["batch_size"]):
         tell("note", text)
-    typer.echo("next: try other --gpus or --recipe; --json prints all numbers, with MFU")
+    typer.echo(follow_up_again(context.obj, "--gpus", 2 * gpus, "or --json, for all numbers, with MFU"))
     return 0
 
 

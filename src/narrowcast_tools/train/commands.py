@@ -12,9 +12,9 @@ from rich.console import Console
 from narrowcast._checks import counted
 
 from ..interrupt import Interrupted
-from ..words import AUTO, follow_up
+from ..words import AUTO, follow_up, follow_up_again
 from . import automatic
-from .asked import demo_settings, generate_settings, require_graphs, taken, train_settings
+from .asked import Choice, demo_settings, generate_settings, require_graphs, taken, train_settings
 from .atomic import writing_into
 from .comparison import compare_runs, write_comparison
 from .config import RANDOM, VOCABULARY, ModelConfig, TrainConfig, override, setting_of
@@ -212,13 +212,13 @@ def generate(
         if begun:  # whatever comes next has a line of its own
             typer.echo()
     progress.note(answer.pace)
-    more = (
-        "--samples 4 continues in four ways" if samples == 1 else f"--seed {seed + 1} continues in other ways"
-    )
+    option, value = ("--samples", 4) if samples == 1 else ("--seed", seed + 1)
     if choice.greedy:
-        more = "another --temperature and --top-k sample the text"
-    other = "; --recipe bf16 computes in bf16" * ((recipe or trained.config.recipe) != BASELINE)
-    typer.echo(f"next: {more}{other}", err=True)
+        option, value = (
+            ("--top-k", Choice.top_k) if choice.temperature else ("--temperature", Choice.temperature)
+        )
+    other = "or --recipe bf16, to compute in bf16" * ((recipe or trained.config.recipe) != BASELINE)
+    typer.echo(follow_up_again(context.obj, option, value, other), err=True)
 
 
 def demo(

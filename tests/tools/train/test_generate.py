@@ -113,15 +113,16 @@ def test_the_command(trained_run: Path, capsys: pytest.CaptureFixture) -> None:
     assert printed.out.rstrip("\n") == text.rstrip("\n\N{REPLACEMENT CHARACTER}")
     assert "note: 21 positions, and the model was trained on 16" in printed.err
     assert "note: step 20, 12 tokens, samples: 1, " in printed.err
-    assert printed.err.splitlines()[-1] == (
-        "next: another --temperature and --top-k sample the text; --recipe bf16 computes in bf16"
-    )
+    run = f" generate {trained_run} --prompt '3 bottles' --device cpu --tokens 12"
+    told = printed.err.splitlines()[-1]
+    assert told.endswith(f"{run} --temperature 0.8   # or --recipe bf16, to compute in bf16")
     assert main([*words, "--samples", "2", "--recipe", "bf16"]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("3 bottles") == 2
-    assert printed.err.splitlines()[-1] == "next: --seed 1 continues in other ways"
+    assert printed.err.splitlines()[-1].endswith(f"{run} --samples 2 --recipe bf16 --seed 1")
     assert main(words) == 0
-    assert capsys.readouterr().err.splitlines()[-1].startswith("next: --samples 4 continues in four ways; ")
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("next: ") and f"{run} --samples 4   # or" in told
 
 
 def test_a_run_that_diverged_is_told(trained_run: Path) -> None:
