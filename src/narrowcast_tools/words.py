@@ -68,6 +68,11 @@ def is_address(path: Path) -> bool:
     return path.parts[:1] != () and re.fullmatch(r"[a-z0-9]{2,}:", path.parts[0]) is not None
 
 
+def as_given(path: Path) -> str:
+    """Return a path or an address as the user typed it."""
+    return str(path).replace(":/", "://", 1) if is_address(path) else str(path)
+
+
 def _parameters(name: str) -> float:
     """Return the parameters that a model's name says, such as `8b` or `8b-slice`; 0 where it says none."""
     found = re.match(r"(\d+(?:\.\d+)?)([mb])\b", name.lower())

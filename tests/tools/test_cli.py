@@ -256,6 +256,8 @@ def test_every_release_of_typer_asks_for_a_whole_number(text: str) -> None:
         (["compare"], [f"RUNS is missing; for example: {PROGRAM} compare runs/"]),
         (["compare", "absent"], ["absent does not exist; give the folder of a run"]),
         (["compare", "."], ["no finished run in .", "result.json"]),
+        (["compare", ""], ["RUNS is empty; give it a value"]),
+        (["generate", "--prompt", "", ""], ["RUN is empty; give it a value"]),
         (["doctor", "--now"], ["--now", "--help"]),
     ],
     ids=" ".join,
@@ -439,6 +441,8 @@ def test_a_run_alone_says_what_to_train_and_its_text_that_it_is_noise(
     assert sorted(path.name for path in Path("runs").iterdir()) == ["comparison-001", "comparison-002"]
     assert Path("runs/comparison-002/loss.png").exists(), "the second one replaced the first"
     capsys.readouterr()
+    assert main(["compare", "run", "text.txt"]) == 2, "a file that is no run was passed over"
+    assert "no finished run in text.txt; give folders that hold a result.json" in capsys.readouterr().err
     assert main(["compare", "run", "--out", "run"]) == 2
     assert "run holds a single run; give --out another folder for several" in capsys.readouterr().err
     assert main(["generate", "run", "--tokens", "2", "--device", "cpu"]) == 0
@@ -1082,12 +1086,12 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (
             ["train", "--data", "https://a.b/c.txt"],
             2,
-            "--data is https:/a.b/c.txt, an address; download it first",
+            "--data is https://a.b/c.txt, an address; download it first",
         ),
         (
             ["train", "--init", "https://a.b/c"],
             2,
-            "--init is https:/a.b/c, which is an address; download it first",
+            "--init is https://a.b/c, which is an address; download it first",
         ),
         (["train", "--tokenizer", "https://a.b/c"], 2, "cannot be read (an address; download it first)"),
         (["plan", "--model", "https://a.b/config.json"], 2, "cannot be read (an address; download it first)"),
@@ -1245,7 +1249,7 @@ def test_a_command_takes_the_options_that_it_declares(name: str) -> None:
     given.pop("help_all", None)  # is answered before the work
     inspect.signature(work).bind(**given)
     if name == "plan":
-        given = {key: None for key in given if key != "json"}
+        given = {key: None for key in given if key not in ("json", "context")}
         inspect.signature(importlib.import_module("narrowcast_tools.plan").plan).bind(**given)
 
 

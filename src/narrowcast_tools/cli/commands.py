@@ -72,6 +72,10 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given: list[Any]
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        arguments = [param for param in given if param.param_type_name == "argument"]
+        of_options = [value for param in {*given} - {*arguments} for value in values_of(param, args)]
+        if arguments and args.count("") > of_options.count(""):
+            raise typer.BadParameter(f"{arguments[0].metavar} is empty; give it a value")
         for param in given:
             if param.name in o.PATHS and "" in values_of(param, args):
                 raise typer.BadParameter(f"{param.opts[0]} is empty; give it a path, or leave it out")

@@ -119,7 +119,7 @@ MODELS = {
 def find_model(name: str) -> Model:
     """Return the shape of a published model, or of one's configuration; ValueError for what is neither."""
     path = Path(name)
-    if name not in MODELS and (path.suffix == ".json" or path.exists()):
+    if name and name not in MODELS and (path.suffix == ".json" or path.exists()):
         return _read(path / "config.json" if path.is_dir() else path)
     known: dict[str, Any] = {**MODELS, "the path of a model's config.json": None}
     return find(name, known, "--model")

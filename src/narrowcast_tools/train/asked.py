@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import AUTO, any_of, is_address
+from ..words import AUTO, any_of, as_given, is_address
 from .config import RANDOM, ModelConfig, TrainConfig, override
 from .errors import SettingsError
 from .folder import finished_runs, require_checkpoints, require_folder
@@ -205,7 +205,9 @@ def text_of(path: Path, option: str, what: str) -> str:
             if is_address(path)
             else getattr(error, "strerror", None) or "no text"
         )
-        raise SettingsError(f"{option} is {path}, which cannot be read ({why}); give {what}") from error
+        raise SettingsError(
+            f"{option} is {as_given(path)}, which cannot be read ({why}); give {what}"
+        ) from error
 
 
 def config_text(folder: Path) -> str:
@@ -218,7 +220,7 @@ def config_text(folder: Path) -> str:
     for path, why in ((folder, "does not exist"), (folder / CONFIG, f"has no {CONFIG}")):
         if not path.exists():
             why = "is an address; download it first" if is_address(folder) else why
-            raise SettingsError(f"--init is {folder}, which {why}; give {use}")
+            raise SettingsError(f"--init is {as_given(folder)}, which {why}; give {use}")
     return text_of(folder / CONFIG, "--init", use)
 
 
@@ -231,7 +233,9 @@ def found_text(data: Path | None) -> tuple[Path, str]:
     root = Path(sysconfig.get_path("stdlib")) if data is None else data
     source = "the Python standard library's sources" if data is None else str(data)
     if is_address(root):
-        raise SettingsError(f"--data is {source}, an address; download it first, and give --data the file")
+        raise SettingsError(
+            f"--data is {as_given(root)}, an address; download it first, and give --data the file"
+        )
     if not root.exists():
         raise SettingsError(
             f"--data is {source}, where no file or folder is; give an existing text file or folder"

@@ -35,17 +35,17 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     """Return the results of the runs in folders, at any depth.
 
     Raises:
-        SettingsError: there is no run, not even one that was interrupted, or a folder does not exist.
+        SettingsError: a folder has no run, not even one that was interrupted or diverged, or does not exist.
     """
     for folder in folders:
         require_folder(folder)
-    found = sorted({path for folder in folders for path in run_of(folder).rglob(RESULT)})
-    if not found and not interrupted_runs(folders):
-        names = ", ".join(map(str, folders))
-        raise SettingsError(
-            f"no finished run in {names}; give folders that hold a {RESULT} of narrowcast train"
-        )
-    return found
+    found = {folder: [*run_of(folder).rglob(RESULT)] for folder in folders}
+    for folder, results in found.items():
+        if not (results or interrupted_runs([folder]) or diverged_runs([folder])):
+            raise SettingsError(
+                f"no finished run in {folder}; give folders that hold a {RESULT} of narrowcast train"
+            )
+    return sorted({path for results in found.values() for path in results})
 
 
 def interrupted_runs(folders: Sequence[Path]) -> list[Path]:

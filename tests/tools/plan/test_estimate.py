@@ -445,6 +445,12 @@ def test_a_plan_that_leaves_little_memory_says_so(
     assert "and may not suffice; more --gpus make room" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_empty_model_is_named_as_one(capsys: pytest.CaptureFixture) -> None:
+    """It was the current folder, whose config.json was missed."""
+    assert cli.main(["plan", "--model", ""]) == 2
+    assert "--model is ''; use one of 8b, 70b" in capsys.readouterr().err
+
+
 def test_a_plan_takes_one_recipe(capsys: pytest.CaptureFixture) -> None:
     """It named the nearest recipe."""
     assert cli.main(["plan", "--recipe", "bf16,current"]) == 2
