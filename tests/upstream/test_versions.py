@@ -392,7 +392,7 @@ def run_ci(
         f"python{version}": "#!/bin/sh\n" for version in versions.TESTED_PYTHON
     }
     (folder / ".ci").mkdir()
-    for name in ("run", "release"):
+    for name in ("run", "release", "commits"):
         (folder / ".ci" / name).symlink_to(ROOT / ".ci" / name)
     for name, program in stand_ins.items():
         (folder / name).write_text(program)
