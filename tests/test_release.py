@@ -1,10 +1,14 @@
-"""Version, changelog, tag and pages say the same."""
+"""Version, changelog, tag and pages say the same, and a release is refused if they do not."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,38 +17,8 @@ import narrowcast as nc
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-SECTION = re.compile(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", re.MULTILINE)
-
-
-def disagreements(version: str, changelog: str, tags: list[str], pyproject: str) -> list[str]:
-    """Return what does not fit together.
-
-    Args:
-        version: of the package.
-        changelog: the text.
-        tags: those of the commit.
-        pyproject: the text of pyproject.toml.
-    """
-    (top, day), *older = SECTION.findall(changelog)
-    released, _, development = version.partition(".dev")
-    found = []
-    if development:
-        if top != "Unreleased":
-            found.append(f"version {version} needs a changelog that begins with [Unreleased], not [{top}]")
-        if older and not numbers(older[0][0]) < numbers(released):
-            found.append(f"version {version} does not follow the last release, {older[0][0]}")
-    else:
-        if top != version or not day:
-            found.append(f"version {version} needs a changelog that begins with [{version}] and its day")
-        if ".invalid" in pyproject:
-            found.append("[project.urls] of pyproject.toml does not name the repository")
-    if tags and f"v{version}" not in tags:
-        found.append(f"version {version} is tagged {', '.join(tags)}")
-    return found
-
-
-def numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
+disagreements = runpy.run_path(str(ROOT / "tools" / "release.py"))["disagreements"]
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 
 
 def test_version_changelog_and_tag_agree() -> None:
@@ -74,6 +48,62 @@ def test_disagreements_are_found(version: str, top: str, tags: str, url: str, fo
     changelog = f"# Changelog\n\n## {top}\n\n## [0.2.0] - 2026-11-26\n"
     told = disagreements(version, changelog, tags.split(), f'Repository = "https://narrowcast{url}"')
     assert len(told) == bool(found) and found in "".join(told)
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs a command, or the release script, in a repository with a release's files."""
+    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= identity | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+
+    def run(*words: str) -> tuple[int, str]:
+        command = words or (sys.executable, "tools/release.py")
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "release.py", tmp_path / "tools")
+    (tmp_path / "src" / "narrowcast").mkdir(parents=True)
+    (tmp_path / "src" / "narrowcast" / "_version.py").write_text('__version__ = "0.3.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("## [0.3.0] - 2026-12-01\n")
+    (tmp_path / "pyproject.toml").write_text("")
+    for words in (["init"], ["add", "."], ["commit", "--message", "x"]):
+        assert run("git", *words)[0] == 0
+    return run
+
+
+@needs_git
+def test_a_release_is_tagged_once(release: Callable[..., tuple[int, str]]) -> None:
+    status, said = release()
+    assert status == 0 and "as v0.3.0" in said, said
+    assert release("git", "cat-file", "-t", "v0.3.0") == (0, "tag\n"), "annotated"
+    status, said = release()
+    assert status == 1 and "the tag v0.3.0 exists" in said
+
+
+@needs_git
+@pytest.mark.parametrize(
+    "file, text, found",
+    [
+        ("src/narrowcast/_version.py", '__version__ = "0.3.0.dev0"', "is between releases"),
+        ("src/narrowcast/_version.py", '__version__ = "0.3.1"', "begins with [0.3.1]"),
+        ("CHANGELOG.md", "## [Unreleased]\n", "begins with [0.3.0]"),
+        ("pyproject.toml", 'Repository = "https://narrowcast.invalid"', "does not name the repository"),
+    ],
+)
+def test_a_release_is_refused(
+    file: str, text: str, found: str, release: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(text)
+    status, said = release()
+    assert status == 1 and found in said and "commit them first" in said
+    release("git", "commit", "--all", "--message", "x")
+    status, said = release()
+    assert status == 1 and found in said and "commit them first" not in said
+    release("git", "tag", "v0.3.2")
+    assert "is tagged v0.3.2" in release()[1]
+    assert release("git", "tag") == (0, "v0.3.2\n")
 
 
 def test_pages_name_no_wheel() -> None:
