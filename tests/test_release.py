@@ -106,6 +106,12 @@ def test_a_release_is_refused(
     assert release("git", "tag") == (0, "v0.3.2\n")
 
 
+def test_the_changelog_begins_with_two_minutes_of_reading() -> None:
+    heading, *lines = CHANGELOG.split("\n## [")[1].split("\n### ")[1].splitlines()
+    assert heading == "In two minutes" and len(" ".join(lines).split()) <= 350
+    assert all(len(line) <= 140 for line in lines)
+
+
 def test_pages_name_no_wheel() -> None:
     """No index has a wheel, and the one that a clone builds has another version than the last release."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
