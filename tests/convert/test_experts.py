@@ -113,7 +113,7 @@ def test_what_did_not_run_in_a_recording_does_not_count() -> None:
     assert receipt.parameters_covered == pytest.approx(0.5, abs=0.01)
     assert "did not run while recorded, and do not count: spare" in str(receipt)
     assert receipt.to_dict()["idle"] == ("spare",)
-    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* spare 50\.0% \(did not run"):
+    with pytest.raises(AssertionError, match=r"50\.0% of the FLOPs .* 'spare' 50\.0% \(did not run"):
         receipt.assert_coverage(0.9)
 
 
