@@ -11,7 +11,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from ..upstream.aot import runs_compiled
 from ..upstream.functionalization import OperatorMode
 from ..upstream.modules import own_parameters
 from ..upstream.tensors import schema_of
-from .show import common_name
+from .show import alike, common_name
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2}
 _FORMATS: dict[type[Quantizer], str] = {
@@ -86,14 +86,12 @@ class RanGemms:
         return iter(self.gemms)
 
     def __str__(self) -> str:
-        alike: dict[RanGemm, list[str]] = {}  # equal layers are one row, as in the receipt
-        for one in self.gemms:
-            alike.setdefault(replace(one, name=re.sub(r"\d+", "*", one.name)), []).append(one.name)
         rows = []
-        for one, names in alike.items():
+        for group in alike(self.gemms):
+            one = group[0]
             run = "emulated" if one.emulated else "native"
             code = "compiled" if one.compiled else "eager"
-            name = common_name(names) or "?"
+            name = common_name([each.name for each in group]) or "?"
             rows.append((name, one.gemm, one.precision, run, code, str(one.calls)))
         head = ("weight", "GEMM", "precision", "run", "code", "calls")
         lines = as_table(head, rows) if rows else ["no GEMM of narrowcast ran"]

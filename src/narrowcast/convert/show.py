@@ -8,7 +8,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .._checks import counted
 from .._table import aligned, below_headings, terminal_width, with_headings, wrapped_name
@@ -16,6 +16,9 @@ from ..upstream.compiler import repeats_every_gemm
 
 if TYPE_CHECKING:
     from .receipt import GemmRecord, Memory, Receipt
+    from .recording import RanGemm
+
+Named = TypeVar("Named", "GemmRecord", "RanGemm")
 
 _HEAD = ("name", "type", "shape", "decision", "recipe or reason", "parameters", "FLOPs", "padding")
 _RIGHT = frozenset((5, 6, 7))
@@ -44,11 +47,15 @@ def as_text(receipt: Receipt, width: int = 0) -> str:
 
 def _folded(gemms: Sequence[GemmRecord]) -> list[tuple[str, ...]]:
     """Return a row per weight, or per group of weights that differ in the numbers of their names alone."""
-    groups: dict[GemmRecord, list[GemmRecord]] = {}
-    for one in gemms:
-        alike = dataclasses.replace(one, name=re.sub(r"\d+", "*", one.name))
-        groups.setdefault(alike, []).append(one)
-    return [_row(group) for group in groups.values()]
+    return [_row(group) for group in alike(gemms)]
+
+
+def alike(records: Sequence[Named]) -> list[list[Named]]:
+    """Return groups of records that differ in the numbers of their names alone."""
+    groups: dict[Named, list[Named]] = {}
+    for one in records:
+        groups.setdefault(dataclasses.replace(one, name=re.sub(r"\d+", "*", one.name)), []).append(one)
+    return list(groups.values())
 
 
 def _row(group: Sequence[GemmRecord]) -> tuple[str, ...]:
