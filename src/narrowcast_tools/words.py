@@ -17,6 +17,18 @@ from typing import TypeVar
 
 AUTO = "auto"  # of the recipe and of the device
 DEVICES = (AUTO, "cpu", "cuda")
+TITLES = {
+    "bf16": "bf16",
+    "delayed": "FP8 delayed",
+    "current": "FP8 current",
+    "rowwise": "FP8 row-wise",
+    "mxfp8": "MXFP8",
+    "block": "FP8 128-block",
+    "nvfp4": "NVFP4",
+    "mxfp6": "MXFP6",
+    "mxfp4": "MXFP4",
+}
+"""What tables and pictures call a recipe."""
 MEANT = {"gpu": ("a GPU", "cuda"), "fp8": ("FP8", "current"), "float8": ("FP8", "current")}
 """What words are taken for, and its name here."""
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..colors import PARTS
 from ..schemes import LETTERS, WIDE, WIDTH, png, tell
 from ..tables import make_table
+from ..words import TITLES
 from .account import Account, Ceilings, Row
 
 COLUMNS = (
@@ -41,14 +42,6 @@ DRAWN = {
     "gaps": "other, GPU idle",
 }
 """The part of a bar that a picture has for a group, if it is not one of its own."""
-NAMED = {
-    "delayed": "FP8 delayed",
-    "current": "FP8 current",
-    "rowwise": "FP8 row-wise",
-    "block": "FP8 128-block",
-    "mxfp8": "MXFP8",
-    "nvfp4": "NVFP4",
-}
 
 
 def share_of_floor(row: Row) -> float | None:
@@ -175,9 +168,9 @@ def _also(accounts: Sequence[Account]) -> str:
 def _choice(choice: str) -> str:
     """Return such as "a head in FP8" for "head in current"."""
     head = choice.removeprefix("head in ")
-    return choice if head == choice else f"a head in {NAMED.get(head, head)}"
+    return choice if head == choice else f"a head in {TITLES.get(head, head)}"
 
 
 def _named(one: Account) -> str:
     recipe = one.contender.partition(",")[0]
-    return NAMED.get(recipe, recipe)
+    return TITLES.get(recipe, recipe)

@@ -10,6 +10,7 @@ import narrowcast as nc
 from narrowcast._checks import shown
 from narrowcast.recipe import NAMES
 
+from ..words import TITLES
 from .asked import text_of
 from .errors import SettingsError
 
@@ -39,15 +40,15 @@ def _nowhere(return_reason: bool) -> tuple[bool, str]:
 
 
 CHOICES: dict[str, RecipeChoice] = {
-    "bf16": RecipeChoice("bf16"),
-    "delayed": RecipeChoice("FP8 delayed", NAMES["delayed"], nc.is_fp8_available),
-    "current": RecipeChoice("FP8 current", NAMES["current"], nc.is_fp8_available),
-    "rowwise": RecipeChoice("FP8 row-wise", NAMES["rowwise"], nc.is_fp8_available),
-    "mxfp8": RecipeChoice("MXFP8", NAMES["mxfp8"], nc.is_mxfp8_available),
-    "block": RecipeChoice("FP8 128-block", NAMES["block"], nc.is_fp8_block_scaling_available),
-    "nvfp4": RecipeChoice("NVFP4", NAMES["nvfp4"], nc.is_nvfp4_available),
-    "mxfp6": RecipeChoice("MXFP6", NAMES["mxfp6"], _nowhere),
-    "mxfp4": RecipeChoice("MXFP4", NAMES["mxfp4"], _nowhere),
+    "bf16": RecipeChoice(TITLES["bf16"]),
+    "delayed": RecipeChoice(TITLES["delayed"], NAMES["delayed"], nc.is_fp8_available),
+    "current": RecipeChoice(TITLES["current"], NAMES["current"], nc.is_fp8_available),
+    "rowwise": RecipeChoice(TITLES["rowwise"], NAMES["rowwise"], nc.is_fp8_available),
+    "mxfp8": RecipeChoice(TITLES["mxfp8"], NAMES["mxfp8"], nc.is_mxfp8_available),
+    "block": RecipeChoice(TITLES["block"], NAMES["block"], nc.is_fp8_block_scaling_available),
+    "nvfp4": RecipeChoice(TITLES["nvfp4"], NAMES["nvfp4"], nc.is_nvfp4_available),
+    "mxfp6": RecipeChoice(TITLES["mxfp6"], NAMES["mxfp6"], _nowhere),
+    "mxfp4": RecipeChoice(TITLES["mxfp4"], NAMES["mxfp4"], _nowhere),
 }
 EMULATED = ("mxfp6", "mxfp4")  # on every device
 HEAD = "head"  # the model's name of its output layer
