@@ -27,6 +27,7 @@ from narrowcast_tools import cli
 from narrowcast_tools.cli import commands, main
 from narrowcast_tools.cli.options import EXAMPLES, OFTEN
 from narrowcast_tools.train import asked, doctor
+from narrowcast_tools.train.atomic import write_json
 from narrowcast_tools.train.checkpoint import load
 from narrowcast_tools.train.config import ModelConfig, TrainConfig
 from narrowcast_tools.train.demo import ALL_RECIPES
@@ -688,7 +689,7 @@ def test_an_interrupt_before_a_run_is_one_line(
     assert capsys.readouterr().err.strip().splitlines() == [told]
 
 
-@pytest.mark.parametrize("at", ["current", "comparison"])
+@pytest.mark.parametrize("at", ["current", "first result", "cleared memory", "comparison"])
 def test_an_interrupt_between_runs_names_the_command_that_continues(
     at: str, text_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -701,11 +702,22 @@ def test_an_interrupt_between_runs_names_the_command_that_continues(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("narrowcast_tools.train.session.Run", interrupt)
+
+    def stop_after(path: Path, content: object) -> None:
+        write_json(path, content)
+        if path.name == "result.json":
+            raise KeyboardInterrupt
+
+    if at == "first result":
+        monkeypatch.setattr("narrowcast_tools.train.session.write_json", stop_after)
+    if at == "cleared memory":
+        memory = SimpleNamespace(collect=lambda: Path("run/bf16-0").exists() and stop())
+        monkeypatch.setattr("narrowcast_tools.train.session.gc", memory)
     if at == "comparison":
         monkeypatch.setattr("narrowcast_tools.train.commands.compare_runs", stop)
     assert train(text_file, "--recipe", "bf16,current", "--out", "run") == 130
     told = capsys.readouterr().err.splitlines()[-1]
-    where = "before current-0" if at == "current" else "while the runs were compared"
+    where = "while the runs were compared" if at == "comparison" else "before current-0"
     assert told.startswith(f"narrowcast: interrupted {where}; to continue: ") and told.endswith(" --resume")
     monkeypatch.undo()
     monkeypatch.chdir(text_file.parent)

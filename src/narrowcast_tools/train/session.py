@@ -189,13 +189,13 @@ def series(
             continue
         if resume and not saved:  # left by a shorter run without checkpoints
             (own / RESULT).unlink(missing_ok=True)
-        # Each run compiles again, as it would alone: earlier graphs would count towards the compiler's limit.
-        torch.compiler.reset()
-        gc.collect()  # free the previous model before creating the next
         title = f"{titles[index]:<{widest}}"  # the figures of all runs stand below each other
         place = f"run {index + 1}/{len(configs)}" if len(configs) > 1 else ""
         options = {"resume": saved, "told": False, "title": title, "place": place, "remarks": remarks}
         try:
+            # Each run compiles again, as it would alone: earlier graphs would count towards the compiler's limit.
+            torch.compiler.reset()
+            gc.collect()  # free the previous model before creating the next
             run_in(own, config, corpus, progress, **options, **kept)
         except DivergedError as error:
             if kept.get("ranks", ALONE).mode:  # the others may not have noticed
@@ -209,9 +209,11 @@ def series(
             where = f"{place}, {own.name}: " if place else ""
             raise Interrupted(f"{where}{error}", resumable=True, code=error.code) from error
         except KeyboardInterrupt as error:  # between two runs
-            if index == 0:
+            ended = index + _is_finished(own / RESULT, config)
+            if not ended and not own.exists():
                 raise
-            raise Interrupted(f"interrupted before {own.name}", resumable=True) from error
+            left = [*map(run_name, configs[ended:]), "the comparison"]
+            raise Interrupted(f"interrupted before {left[0]}", resumable=True) from error
         remarks = False
     if not diverged:
         return ""
