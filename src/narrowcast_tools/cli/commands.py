@@ -19,7 +19,7 @@ from ..bench.asked import ACCOUNT_MODEL, ACCOUNT_MODELS, HEADS, MODES, OPTIMIZER
 from ..hardware import BATCH, BATCH_PER_GPU, GPUS
 from ..hardware import RECIPES as RATES
 from ..train.asked import Choice, compare_settings, demo_settings, generate_settings, train_settings
-from ..train.kept import resumed_demo, resumed_train
+from ..train.kept import PATHS, resumed_demo, resumed_train
 from ..train.presets import DEMO, QUICK, QUICK_TIME
 from ..words import as_typed
 from . import options as o
@@ -77,7 +77,8 @@ class _Command(TyperCommand):
         if arguments and args.count("") > of_options.count(""):
             raise typer.BadParameter(f"{arguments[0].metavar} is empty; give it a value")
         for param in given:
-            if param.name in o.PATHS and "" in values_of(param, args):
+            # an empty path, as of an unset variable of a shell, would be the current folder
+            if param.name in ("out", *PATHS) and "" in values_of(param, args):
                 raise typer.BadParameter(f"{param.opts[0]} is empty; give it a path, or leave it out")
             if given.count(param) > 1 and len(values := dict.fromkeys(values_of(param, args))) > 1:
                 first, *_, last = values

@@ -42,8 +42,6 @@ RunFolder = Annotated[
         default="the next runs/train-NNN, with --resume the last",
     ),
 ]
-PATHS = {"data", "out", "recipe_table", "tokenizer"}
-"""Options that take a path. An empty one, as of an unset variable of a shell, would be the current folder."""
 Document = Annotated[Path | None, typer.Option(hidden=True)]
 """A Markdown page of the result, with its picture in assets/ beside it: that of this package's pages."""
 Parallel = Annotated[

@@ -16,6 +16,7 @@ from .folder import UNFINISHED, demo_folder, resumed_folder
 
 OPTIONS = "options.json"
 PATHS = ("data", "tokenizer", "recipe_table")
+"""Options that take a path, beside `out`."""
 OF_A_COMMAND = {"out", "resume", "parallel", "tp_size", "write_docs"}
 """Options of one command, which the next one gives again or not."""
 MOVABLE = {"steps", "save_every", "tensorboard", "device", "data", "tokenizer", "recipe_table"}
