@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 import narrowcast as nc
 from narrowcast_tools.colors import color_of
-from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, tell, write_widths
 from narrowcast_tools.train.machine import cpu_model
 
 ROOT = Path(__file__).parents[1]
@@ -62,8 +62,8 @@ def measure(steps: int) -> None:
                 file.flush()
 
 
-def draw(*, wide: bool) -> None:
-    """Draw the KL of the rows, a strip of dots per run; their rewards are too close to draw."""
+def draw(wide: bool) -> Figure:
+    """Return the KL of the rows, a strip of dots per run; their rewards are too close to draw."""
     with ROWS.open(newline="") as file:
         rows = list(csv.DictReader(file))
     figure = Figure(figsize=(WIDE if wide else WIDTH, 4.2), layout="constrained")
@@ -96,7 +96,7 @@ def draw(*, wide: bool) -> None:
         f"a tall line: the median. CPU, torch {rows[0]['torch']}, narrowcast {rows[0]['narrowcast']}"
     )
     tell(figure, "In batch-invariant mode, trainer and sampler agree exactly: KL 0", foot)
-    write(svg(figure), ASSETS, "grpo" if wide else "grpo-phone")
+    return figure
 
 
 def main() -> None:
@@ -107,8 +107,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.measure:
         measure(chosen.steps)
-    for wide in (True, False):
-        draw(wide=wide)
+    write_widths(draw, ASSETS, "grpo")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import narrowcast as nc
 from narrowcast.inspect.picture import figure as watch_figure
 from narrowcast_tools.bench.account import Account, Row
 from narrowcast_tools.bench.account_show import account_figure
-from narrowcast_tools.schemes import svg, write
+from narrowcast_tools.schemes import write_widths
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
 from narrowcast_tools.train.picture import figure
@@ -116,11 +116,11 @@ def watched(width: int = 64, steps: int = 200) -> nc.inspect.Watch:
 def main() -> None:
     """Write each picture for light pages and for dark ones, and for phones."""
     records = watched().records
-    for width, wide in (("", True), ("-phone", False)):
-        write(svg(watch_figure(records, [type(WATCHED).__name__], wide=wide)), ASSETS, f"watch{width}")
-        write(svg(account(wide)), ASSETS, f"account{width}")
-        write(svg(comparison("first_light.csv", FIRST, wide)), ASSETS, f"first-light{width}")
-        write(svg(comparison("train_125m.csv", H200, wide)), ASSETS, f"losses-h200{width}")
+    recipes = [type(WATCHED).__name__]
+    write_widths(lambda wide: watch_figure(records, recipes, wide=wide), ASSETS, "watch")
+    write_widths(account, ASSETS, "account")
+    write_widths(lambda wide: comparison("first_light.csv", FIRST, wide), ASSETS, "first-light")
+    write_widths(lambda wide: comparison("train_125m.csv", H200, wide), ASSETS, "losses-h200")
 
 
 if __name__ == "__main__":

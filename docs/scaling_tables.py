@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 import narrowcast as nc
 from narrowcast_tools.hardware import BATCH
 from narrowcast_tools.plan import GPUS, MODELS, Estimate, Layout, Model, estimate, plan
-from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, svg, tell, write
+from narrowcast_tools.schemes import LETTERS, WIDE, WIDTH, tell, write_widths
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "scaling.md"
@@ -158,7 +158,7 @@ def page() -> str:
     return text
 
 
-def draw(*, wide: bool) -> None:
+def draw(wide: bool) -> Figure:
     """What one million tokens of the 70B model cost, by part, over the number of GPUs; on pages or on phones."""
     figure = Figure(figsize=(WIDE, 3.2) if wide else (WIDTH, 5.9), layout="constrained")
     shape = (1, 2) if wide else (2, 1)
@@ -204,10 +204,9 @@ def draw(*, wide: bool) -> None:
         f"`narrowcast plan` of {nc.__version__} computed it, likely 5 to 15% too fast."
     )
     tell(figure, finding, foot, keys, columns=3 if wide else 1)
-    write(svg(figure), DOCS / "assets", "scaling" if wide else "scaling-phone")
+    return figure
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    for wide in (True, False):
-        draw(wide=wide)
+    write_widths(draw, DOCS / "assets", "scaling")

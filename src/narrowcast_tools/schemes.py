@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -145,3 +145,13 @@ def write(light: str, folder: Path, stem: str) -> None:
     """Write ``<stem>-light.svg`` and ``<stem>-dark.svg``, each on the ground of its pages."""
     for scheme, text in (("light", light), ("dark", dark(light))):
         (folder / f"{stem}-{scheme}.svg").write_text(text.replace("<svg ", f"<svg {GROUND[scheme]} ", 1))
+
+
+def write_widths(draw: Callable[[bool], Figure], folder: Path, stem: str) -> None:
+    """Write a picture for wide pages, and as ``<stem>-phone`` for phones.
+
+    Args:
+        draw: returns the figure; told whether it is for wide pages.
+    """
+    for width, wide in (("", True), ("-phone", False)):
+        write(svg(draw(wide)), folder, stem + width)

@@ -8,7 +8,7 @@ from typing import Any
 
 from narrowcast._checks import counted
 
-from ..schemes import svg, write
+from ..schemes import write_widths
 from . import machine
 from .atomic import write_bytes, write_json
 from .comparison import compare_runs
@@ -112,18 +112,14 @@ def write_results(demo: Demo, folder: Path, *, command: str, document: Path | No
     write_json(folder / COMPARED, content)
     write_bytes(folder / LOSSES, draw(demo.rows, subtitle=told))
     if document is not None:
-        pictures = {width: svg(figure(demo.rows, subtitle=told, wide=not width)) for width in ("", "-phone")}
-        _write_document(demo, facts, pictures, command, document)
+        _write_document(demo, facts, told, command, document)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
 
 
-def _write_document(
-    demo: Demo, facts: dict[str, str | int], pictures: dict[str, str], command: str, path: Path
-) -> None:
+def _write_document(demo: Demo, facts: dict[str, str | int], subtitle: str, command: str, path: Path) -> None:
     assets = path.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    for width, picture in pictures.items():
-        write(picture, assets, f"{path.stem}{width}")
+    write_widths(lambda wide: figure(demo.rows, subtitle=subtitle, wide=wide), assets, path.stem)
     text = compose(
         demo.rows,
         config=demo.config,
