@@ -206,7 +206,7 @@ def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
     low, high = min(-limit, *gaps), max(limit, *gaps)
     wide = high - low
     below = min(row.gap_percent for row in rows) < 0
-    low, high = low - (0.25 if below else 0.06) * wide, high + 0.25 * wide  # room for numbers
+    low, high = low - (0.7 if below else 0.06) * wide, high + 0.25 * wide  # room for numbers
     for place, row in enumerate(rows):
         if row is baseline:
             axes.plot(_own_range(row), [place, place], **BENEATH)

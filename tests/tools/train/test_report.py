@@ -171,6 +171,18 @@ def test_each_recipe_stands_in_a_row_with_its_seeds_and_its_gap_beside_the_dots(
     assert told == [("+5.00%", pytest.approx(5.0), "left"), ("\u22120.50%", pytest.approx(-0.5), "right")]
 
 
+@pytest.mark.parametrize("loss", [1.97, 1.982])
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_number_left_of_its_dot_lies_beside_the_name_of_the_recipe(loss: float, wide: bool) -> None:
+    """Behind a dot near the left edge it lay across the name: the demo's first picture was unreadable there."""
+    runs = compare([result("bf16", 2.0, 40), result("current", 2.0006, 40), result("nvfp4", loss, 40)])
+    drawn = figure(runs, subtitle="few steps", wide=wide)
+    drawn.canvas.draw()
+    ends = drawn.axes[1]
+    numbers = [text.get_window_extent().x0 for text in ends.texts]
+    assert len(numbers) == 2 and min(numbers) >= ends.get_window_extent().x0
+
+
 def test_the_title_says_what_the_labels_say(rows: list[Row]) -> None:
     """A title rounded up what a label rounded to the nearest; a hundredth of a percent looked like distance."""
     close = compare([result("bf16", 2.0), result("current", 2.001), result("nvfp4", 2.00388)])
