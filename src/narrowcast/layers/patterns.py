@@ -154,7 +154,7 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
     return f"it has: {_shown(dict.fromkeys(map(_short_pattern, filter(None, names))), 8)}"
 
 
-_NUMBER = r"(?<![^.])\d+(?![^.])"  # as a whole part of a name
+_NUMBER, _STAR = r"(?<![^.])\d+(?![^.])", r"(?<![^.])\*(?![^.])"  # as whole parts of a name
 
 
 def _patterns(names: Iterable[str]) -> dict[str, str]:
@@ -174,8 +174,8 @@ def _patterns(names: Iterable[str]) -> dict[str, str]:
 def _numbered(found: str, pattern: str, names: Iterable[str]) -> str:
     """Return a pattern with the numbers of ``pattern`` in the place of its stars, if that matches."""
     numbers = re.findall(_NUMBER, pattern)
-    if len(numbers) == len(re.findall(r"(?<![^.])\*(?![^.])", found)):
-        exact = re.sub(r"(?<![^.])\*(?![^.])", lambda _: numbers.pop(0), found)
+    if len(numbers) == len(re.findall(_STAR, found)):
+        exact = re.sub(_STAR, lambda _: numbers.pop(0), found)
         if any(map(_regular_expression(exact).match, names)):
             return shown(exact)
     return shown(found)
