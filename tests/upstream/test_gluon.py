@@ -32,10 +32,10 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "LOST", {})
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     launch.for_hopper.cache_clear()
-    float8_block._launch.cache_clear()
+    float8_block._launch.__wrapped__.cache_clear()
     yield
     launch.for_hopper.cache_clear()
-    float8_block._launch.cache_clear()
+    float8_block._launch.__wrapped__.cache_clear()
 
 
 def _importing(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:

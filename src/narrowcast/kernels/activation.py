@@ -19,7 +19,7 @@ from .._activations import ACTIVATIONS
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import EMULATE, at_least, at_most, magnitude, product, reciprocal, round_to_dtype, to_float32
-from .launch import PLAIN, TENSOR, Launch, Launcher, check_device, remembered
+from .launch import TENSOR, Launch, Launcher, check_device, remembered
 
 BLOCK = 1024
 AMAX_BLOCK = 2048  # with the amax, where it divides a row: 16 elements of a thread
@@ -417,9 +417,8 @@ def forward(
     width = x.shape[-1] // 2 if kind.gated else x.shape[-1]
     y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if x.numel():
-        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
-        launch = launch_of(
-            tuple(x.shape), activation, numbers(activation, params), False, True, amax is not None, scale is not None
+        launch = _launch(
+            x, tuple(x.shape), activation, numbers(activation, params), False, True, amax is not None, scale is not None
         )  # fmt: skip
         launch([x, *(() if scale is None else (scale,)), y, x if amax is None else amax])
     return y
@@ -436,9 +435,8 @@ def backward(grad: Tensor, x: Tensor, activation: str, amax: Tensor | None = Non
     x, grad = x.contiguous(), grad.contiguous()
     dx = torch.empty_like(x)
     if x.numel():
-        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
-        launch = launch_of(
-            tuple(x.shape), activation, numbers(activation, params), True, True, amax is not None
+        launch = _launch(
+            x, tuple(x.shape), activation, numbers(activation, params), True, True, amax is not None
         )
         launch([x, grad, dx, x if amax is None else amax])
     return dx
@@ -454,6 +452,5 @@ def backward_amax(grad: Tensor, x: Tensor, activation: str, parameters: tuple[fl
     """
     slots = amax_slots(x)
     if x.numel():
-        launch_of = _launch if type(x) in PLAIN else _launch.__wrapped__
-        launch_of(tuple(x.shape), activation, parameters, True, False, True)([x, grad, x, slots])
+        _launch(x, tuple(x.shape), activation, parameters, True, False, True)([x, grad, x, slots])
     return slots

@@ -16,16 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .codecs import operand, round_to_dtype
-from .launch import (
-    PLAIN,
-    TENSOR,
-    Launch,
-    Launcher,
-    beside,
-    check_device,
-    contiguous,
-    remembered,
-)
+from .launch import TENSOR, Launch, Launcher, beside, check_device, contiguous, remembered
 
 LOG2_E = 1.4426950408889634
 
@@ -218,9 +209,8 @@ def attend(
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     (batch, heads, _), (keys, groups), dim_v = q.shape, k.shape[1:3], v.shape[3]
     strides = (*k.stride()[:3], *v.stride()[:3])
-    launches_of = _launches if type(q) in PLAIN else _launches.__wrapped__
-    splits, attend_, join = launches_of(
-        batch, heads, keys, groups, (q.shape[2], dim_v), strides, sink is not None, scale, window
+    splits, attend_, join = _launches(
+        q, batch, heads, keys, groups, (q.shape[2], dim_v), strides, sink is not None, scale, window
     )
     new = beside(q)
     out: Any = new(*contiguous((batch, heads, dim_v)), q.dtype)

@@ -23,17 +23,7 @@ from ..formats import FLOAT8_BLOCK, FLT_MAX, cdiv
 from .codecs import EMULATE, decode_fp8, fp8_code, magnitude, round_to_dtype, scaled_float32, to_float32
 from .float8 import amax_parts, largest_magnitude
 from .float8_block import block_scales
-from .launch import (
-    PLAIN,
-    TENSOR,
-    Launch,
-    Launcher,
-    beside,
-    check_device,
-    check_input,
-    contiguous,
-    remembered,
-)
+from .launch import TENSOR, Launch, Launcher, beside, check_device, check_input, contiguous, remembered
 from .scaling import OVERFLOW_BY_DTYPE, scale_from_amax, scale_or_first
 
 SMALL = 1 << 16
@@ -422,9 +412,8 @@ def _run(
     strides = (given.stride(0) if scaling == "codes" and given is not None else 0, 0, 0)
     if scaling in ("1x128", "codes"):
         strides = (strides[0], weight_scale.stride(1), weight_scale.stride(0))
-    launches_of = _launches if type(x) in PLAIN else _launches.__wrapped__
-    splits, multiply, add = launches_of(
-        M, N, K, x.dtype, strides, bias is not None, scaling, slot, power_2, epsilon, unseen, partials
+    splits, multiply, add = _launches(
+        x, M, N, K, x.dtype, strides, bias is not None, scaling, slot, power_2, epsilon, unseen, partials
     )
     new = beside(x)
     out: Any = new(*contiguous((M, N)), dtype)

@@ -35,7 +35,6 @@ from .codecs import (
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words_of
 from .graph_amax import amax_parts_in_graph
 from .launch import (
-    PLAIN,
     TENSOR,
     Launch,
     Launcher,
@@ -446,10 +445,8 @@ def _run_cast(
     """
     operands = source.operands
     like, sums = operands[0], None if source.column_sums is None else source.partial_sums()
-    # the sizes of a trace may be symbols, which nothing remembers
-    launch_of = _cast_launch if type(like) in PLAIN else _cast_launch.__wrapped__
-    launch, count, rows, columns = launch_of(
-        source.shape, source.constants, len(operands), fmt.name, rowwise, columnwise,
+    launch, count, rows, columns = _cast_launch(
+        like, source.shape, source.constants, len(operands), fmt.name, rowwise, columnwise,
         (scale is not None, amax is not None, sums is not None),
         unseen, current, power_2, scale.numel() if current and scale is not None else 0, epsilon,
     )  # fmt: skip
@@ -572,8 +569,7 @@ def amax_parts(x: Tensor) -> Tensor:
     programs = parts_of(n)
     partials = beside(x)((programs,), (1,), torch.float32)
     if n:
-        launch_of = _amax_launch if type(x) in PLAIN else _amax_launch.__wrapped__
-        launch_of(n, programs)([x, partials])
+        _amax_launch(x, n, programs)([x, partials])
     return partials
 
 

@@ -30,7 +30,6 @@ from .codecs import (
     to_float32,
 )
 from .launch import (
-    PLAIN,
     TENSOR,
     Launch,
     Launcher,
@@ -323,11 +322,9 @@ def quantize(
     traced = is_traced(like)
     gated = source.constants[0] in ("gated", "gated_backward") and not traced
     hopper = for_hopper("gated_hopper", like.device) if gated else None
-    # the sizes of a trace may be symbols, which nothing remembers
-    launch_of = _launch if type(like) in PLAIN else _launch.__wrapped__
-    launch, layouts = launch_of(
-        source.shape, source.dtype, source.constants, len(operands), sums, fmt.name, rowwise, columnwise, block_dim,
-        power_2, float(epsilon), traced, hopper,
+    launch, layouts = _launch(
+        like, source.shape, source.dtype, source.constants, len(operands), sums, fmt.name, rowwise, columnwise,
+        block_dim, power_2, float(epsilon), traced, hopper,
     )  # fmt: skip
     new = beside(like)
     buffers = [*source.out] if source.out is not None else [new(*layout) for layout in layouts]

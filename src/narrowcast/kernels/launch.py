@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from functools import reduce
 from operator import attrgetter, itemgetter, or_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -85,8 +85,8 @@ class Launcher:
 
     def __call__(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
-        """Launch on the current stream of the device of the first argument.
+    ) -> Start | None:
+        """Launch on the current stream of the device of the first argument; return how to start what was compiled.
 
         Args:
             grid: programs along x, y, z; none may be zero.
@@ -99,25 +99,24 @@ class Launcher:
         first = arguments[0]
         if type(first) is not Tensor and isinstance(first, _TRACED):
             self._emit(grid, arguments, constants)
-            return
+            return None
         if count_modes() and hasattr(mode := current_mode(), "launched"):
-            self._record(mode, grid, arguments, constants)
-            return
+            return self._record(mode, grid, arguments, constants)
         device = first.get_device()
         if device >= 0 and device != current_device():
             with torch.cuda.device(device):
-                self(grid, arguments, constants)
-            return
+                return self(grid, arguments, constants)
         kinds, values = specialization(arguments)
         key = (device, constants, kinds)
         start = self.variants.get(key)
         if start is None:  # or interpreted: the interpreter compiles nothing and returns None again
             compiled = self._compile_and_launch(grid, arguments, constants)
-            self.variants[key] = None if compiled is None else start_of(compiled)
+            start = self.variants[key] = None if compiled is None else start_of(compiled)
         elif HOOKS.launch_enter_hook.calls:  # a profiler wants to know
             start.kernel[grid](*arguments, *constants)
         else:
             start(grid, current_stream(device), (*values, *constants))
+        return start
 
     def _compile_and_launch(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -126,16 +125,15 @@ class Launcher:
 
     def _record(
         self, mode: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
+    ) -> Start | None:
         """Launch unseen by the dispatch modes in force, and tell the one that records what was launched."""
         with without_modes():
-            self(grid, arguments, constants)
-            kinds, _ = specialization(arguments)
-        start = self.variants[arguments[0].get_device(), constants, kinds]
+            start = self(grid, arguments, constants)
         if start is None:
             mode.interpreted(self, grid, arguments, constants)
         else:
             mode.launched(start, grid, (*arguments, *constants), HOOKS)
+        return start
 
     def _emit(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]
@@ -199,8 +197,23 @@ class GluonLauncher(Launcher):
         return super()._compile_and_launch(grid, arguments, constants)
 
 
-remembered = functools.lru_cache(maxsize=1024)
-"""For functions from shapes, dtypes and options to what their launch is made of: they depend on nothing else."""
+T = TypeVar("T")
+
+
+def remembered(build: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function makes of shapes, dtypes and options, which must depend on nothing else: launches.
+
+    The result takes the launch's first tensor, then the function's arguments. In a trace nothing is kept: its sizes may
+    be symbols.
+    """
+    kept = functools.lru_cache(maxsize=1024)(build)
+
+    @functools.wraps(kept)
+    def launch_of(first: Tensor, *key: Any) -> T:
+        return kept(*key) if type(first) in PLAIN else build(*key)
+
+    return launch_of
+
 
 TENSOR = object()
 """In the arguments of a :class:`Launch`: the place of a tensor."""
@@ -251,12 +264,9 @@ class Launch:
         arguments = self.arguments.copy()
         for at, tensor in zip(self.places, tensors, strict=True):
             arguments[at] = tensor
-        self.launcher(self.grid, tuple(arguments), self.constants)
-        if key is not None:
-            kinds, _ = specialization(tuple(arguments))
-            start = self.launcher.variants.get((key[0], self.constants, kinds))
-            if start is not None:
-                self.started[key] = start
+        start = self.launcher(self.grid, tuple(arguments), self.constants)
+        if key is not None and start is not None:
+            self.started[key] = start
 
 
 class DescribedLaunch:
@@ -279,9 +289,8 @@ class DescribedLaunch:
         constants: tuple[Any, ...],
         tensors: list[Tensor],
     ) -> None:
-        launcher(grid, arguments, constants)
-        kinds, values = specialization(arguments)
-        start = launcher.variants.get((tensors[0].get_device(), constants, kinds))
+        start = launcher(grid, arguments, constants)
+        _, values = specialization(arguments)
         described = None if start is None else past_descriptors(start, (*values, *constants))
         self.grid, self.start = grid, None
         if described is None or not all(is_aligned(x, 16) for x in tensors):
@@ -392,7 +401,7 @@ def specialization(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[An
     return tuple(kinds), values
 
 
-@remembered
+@functools.lru_cache(maxsize=1024)
 def _places(types: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
     """Return where arguments of these types are tensors, where they are ints, and where descriptors of tensors."""
     tensors = [at for at, kind in enumerate(types) if issubclass(kind, Tensor)]

@@ -25,16 +25,7 @@ from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from .codecs import magnitude, product, round_to_dtype, to_float32
 from .graph_amax import keep_amax, takes_amax
-from .launch import (
-    PLAIN,
-    TENSOR,
-    Launch,
-    Launcher,
-    beside,
-    check_device,
-    contiguous,
-    remembered,
-)
+from .launch import TENSOR, Launch, Launcher, beside, check_device, contiguous, remembered
 from .norm_rows import load_gamma, norm_kept_kernel, norm_kernel, row_mean
 from .reduction import column_sum, fold_rows
 
@@ -301,10 +292,9 @@ def statistics(
         ValueError: also a tensor the kernels cannot reach, or ``amax_partials`` without a weight.
     """
     check_device(x)
-    launch_of = _statistics_launch if type(x) in PLAIN else _statistics_launch.__wrapped__
-    launch, M, programs, takes_partials = launch_of(
-        _kind(x), _kind(residual), _kind(weight), _kind(bias), eps, normalization, zero_centered_gamma, amax_partials,
-        into is not None,
+    launch, M, programs, takes_partials = _statistics_launch(
+        x, _kind(x), _kind(residual), _kind(weight), _kind(bias), eps, normalization, zero_centered_gamma,
+        amax_partials, into is not None,
     )  # fmt: skip
     x = x.contiguous()
     new = beside(x)
@@ -386,9 +376,8 @@ def gradient_statistics(
         ValueError: also a tensor the kernels cannot reach.
     """
     check_device(x)
-    launch_of = _gradient_launch if type(x) in PLAIN else _gradient_launch.__wrapped__
-    launch, M, K, tiles = launch_of(
-        _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), zero_centered_gamma
+    launch, M, K, tiles = _gradient_launch(
+        x, _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), zero_centered_gamma
     )
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
     new = beside(x)
@@ -451,9 +440,8 @@ def backward(
     """
     check_device(x)
     amax = takes_amax(x)
-    launch_of = _backward_launch if type(x) in PLAIN else _backward_launch.__wrapped__
-    launch, programs, layout = launch_of(
-        _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), _kind(c1), _kind(c2), _kind(residual_grad),
+    launch, programs, layout = _backward_launch(
+        x, _kind(grad), _kind(x), _kind(weight), _kind(mean), _kind(rstd), _kind(c1), _kind(c2), _kind(residual_grad),
         zero_centered_gamma, amax,
     )  # fmt: skip
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from .codecs import round_to_dtype, to_float32
-from .launch import PLAIN, TENSOR, Launch, Launcher, beside, check_device, remembered
+from .launch import TENSOR, Launch, Launcher, beside, check_device, remembered
 
 PARTIAL_ROWS = 16
 FOLDED_ROWS = 128
@@ -91,14 +91,14 @@ def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     if x.dim() != 2:
         raise ValueError(f"column_sum takes a matrix, got shape {tuple(x.shape)}; flatten its leading dims")
     x = x.contiguous()
-    new, launch_of = beside(x), _launch if type(x) in PLAIN else _launch.__wrapped__
+    new = beside(x)
     while True:
         M, K = x.shape
         rows = cdiv(M, FOLDED_ROWS) or 1
         last = rows == 1
         sums = new((K,), (1,), dtype) if last else new((rows, K), (K or 1, 1), torch.float32)
         if K:
-            launch_of(M, K, rows)([x, sums])
+            _launch(x, M, K, rows)([x, sums])
         if last:
             return sums
         x = sums
