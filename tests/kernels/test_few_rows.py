@@ -100,3 +100,22 @@ def test_not_finite(M: int, device: torch.device) -> None:
         made = kernel.matmul(x, codes, of_weight, None, torch.float32, scaling=scaling, scale=scale)
         lost = M if (value, scaling) == (float("inf"), "current") else 1
         assert made.isnan().all(1).sum() == lost and made.isfinite().all(1).sum() == M - lost
+
+
+@pytest.mark.parametrize("M", [1, 3])
+def test_one_variant_reads_every_slot(M: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make("normal", (M, 64), torch.bfloat16, 3).to(device)
+    weight = make("normal", (24, 64), torch.float32, 1).to(device)
+    codes, weight_scale = reference.float8.quantize_current(
+        weight, E4M3, power_2=False, epsilon=0.0, rowwise=True, columnwise=False
+    )
+    launcher = kernel._one_row if M == 1 else kernel._few_rows
+    monkeypatch.setattr(launcher, "variants", {})
+    scales = torch.tensor([2.0, 5.3, 0.25, 40.0], device=device)
+    for slot in range(4):
+        given = [
+            kernel.matmul(x, codes, weight_scale, None, torch.float32, scaling="given", scale=scale, slot=at)
+            for scale, at in ((scales, slot), (scales[slot : slot + 1].clone(), 0))
+        ]
+        assert torch.equal(*given)
+    assert len({constants for _, constants, _ in launcher.variants}) == 1

@@ -40,8 +40,8 @@ def _scale_of_all(
     partials,
     epsilon,
     unseen,
+    slot,
     SCALING: tl.constexpr,
-    SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
     OVERFLOW: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -52,10 +52,10 @@ def _scale_of_all(
     "first": given, or from the amax if it is 0.
     """
     if SCALING == "given":
-        scale = tl.load(scale_ptr + SLOT)
+        scale = tl.load(scale_ptr + slot)
         return tl.where(scale == 0.0, tl.cast(unseen, tl.float32), scale)
     elif SCALING == "first":
-        scale = tl.load(scale_ptr + SLOT)
+        scale = tl.load(scale_ptr + slot)
         if scale == 0.0:
             start = tl.full([], 0, tl.int32)
             largest = largest_magnitude(x_ptr, start, AMAX_BLOCK, n, AMAX_BLOCK)
@@ -83,7 +83,9 @@ def _store(out_ptr, place, total, bias_ptr, n, inside, BIAS: tl.constexpr):
     tl.store(out_ptr + place, round_to_dtype(total, DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["partials"], do_not_specialize_on_alignment=["scale_ptr", "weight_scale_ptr"])
+@triton.jit(
+    do_not_specialize=["partials", "slot"], do_not_specialize_on_alignment=["scale_ptr", "weight_scale_ptr"]
+)
 def _one_row_kernel(
     x_ptr,
     scale_ptr,
@@ -98,8 +100,8 @@ def _one_row_kernel(
     partials,
     epsilon,
     unseen,
+    slot,
     SCALING: tl.constexpr,
-    SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
     EPSILON: tl.constexpr,
     OVERFLOW: tl.constexpr,
@@ -119,8 +121,8 @@ def _one_row_kernel(
         partials,
         epsilon,
         unseen,
+        slot,
         SCALING,
-        SLOT,
         POWER_2,
         OVERFLOW,
         PARTIALS,
@@ -155,7 +157,8 @@ def _one_row_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["M", "partials"], do_not_specialize_on_alignment=["scale_ptr", "weight_scale_ptr"]
+    do_not_specialize=["M", "partials", "slot"],
+    do_not_specialize_on_alignment=["scale_ptr", "weight_scale_ptr"],
 )
 def _few_rows_kernel(
     x_ptr,
@@ -174,8 +177,8 @@ def _few_rows_kernel(
     partials,
     epsilon,
     unseen,
+    slot,
     SCALING: tl.constexpr,
-    SLOT: tl.constexpr,
     POWER_2: tl.constexpr,
     EPSILON: tl.constexpr,
     OVERFLOW: tl.constexpr,
@@ -198,8 +201,8 @@ def _few_rows_kernel(
         partials,
         epsilon,
         unseen,
+        slot,
         SCALING,
-        SLOT,
         POWER_2,
         OVERFLOW,
         PARTIALS,
@@ -300,14 +303,13 @@ def _launches(
     amax_block = min(max(triton.next_power_of_2(M * K), 512), AMAX_BLOCK)
     options = (
         scaling,
-        slot,
         power_2,
         epsilon > 0,
         overflow,
         partials and triton.next_power_of_2(partials),
         amax_block,
     )
-    ends = [*strides[-2:], partials, epsilon, unseen]
+    ends = [*strides[-2:], partials, epsilon, unseen, slot]
     operands = [TENSOR, TENSOR if given else None, TENSOR, TENSOR]
     if M == 1 and scaling != "codes":
         rows, tile = ONE_ROW_TILE
