@@ -3,7 +3,8 @@
     pytest -p tests.kernels.record_launches tests/kernels
 
 writes ``tests/kernels/launches.json``: by kernel, the kinds of its arguments and the constants, as Triton tells them
-apart. Sizes beside 1 are not kept, only whether 16 divides them: they make no other variant.
+apart. Sizes beside 1 are not kept, only whether 16 divides them: they make no other variant. Kernels that the tests do
+not launch keep their lines; remove those of a kernel that is gone.
 """
 
 from __future__ import annotations
@@ -79,8 +80,12 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
+    kept = {
+        name: [json.dumps(record) for record in records]
+        for name, records in json.loads(PATH.read_text()).items()
+    }
     lines = [
         f"{json.dumps(name)}: [\n" + ",\n".join(sorted(records)) + "\n]"
-        for name, records in sorted(_seen.items())
+        for name, records in sorted({**kept, **_seen}.items())
     ]
     PATH.write_text("{\n" + ",\n".join(lines) + "\n}\n")

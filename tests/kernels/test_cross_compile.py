@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import record_launches
 from .conftest import HAS_TRITON
 from .cross_compile import LAUNCHES, RECORDED, SHARED_MEMORY, Compiled, hash_of, recorded, variants
 
@@ -66,6 +68,22 @@ def test_every_kernel_has_recorded_code() -> None:
     assert not hashes.keys() - launches
     assert {kernel for kernel, _ in hashes} == {kernel for kernel, _ in launches}
     assert all(set(of_gpu) == set(RECORDED) for of_gpu in hashes.values())
+
+
+def test_a_run_of_some_tests_records_their_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "launches.json"
+    shutil.copy(LAUNCHES, file)
+    monkeypatch.setattr(record_launches, "PATH", file)
+    monkeypatch.setattr(record_launches, "_seen", {})
+    record_launches.pytest_unconfigure()
+    assert file.read_text() == LAUNCHES.read_text()
+    name = "cross_entropy._cross_entropy_gradient_kernel"
+    monkeypatch.setattr(record_launches, "_seen", {name: {json.dumps([8, {}, ["*fp32:16"], [2048]])}})
+    record_launches.pytest_unconfigure()
+    kept, found = json.loads(LAUNCHES.read_text()), json.loads(file.read_text())
+    assert found == {**kept, name: [[8, {}, ["*fp32:16"], [2048]]]}
 
 
 def test_comments_and_places_in_the_source_are_no_code() -> None:
