@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -88,8 +89,14 @@ def tell(figure: Figure, finding: str, foot: str, keys: Sequence[Artist] = (), c
     told = wrap(foot, points)
     figure.supxlabel(told, x=0, ha="left", size=LETTERS, color="0.35")
     height = LINE * TITLE * len(title.splitlines()) + LINE * LETTERS * len(told.splitlines())
-    height += KEY * LETTERS * -(-len(keys) // columns)
+    deepest = max((str(key.get_label()).count("\n") for key in keys), default=0)
+    height += (KEY + LINE * deepest) * LETTERS * -(-len(keys) // columns)
     figure.set_figheight(figure.get_figheight() + height / 72)
+
+
+def middles(heights: Sequence[float]) -> list[float]:
+    """Return how far down the middle of each of some rows is."""
+    return [end - height / 2 for height, end in zip(heights, accumulate(heights))]
 
 
 def png(figure: Figure) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from ..colors import color_of
-from ..schemes import LETTERS, WIDE, png, tell, wrap
+from ..schemes import LETTERS, WIDE, middles, png, tell, wrap
 from ..tables import make_table
 from .measure import Result
 
@@ -156,7 +155,7 @@ def _short(value: float) -> str:
 
 def _places(lines: Sequence[Line]) -> list[float]:
     """Return how far down the middle of each line is."""
-    return [end - line.height / 2 for line, end in zip(lines, accumulate(line.height for line in lines))]
+    return middles([line.height for line in lines])
 
 
 def _draw(axes: Axes, lines: Sequence[Line], column: Literal["ms", "memory"]) -> None:

@@ -1,9 +1,9 @@
-"""The picture of runs: held-out loss over the steps, and each recipe's last loss beside bfloat16's."""
+"""The picture of runs: losses and gaps to bfloat16's over the steps, and each recipe's gap at the end."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -15,19 +15,25 @@ from matplotlib.patches import Patch
 from narrowcast._checks import counted
 
 from ..colors import color_of
-from ..schemes import LETTERS, WIDE, WIDTH, png, tell, wrap
+from ..schemes import LETTERS, WIDE, WIDTH, middles, png, tell, wrap
 from .report import BASELINE, LIMIT, Row, judged, too_few
 
-HIGH = 3.6  # inches: the panels side by side, without title and foot
-NAMES = 84  # points: the width of a recipe's name
+HIGH = 3.8  # inches: the panels side by side, without title and foot
+NAMES = 104  # points: the width of a recipe's name
+STEEP = 0.2  # of the steps: losses fall so far in them that later ones look alike
 LEARNED = 0.01  # of the first loss: a smaller change teaches nothing
 DASHES = ("-", "--", ":", "-.")  # distinguish one recipe's layer tables
 
 EQUAL = {"color": "0.9", "linewidth": 0}
-BENEATH = {"color": "0.75", "linewidth": 5, "solid_capstyle": "butt"}  # bf16: other curves are seen on it
-CURVE = {"linewidth": 1.5, "marker": "o", "markersize": 3}
-ALONE = color_of("current")  # a run alone, whose recipe needs no color of its own
-BATCHES = {"color": ALONE, "linewidth": 0.8, "alpha": 0.5}
+# bf16: other curves are seen on it
+BENEATH: dict[str, Any] = {
+    "color": color_of("bf16"),
+    "alpha": 0.45,
+    "linewidth": 5,
+    "solid_capstyle": "butt",
+}
+CURVE: dict[str, Any] = {"linewidth": 1.5, "marker": "o", "markersize": 3}
+BATCHES: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5}
 RESUMED = {"color": "0.35", "linewidth": 1, "linestyle": ":"}
 
 
@@ -58,7 +64,7 @@ def figure(
     resumed: int = 0,
     wide: bool = False,
 ) -> Figure:
-    """Draw the finding, the losses over the steps, and unless a run is alone each recipe's last loss beside bf16's.
+    """Draw the losses over the steps, and unless a run is alone the gaps to bf16's over the steps and at the end.
 
     Args:
         rows: the comparison; the baseline among them if there are several.
@@ -75,22 +81,25 @@ def figure(
         foot = f"Held-out text is not trained on. {subtitle}"
         tell(drawn, finding(rows), foot, _keys(rows, train, resumed), columns=3 if wide else 1)
         return drawn
-    lines = sum(_name(row, rows).count("\n") + 1.4 for row in rows)
-    ends = max(HIGH, 0.19 * lines + 0.7)
+    ends = max(HIGH, 0.19 * sum(_heights(rows)) + 0.7)
     if wide:
         drawn = Figure(figsize=(WIDE, ends), dpi=200, layout=layout)
-        left, right = drawn.subplots(1, 2)
+        panels = drawn.subplot_mosaic([["losses", "ends"], ["gaps", "ends"]], height_ratios=[1, 1.2])
     else:
-        drawn = Figure(figsize=(WIDTH, 2.6 + ends), dpi=285, layout=layout)
-        left, right = drawn.subplots(2, 1, height_ratios=[2.3, ends])
-    _draw_losses(left, rows, unit)
-    _draw_ends(right, rows)
-    tell(drawn, finding(rows), f"{_rule(rows)}\n{subtitle}", _keys(rows), columns=4 if wide else 1)
+        drawn = Figure(figsize=(WIDTH, 4.2 + ends), dpi=285, layout=layout)
+        panels = drawn.subplot_mosaic([["losses"], ["gaps"], ["ends"]], height_ratios=[2.1, 2.1, ends])
+    begin = _first_drawn(rows)
+    _draw_losses(panels["losses"], rows, unit, begin=begin)
+    panels["losses"].set_xlabel("")
+    _draw_gaps(panels["gaps"], rows, begin)
+    _draw_ends(panels["ends"], rows)
+    steep = f"\nCurves leave out the steep part before step {begin}." * (begin > 0)
+    tell(drawn, finding(rows), f"{_rule(rows)}{steep}\n{subtitle}", _keys(rows), columns=4 if wide else 2)
     return drawn
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """Return the title: whether the recipes' losses count as equal to bf16's."""
+    """Return the title: whether the recipes' losses count as equal to bf16's; of few steps, what is drawn."""
     held_out = _baseline(rows).held_out
     (_, first), (step, last) = held_out[0], held_out[-1]
     if len(rows) == 1:
@@ -100,16 +109,18 @@ def finding(rows: Sequence[Row]) -> str:
     recipes = [row for row in rows if row is not _baseline(rows)]
     above = [row for row in recipes if not row.within]
     mean = "mean " * _several(rows)
+    if not judged(rows):
+        which = recipes[0].title if len(recipes) == 1 else f"{len(recipes)} recipes"
+        return f"Held-out loss of {which} over {counted(step, 'step')}, beside bf16's"
     worst = max(recipes, key=lambda row: row.gap_percent)
-    most = f"{abs(worst.gap_percent):.2f}%"
+    gap = signed_percent(worst.gap_percent)
     if len(recipes) == 1:
-        told = f"{worst.title}'s {mean}loss ends {most} {'above' if worst.gap_percent > 0 else 'below'}"
+        side = {"+": f"{gap[1:]} above", "0": "the same"}.get(gap[0], f"{gap[1:]} below")
+        told = f"{worst.title}'s {mean}loss ends {side}"
     else:
-        told = f"no recipe's {mean}loss ends {f'more than {most} ' * (worst.gap_percent > 0)}above"
-    if few := too_few(step):
-        return f"{few} to judge: {told} bf16's"
+        told = f"no recipe's {mean}loss ends {f'more than {gap[1:]} ' * (gap[0] == '+')}above"
     if not above:
-        return f"Equal to bf16{' or better' * (worst.gap_percent <= 0)}: {told}"
+        return f"Equal to bf16{' or better' * (gap[0] not in '+0')}: {told}"
     told = ", ".join(f"{row.title} ({signed_percent(row.gap_percent)})" for row in above)
     return f"Worse than bf16 in {mean}loss: {told}"
 
@@ -137,8 +148,8 @@ def _limit(rows: Sequence[Row]) -> float:
 
 def _rule(rows: Sequence[Row]) -> str:
     """Return where the limit comes from."""
-    if not judged(rows):
-        return "The losses of so few steps differ by chance."
+    if few := too_few(rows[0].held_out[-1][0]):
+        return f"{few} to judge recipes: losses differ by chance."
     limit, seeds = _limit(rows), len(_baseline(rows).seeds)
     if limit > LIMIT:
         return f"Up to {limit:.2f}% counts as equal: bf16's own {seeds} seeds end up to that far above their mean."
@@ -151,63 +162,106 @@ def _own_range(baseline: Row) -> list[float]:
 
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
-    """Return what a row is called, with its seeds if any has several."""
-    return wrap(row.title, NAMES) + (f"\n{counted(len(row.seed_gaps), 'seed')}" if _several(rows) else "")
+    """Return what a row is called, with its gap, and with its seeds if any has several."""
+    seeds = [counted(len(row.seed_gaps), "seed")] if _several(rows) else []
+    gap = [] if row is _baseline(rows) else [signed_percent(row.gap_percent)]
+    return "\n".join((wrap(row.title, NAMES, weight="bold"), *seeds, *gap))
+
+
+def _heights(rows: Sequence[Row]) -> list[float]:
+    """Return how many lines of text each row takes."""
+    return [_name(row, rows).count("\n") + 1.6 for row in rows]
 
 
 def _keys(rows: Sequence[Row], train: Sequence[float] = (), resumed: int = 0) -> list[Artist]:
     """Return the legend: what each mark is."""
     if len(rows) == 1:
-        keys: list[Artist] = [Line2D([], [], color=ALONE, label="held-out text", **CURVE)] if train else []
-        keys += [Line2D([], [], **BATCHES, label="training batch")] if train else []
+        color = color_of(rows[0].recipe)
+        keys: list[Artist] = [Line2D([], [], color=color, label="held-out text", **CURVE)] if train else []
+        keys += [Line2D([], [], color=color, **BATCHES, label="training batch")] if train else []
         return keys + ([Line2D([], [], **RESUMED, label=f"resumed at step {resumed}")] if resumed else [])
-    keys = [Line2D([], [], label="bf16", **BENEATH)]
+    keys = [
+        Line2D([], [], label=wrap(row.title, NAMES), **_line(row, rows, dashes))
+        for row, dashes in zip(rows, _dashes(rows))
+    ]
     keys += [Patch(label="counts as equal", **EQUAL)] if judged(rows) else []
     if _several(rows):
         mark = {"color": "0.35", "linewidth": 0}
         keys.append(Line2D([], [], marker="o", markersize=6, alpha=0.6, label="a seed, paired", **mark))
-        keys.append(
-            Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label="mean, in bold", **mark)
-        )
+        keys.append(Line2D([], [], marker="|", markersize=11, markeredgewidth=2.5, label="mean", **mark))
     return keys
 
 
+def _first_drawn(rows: Sequence[Row]) -> int:
+    """Return the first evaluation after the steep part of the losses; 0 if fewer than two follow."""
+    steps = [step for step, _ in _baseline(rows).held_out]
+    later = [step for step in steps if step >= STEEP * steps[-1]]
+    return later[0] if len(later) > 1 else 0
+
+
+def _line(row: Row, rows: Sequence[Row], dashes: str) -> dict[str, Any]:
+    """Return how a row's curves look."""
+    return (
+        BENEATH if row is _baseline(rows) else {"color": color_of(row.recipe), "linestyle": dashes, **CURVE}
+    )
+
+
 def _draw_losses(
-    axes: Axes, rows: Sequence[Row], unit: str, train: Sequence[float] = (), resumed: int = 0
+    axes: Axes,
+    rows: Sequence[Row],
+    unit: str,
+    train: Sequence[float] = (),
+    resumed: int = 0,
+    begin: int = 0,
 ) -> None:
-    """Draw the held-out losses by step, of several rows on that of bf16 and without the first steep part."""
+    """Draw the held-out losses by step, of several rows on that of bf16."""
     _style(axes, f"{'Loss' if train else 'Held-out loss'}, nats per {unit}", "optimizer step")
     axes.locator_params(axis="x", nbins=5, integer=True)
     if len(rows) == 1:
+        color = color_of(rows[0].recipe)
         if train:
-            axes.plot(range(1, len(train) + 1), train, **BATCHES)
-        axes.plot(*zip(*rows[0].held_out), color=ALONE, **CURVE)
+            axes.plot(range(1, len(train) + 1), train, color=color, **BATCHES)
+        axes.plot(*zip(*rows[0].held_out), color=color, **CURVE)
         if resumed:
             axes.axvline(resumed, **RESUMED)
         return
-    begin = len(_baseline(rows).held_out) // 8
-    for row, dashes in zip(rows, _dashes(rows)):
-        points = zip(*row.held_out[begin:])
-        if row is _baseline(rows):
-            axes.plot(*points, **BENEATH, zorder=1.9)
-        else:
-            axes.plot(*points, dashes, color=color_of(row.recipe), **CURVE)
+    _draw_curves(axes, rows, [row.held_out for row in rows], begin)
+
+
+def _draw_gaps(axes: Axes, rows: Sequence[Row], begin: int) -> None:
+    """Draw how far each recipe's loss is above bf16's by step: curves that coincide as losses are seen apart."""
+    _style(axes, "Gap to bf16 (above: worse)", "optimizer step")
+    axes.locator_params(axis="x", nbins=5, integer=True)
+    axes.locator_params(axis="y", nbins=4)
+    axes.yaxis.set_major_formatter("{x:g}%")
+    if judged(rows):
+        axes.axhspan(-_limit(rows), _limit(rows), **EQUAL)
+    _draw_curves(axes, rows, [row.gaps for row in rows], begin)
+
+
+def _draw_curves(
+    axes: Axes, rows: Sequence[Row], curves: Sequence[Sequence[tuple[int, float]]], begin: int
+) -> None:
+    for row, dashes, curve in zip(rows, _dashes(rows), curves):
+        order = 1.9 if row is _baseline(rows) else 2
+        drawn = [point for point in curve if point[0] >= begin]
+        axes.plot(*zip(*drawn), **_line(row, rows, dashes), zorder=order)
 
 
 def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
-    """Draw a line of dots per recipe, on what counts as equal, with the gap beside it."""
+    """Draw a line of dots per recipe, on what counts as equal, with the name and the gap at its left."""
     baseline, several, limit = _baseline(rows), _several(rows), _limit(rows)
     sides = "\N{LEFTWARDS ARROW} better      worse \N{RIGHTWARDS ARROW}"
-    _style(axes, "Final loss against bf16's", sides, "x")
+    _style(axes, "Gap at the end", sides, "x")
     if judged(rows):
         axes.axvspan(-limit, limit, **EQUAL)
     axes.axvline(0, color="0.5", linewidth=1.5)
     gaps = [*_own_range(baseline), *(gap for row in rows for gap in row.seed_gaps)]
     low, high = min(-limit, *gaps), max(limit, *gaps)
-    wide = high - low
-    below = min(row.gap_percent for row in rows) < 0
-    low, high = low - (0.7 if below else 0.06) * wide, high + 0.25 * wide  # room for numbers
-    for place, row in enumerate(rows):
+    margin = 0.06 * (high - low)
+    heights = _heights(rows)
+    places = middles(heights)
+    for place, row in zip(places, rows):
         if row is baseline:
             axes.plot(_own_range(row), [place, place], **BENEATH)
             continue
@@ -217,23 +271,18 @@ def _draw_ends(axes: Axes, rows: Sequence[Row]) -> None:
         axes.plot(row.seed_gaps, [place + lane for lane in lanes], "o", markeredgewidth=0, **dots)
         if several:
             axes.plot(row.gap_percent, place, "|", color=color, markersize=14, markeredgewidth=3)
-        end, apart, align = (
-            (min(row.seed_gaps), -8, "right") if row.gap_percent < 0 else (max(row.seed_gaps), 8, "left")
-        )
-        beside = {"textcoords": "offset points", "ha": align, "va": "center_baseline", "size": LETTERS}
-        axes.annotate(signed_percent(row.gap_percent), (end, place), (apart, 0), weight="bold", **beside)
-    axes.set_yticks(range(len(rows)), [_name(row, rows) for row in rows], size=LETTERS)
+    axes.set_yticks(places, [_name(row, rows) for row in rows], size=LETTERS)
     for row, label in zip(rows, axes.get_yticklabels()):
         label.set(color=color_of(row.recipe), weight="bold")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(low, high)
+    axes.set_ylim(sum(heights), 0)
+    axes.set_xlim(low - margin, high + margin)
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter("{x:g}%")
 
 
 def _lanes(gaps: Sequence[float], apart: float) -> list[float]:
     """Return how far below its row each dot is drawn, so that dots that coincide are seen apart."""
-    last = {lane: -math.inf for lane in (0.0, 0.2, -0.2)}
+    last = {lane: -math.inf for lane in (0.0, 0.5, -0.5)}
     placed = [0.0] * len(gaps)
     for index in sorted(range(len(gaps)), key=gaps.__getitem__):
         free = [lane for lane, end in last.items() if gaps[index] - end >= apart]
@@ -252,8 +301,9 @@ def _dashes(rows: Sequence[Row]) -> list[str]:
 
 
 def signed_percent(percent: float) -> str:
-    """Return a label such as `+0.31%`, with a real minus sign."""
-    return f"{percent:+.2f}%".replace("-", "\N{MINUS SIGN}")
+    """Return a label such as `+0.31%`, with a real minus sign, and `0.00%` without a sign."""
+    told = f"{percent:+.2f}%".replace("-", "\N{MINUS SIGN}")
+    return told[1:] if told[1:] == "0.00%" else told
 
 
 def _style(axes: Axes, title: str, below: str, grid: Literal["x", "y"] = "y") -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
 from rich.console import Console
 
 from narrowcast_tools.colors import color_of
@@ -19,7 +18,7 @@ from narrowcast_tools.train.data import Corpus
 from narrowcast_tools.train.document import compose
 from narrowcast_tools.train.history import History, RunResult
 from narrowcast_tools.train.pace import Pace
-from narrowcast_tools.train.picture import ALONE, caption, draw, figure
+from narrowcast_tools.train.picture import caption, draw, figure
 from narrowcast_tools.train.report import (
     SHORTEST_JUDGED,
     Row,
@@ -105,7 +104,7 @@ def test_seeds_are_one_row() -> None:
     assert shown[1:] == ["2.0350 (2.0200 to 2.0500)", "+0.75%", "1%, met"]
     (drawn,) = figures(lambda: draw(several, subtitle="seeds"))
     keys = [text.get_text().replace("\n", " ") for text in drawn.legends[0].get_texts()]
-    assert keys == ["bf16", "counts as equal", "a seed, paired", "mean, in bold"]
+    assert keys == ["bf16", "FP8 current", "NVFP4", "counts as equal", "a seed, paired", "mean"]
     assert "Up to 1% counts as equal: another seed alone can move the loss that far." in _foot(drawn)
     assert _title(drawn) == "Worse than bf16 in mean loss: NVFP4 (+7.84%)"
 
@@ -151,36 +150,68 @@ def test_seeds_of_bf16_that_end_far_apart_widen_the_limit_and_are_told() -> None
     assert low < -100 / 21 and high > 15.0
     dots = [list(line.get_xdata()) for line in ends.lines if line.get_marker() == "o"]
     assert dots == [pytest.approx([15.0, 0.0])]
-    own = [list(line.get_xdata()) for line in ends.lines if list(line.get_ydata()) == [0, 0]]
+    place = ends.get_yticks()[0]
+    own = [list(line.get_xdata()) for line in ends.lines if list(line.get_ydata()) == [place, place]]
     assert own == [pytest.approx([-100 / 21, 100 / 21])], "bf16's range is a line in its own row"
     told = "Up to 4.76% counts as equal: bf16's own 2 seeds end up to that far above their mean."
     assert told in _foot(drawn)
 
 
-def test_each_recipe_stands_in_a_row_with_its_seeds_and_its_gap_beside_the_dots() -> None:
-    """The gap and the seeds were columns far right of the dots."""
+def test_each_recipe_stands_in_a_row_with_its_seeds_and_its_gap_below_its_name() -> None:
+    """The gap and the seeds were columns far right of the dots; then lines ran through numbers beside the dots."""
     runs = [("bf16", 0, 2.0), ("bf16", 1, 2.2), ("nvfp4", 0, 2.1)]
     rows = compare([replace(result(name, loss), seed=seed) for name, seed, loss in runs])
     ends = figures(lambda: draw(rows, subtitle="seeds"))[0].axes[1]
-    assert [text.get_text() for text in ends.get_yticklabels()] == ["bf16\n2 seeds", "NVFP4\n1 seed"]
+    assert [text.get_text() for text in ends.get_yticklabels()] == ["bf16\n2 seeds", "NVFP4\n1 seed\n+5.00%"]
     assert [text.get_color() for text in ends.get_yticklabels()] == [color_of("bf16"), color_of("nvfp4")]
-    alike = compare([result("bf16", 2.0), result("nvfp4", 2.1), result("current", 1.99)])
+    alike = compare([result(name, loss) for name, loss in (("bf16", 2.0), ("nvfp4", 2.1), ("current", 1.99))])
     ends = figures(lambda: draw(alike, subtitle="one"))[0].axes[1]
-    labels = [child for child in ends.get_children() if isinstance(child, Annotation)]
-    told = [(label.get_text(), label.xy[0], label.get_ha()) for label in labels]
-    assert told == [("+5.00%", pytest.approx(5.0), "left"), ("\u22120.50%", pytest.approx(-0.5), "right")]
+    named = [text.get_text() for text in ends.get_yticklabels()]
+    assert named == ["bf16", "NVFP4\n+5.00%", "FP8 current\n\u22120.50%"]
+    assert not ends.texts
 
 
-@pytest.mark.parametrize("loss", [1.97, 1.982])
+@pytest.mark.parametrize("losses", [[2.0, 1.2], [2.0, 60.0, 1.97], [2.0] * 7])
 @pytest.mark.parametrize("wide", [True, False])
-def test_a_number_left_of_its_dot_lies_beside_the_name_of_the_recipe(loss: float, wide: bool) -> None:
-    """Behind a dot near the left edge it lay across the name: the demo's first picture was unreadable there."""
-    runs = compare([result("bf16", 2.0, 40), result("current", 2.0006, 40), result("nvfp4", loss, 40)])
-    drawn = figure(runs, subtitle="few steps", wide=wide)
+def test_names_and_gaps_of_rows_do_not_overlap(losses: list[float], wide: bool) -> None:
+    """A long name ran into the one below, and a number near the left edge into its name."""
+    names = ("bf16", "delayed", "current", "rowwise", "mxfp8", "block", "nvfp4")
+    runs = compare([result(name, loss) for name, loss in zip(names, losses)])
+    long = "FP8 current (bf16: layers 0 to 3, head: FP8 128-block, table 3fa5b2)"
+    drawn = figure([*runs[:-1], replace(runs[-1], title=long)], subtitle="", wide=wide)
     drawn.canvas.draw()
-    ends = drawn.axes[1]
-    numbers = [text.get_window_extent().x0 for text in ends.texts]
-    assert len(numbers) == 2 and min(numbers) >= ends.get_window_extent().x0
+    boxes = [text.get_window_extent() for text in drawn.axes[1 if wide else -1].get_yticklabels()]
+    assert all(above.y0 >= below.y1 for above, below in zip(boxes, boxes[1:]))
+
+
+def test_a_gap_that_rounds_to_nothing_has_no_sign() -> None:
+    """A title said "more than 0.00% above", and a label "+0.00%"."""
+    for loss in (2.0, 2.00004, 1.99996):
+        rows = compare([result("bf16", 2.0), result("current", loss)])
+        drawn = figures(lambda: draw(rows, subtitle=""))[0]
+        assert _title(drawn) == "Equal to bf16: FP8 current's loss ends the same"
+        assert drawn.axes[1].get_yticklabels()[1].get_text() == "FP8 current\n0.00%"
+    both = compare([result(name, 2.0) for name in ("bf16", "current", "block")])
+    title = _title(figures(lambda: draw(both, subtitle=""))[0])
+    assert title == "Equal to bf16: no recipe's loss ends above"
+
+
+def test_curves_that_coincide_are_told_apart_by_their_gaps() -> None:
+    """The first drop set the scale, the curves lay on each other, and the legend named bf16 alone."""
+    runs = [result(name, loss) for name, loss in (("bf16", 2.0), ("current", 2.004), ("nvfp4", 1.996))]
+    curve = [(0, 5.5), (30, 3.5), (60, 2.5), (120, 2.2)]
+    runs = [replace(run, history=History([], [*curve, (240, run.held_out_loss)])) for run in runs]
+    rows = compare(runs)
+    losses, _, gaps = figures(lambda: draw(rows, subtitle=""))[0].axes
+    assert losses.get_ylim()[1] < 3 and [list(line.get_xdata()) for line in losses.lines] == 3 * [
+        [60, 120, 240]
+    ]
+    ends = [list(line.get_ydata())[-1] for line in gaps.lines]
+    assert ends == pytest.approx([0.0, 0.2, -0.2]) and list(gaps.lines[0].get_xdata()) == [60, 120, 240]
+    drawn = figure(rows, subtitle="")
+    assert "Curves leave out the steep part before step 60." in _foot(drawn)
+    assert [text.get_text() for text in drawn.legends[0].get_texts()][:3] == ["bf16", "FP8 current", "NVFP4"]
+    assert "steep" not in _foot(figure(compare([result("bf16", 2.0), result("current", 2.0)]), subtitle=""))
 
 
 def test_the_title_says_what_the_labels_say(rows: list[Row]) -> None:
@@ -193,7 +224,7 @@ def test_the_title_says_what_the_labels_say(rows: list[Row]) -> None:
     (band,) = ends.patches
     assert (band.get_x(), band.get_width()) == (-1.0, 2.0)
     assert _title(drawn) == "Equal to bf16: no recipe's loss ends more than 0.19% above"
-    assert "+0.19%" in [text.get_text() for text in ends.texts]
+    assert "NVFP4\n+0.19%" in [text.get_text() for text in ends.get_yticklabels()]
     assert "Up to 1% counts as equal: another seed alone can move the loss that far." in _foot(drawn)
     far = figures(lambda: draw(rows, subtitle="far"))[0]
     assert _title(far) == "Worse than bf16 in loss: MXFP8 (+5.00%)"
@@ -202,9 +233,12 @@ def test_the_title_says_what_the_labels_say(rows: list[Row]) -> None:
     assert _title(drawn) == "Equal to bf16 or better: FP8 current's loss ends 0.50% below"
     short = compare([result("bf16", 2.0, 30), result("current", 2.01, 30)])
     drawn = figures(lambda: draw(short, subtitle="short"))[0]
-    assert _title(drawn) == "30 steps are too few to judge: FP8 current's loss ends 0.50% above bf16's"
+    assert _title(drawn) == "Held-out loss of FP8 current over 30 steps, beside bf16's", (
+        "it judged what it could not"
+    )
+    assert "30 steps are too few to judge recipes: losses differ by chance." in _foot(drawn)
     assert not drawn.axes[1].patches, "nothing counts as equal"
-    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["bf16"]
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["bf16", "FP8 current"]
     dead = compare([result("bf16", 5.54), result("current", 5.53)])
     drawn = figures(lambda: draw(dead, subtitle="dead"))[0]
     assert _title(drawn) == "bf16 has not learned: its loss went from 5.54 to 5.54"
@@ -281,11 +315,13 @@ def test_the_image_of_a_comparison_fits_a_screen_and_that_of_a_page_a_phone() ->
     assert figure(compare([result(name, 2.0) for name in names]), subtitle="").get_figwidth() == WIDTH
 
 
-def test_a_run_alone_has_a_strong_color_and_its_resume_is_marked() -> None:
-    run = result("bf16", 2.0, 30)
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_run_alone_has_its_recipes_color_and_its_resume_is_marked(recipe: str) -> None:
+    """bf16 was drawn in the blue of FP8 current."""
+    run = result(recipe, 2.0, 30)
     drawn = figures(lambda: draw([alone(run)], subtitle="", train=run.history.train, resumed=20))[0]
     *curves, resumed = drawn.axes[0].lines
-    assert {curve.get_color() for curve in curves} == {ALONE}, "a run of bf16 was pale gray"
+    assert {curve.get_color() for curve in curves} == {color_of(recipe)}
     assert list(resumed.get_xdata()) == [20, 20]
     assert drawn.legends[0].get_texts()[-1].get_text() == "resumed at step 20"
 
