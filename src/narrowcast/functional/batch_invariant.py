@@ -116,7 +116,7 @@ _MASK = "Tensor? hidden, float scale, int left, int right, SymInt shift"
 
 attention_batch_invariant = define(
     f"attention_batch_invariant(Tensor q, Tensor k, Tensor v, {_MASK}) -> (Tensor, Tensor, Tensor)",
-    computed_by("attention", "attention"),
+    computed_by("batch_invariant_attention", "attention"),
     lambda q, k, v, *_: (
         q.new_empty((*q.shape[:3], v.shape[-1])),
         *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2)),
@@ -132,13 +132,13 @@ def attention_is_one_operator(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not q.is_cuda:
         return True
     half, largest = q.dtype in (torch.bfloat16, torch.float16), max(q.shape[-1], v.shape[-1])
-    return kernels.AVAILABLE and half and largest <= kernels.attention.LARGEST_HEAD  # type: ignore[attr-defined]
+    return kernels.AVAILABLE and half and largest <= kernels.batch_invariant_attention.LARGEST_HEAD  # type: ignore[attr-defined]
 
 
 _attention_backward_op = define(
     "attention_batch_invariant_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_MASK}) -> (Tensor, Tensor, Tensor)",
-    computed_by("attention", "attention_backward"),
+    computed_by("batch_invariant_attention", "attention_backward"),
     lambda grad, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
 )
 

@@ -19,8 +19,8 @@ AVAILABLE: bool = importlib.util.find_spec("triton") is not None
 MODULES = (
     "activation",
     "adam",
-    "attention",
     "batch_invariant",
+    "batch_invariant_attention",
     "coded",
     "cross_entropy",
     "decode_attention",

@@ -3,8 +3,8 @@
 from . import (  # noqa: F401  # by these names the operators find the numerics
     activation,
     adam,
-    attention,
     batch_invariant,
+    batch_invariant_attention,
     block_scaling,
     codecs,
     coded,

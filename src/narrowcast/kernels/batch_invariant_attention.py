@@ -289,7 +289,9 @@ def _facts(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, left: int, right: int, shift: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference.attention.attention`` in an order of its own; weights are rounded before they multiply.
+    """Compute ``reference.batch_invariant_attention.attention`` in an order of its own.
+
+    Weights are rounded before they multiply.
 
     Raises:
         ValueError: a tensor the kernel cannot reach, no bf16 or fp16, or a head dim above 128.
@@ -337,7 +339,7 @@ def attention_backward(
     right: int,
     shift: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference.attention.attention_backward``."""
+    """Compute ``reference.batch_invariant_attention.attention_backward``."""
     (q, k, v, pairs), strides, constants = _facts(q, k, v, hidden, (left, right, shift))
     grad, heads = grad.contiguous(), k.shape[1]
     delta = (grad.float() * out.float()).sum(-1)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from narrowcast import kernels
-from narrowcast.reference import attention
+from narrowcast.reference import batch_invariant_attention
 
 from .conftest import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
-kernel: Any = kernels.attention
+kernel: Any = kernels.batch_invariant_attention
 
-reference: Any = attention
+reference: Any = batch_invariant_attention
 
 SCALE = 0.2
 # batch, heads, heads of keys, queries, keys, head dims; the window, which counts from the last query and key
