@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Literal, NamedTuple
 
 from matplotlib.axes import Axes
@@ -22,7 +22,6 @@ SHOWN = ("work", "contender", "mode", "ms", "min..max", "share", "memory", "note
 
 ROW = 0.185  # inches: the height of a line of a label
 EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's. "
-OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # at 1
 NAMES = 170  # points: the width of a contender's name
 
 
@@ -116,10 +115,12 @@ def picture(results: Sequence[Result], caption: str, *, emulated: bool = False, 
     for axes, (title, column) in zip(drawn, panels.items()):
         axes.set_title(title, loc="left", size=LETTERS, weight="bold")
         _draw(axes, lines, column)
+        axes.margins(x=0.5 * len(panels))  # room for numbers
+        axes.set_xlim(left=0)
     _name(drawn[0], lines)
     finding = _finding(results, " on this CPU" * emulated)
     if len(results) < total:
-        finding = f"Partial: {len(results)} of {total} measurements\n{finding}"
+        finding = f"Partial: {len(results)} of {total} measurements"
     tell(figure, finding, f"Shorter is better. {EMULATED * emulated}{caption}")
     return png(figure)
 
@@ -150,7 +151,7 @@ def _lines(results: Sequence[Result]) -> Iterator[Line]:
 
 def _short(value: float) -> str:
     """Return a number with three digits, and all that are before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _places(lines: Sequence[Line]) -> list[float]:
@@ -166,16 +167,11 @@ def _draw(axes: Axes, lines: Sequence[Line], column: Literal["ms", "memory"]) ->
             continue
         axes.barh(place, value / whole, 0.8, color=color_of(result.contender))
         plain = f"{_short(value)} ms" if column == "ms" else f"{value:,.0f} MiB"
-        told = axes.text(
-            value / whole, place, f" {value / whole:.2f} ({plain})", va="center_baseline", size=LETTERS
-        )
-        told.set_bbox(OVER_THE_LINE)
-    axes.axvline(1.0, color=color_of("bf16"), linewidth=1, linestyle="--", zorder=0)
+        told = f" {value / whole:.2f} ({plain})"
+        axes.text(value / whole, place, told, va="center_baseline", size=LETTERS)
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
-    axes.margins(x=1.0)
-    axes.set_xlim(left=0)
 
 
 def _name(axes: Axes, lines: Sequence[Line]) -> None:
@@ -187,21 +183,22 @@ def _name(axes: Axes, lines: Sequence[Line]) -> None:
     left = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
     for place, line in zip(places, lines):
         if not line.result:
-            told = axes.annotate(
+            axes.annotate(
                 line.label, (0, place), (-NAMES - 5, -3), va="center", size=LETTERS, weight="bold", **left
             )
-            told.set_bbox(OVER_THE_LINE)
 
 
 def _finding(results: Sequence[Result], where: str) -> str:
-    """Return the title: how long the contender takes that is the fastest on average."""
-    shares: dict[tuple[str, str], list[float]] = {}
+    """Return the title: the contender that is the fastest in every group, bf16 included; else what is drawn."""
+    groups: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for one in results:
-        if one.share is not None and one.contender != "bf16":
-            shares.setdefault((one.contender, one.mode), []).append(one.share)
-    if not shares:
-        return "The time of a step in bf16" if any(one.ms for one in results) else "No step was measured"
-    contender, mode = min(shares, key=lambda name: fmean(shares[name]))
-    found = shares[contender, mode]
-    times = dict.fromkeys(f"{share:.2f}" for share in (min(found), max(found)))
-    return f"Fastest{where} is {contender} ({mode}): {' to '.join(times)} times bf16's time"
+        if one.share is not None:
+            groups[one.work].append((one.share, f"{one.contender} ({one.mode})"))
+    base, best = _mode(results), [min(group) for group in groups.values()]
+    names = {name for _, name in best}
+    if len(names) != 1:
+        return f"Time of a step as a multiple of {base} bf16's" if names else "No step was measured"
+    (name,) = names
+    told = f"Fastest{where}{' in every group' * (len(groups) > 1)} is {name}"
+    times = dict.fromkeys(f"{share:.2f}" for share in (min(best)[0], max(best)[0]))
+    return told if name == f"bf16 ({base})" else f"{told}: {' to '.join(times)} times {base} bf16's time"
