@@ -74,9 +74,9 @@ def readme() -> str:
     return (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def tagline() -> str:
-    """Return README's first paragraph."""
-    return readme().split("\n\n")[1]
+def opening() -> list[str]:
+    """Return README's paragraphs before its first command: what it is, numbers in two, and what a clone needs."""
+    return readme().partition("```")[0].strip().split("\n\n")[1:]
 
 
 def why() -> str:
@@ -153,8 +153,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _inside(markdown: str, page: Any) -> str:
     if page.file.src_uri == "index.md":
-        markdown = re.sub("<!-- tagline: .* -->", lambda _: tagline(), markdown)
-        return re.sub("<!-- why: .* -->", lambda _: why(), markdown)
+        what, *numbers, _ = opening()
+        for name, text in (("what", what), ("numbers", "\n\n".join(numbers)), ("why", why())):
+            markdown = re.sub(f"<!-- {name}: .* -->", lambda _, text=text: text, markdown)
+        return markdown
     if page.file.src_uri.startswith("benchmarks/"):
         return markdown.replace("](../docs/", "](../")
     if page.file.src_uri in ROOT_PAGES:

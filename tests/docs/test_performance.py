@@ -54,8 +54,9 @@ def test_a_changed_row_changes_the_page(
     assert all("68.5 ms" in performance.charts()[f"fsdp{width}-dark.svg"] for width in ("", "-phone"))
 
 
-def test_the_first_paragraph_has_the_speeds_of_the_table(performance: ModuleType) -> None:
-    first = " ".join((ROOT / "README.md").read_text().split("\n\n")[1].split())
+def test_readme_begins_with_the_numbers_of_the_tables(performance: ModuleType) -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    first = readme.partition("```")[0]
     speeds = {
         section.key: row.speed
         for section in performance.SECTIONS
@@ -67,9 +68,13 @@ def test_the_first_paragraph_has_the_speeds_of_the_table(performance: ModuleType
     torchao = next(row.speed for row in performance.measured(fsdp) if row.name == "torchao tensorwise")
     assert f"narrowcast is {speeds['fsdp']:.2f} times as fast, torchao is {torchao:.2f} times" in first
     alone = speeds.pop("mlp")
-    told = f"trains {min(speeds.values()):.2f} to {max(speeds.values()):.2f} times as fast as bf16"
+    told = f"Training steps are {min(speeds.values()):.2f} to {max(speeds.values()):.2f} times as fast"
     block = f"block alone {alone:.2f} times"
     assert told in first and block in first, "a block is no training step"
+    assert not re.search(r"\d\.\d\d", first.partition("Beside bf16")[0]), "what it is comes before numbers"
+    peaks = {row.name: f"{row.peak:.2f}" for row in performance.measured(section_of(performance, "linear"))}
+    ours, plain, other = (peaks[name] for name in ("delayed", "bf16", "torchao tensorwise"))
+    assert f"peaks at {ours} GiB, at {plain} in bf16 and {other} in torchao" in readme
 
 
 def test_a_chart_of_an_earlier_release_says_so(performance: ModuleType) -> None:

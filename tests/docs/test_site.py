@@ -70,8 +70,11 @@ def test_the_first_page_says_why_and_when_not() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
     shown = hooks.on_page_markdown((ROOT / "docs" / "index.md").read_text(), page)
     assert "**For whom:**" in shown and "**When not:**" in shown and "| times as fast as bf16" in shown
-    assert hooks.tagline() in shown and hooks.tagline().startswith("narrowcast trains")
-    assert "<!-- " not in shown.partition("\n## Start")[0].replace("<!-- how much -->", "").replace(
+    what, *numbers, _ = hooks.opening()
+    assert what in shown and what.startswith("narrowcast trains")
+    assert "\n\n".join(numbers) in shown and "- **Speed:**" in numbers[1]
+    assert shown.index("```python") < shown.index("**For whom:**"), "code comes before reasons"
+    assert "<!-- " not in shown.partition("\n## Other ways")[0].replace("<!-- how much -->", "").replace(
         "<!-- end of how much -->", ""
     )
     assert "](docs/" not in shown
