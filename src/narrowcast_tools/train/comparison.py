@@ -72,7 +72,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         folders: of runs, or folders that hold some, at any depth; interrupted ones by their own folder only.
 
     Raises:
-        SettingsError: there is no run or none in bf16, one appears twice, or they differ in more than `FREE`.
+        SettingsError: there is no run, or of several recipes none in bf16; one appears twice, or they differ in more
+            than `FREE`.
     """
     paths, notes = finished_runs(folders), []
     contents = [_read(path) for path in paths]
@@ -106,7 +107,8 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
         if key in seen:
             raise SettingsError(f"{seen[key]} and {path} are the same recipe and seed; leave one of them out")
         seen[key] = path
-    if not any(result.recipe == BASELINE and not result.variant for result in results):
+    kinds = {(result.recipe, result.variant) for result in results}
+    if (BASELINE, "") not in kinds and len(kinds) > 1:
         raise SettingsError(
             f"no {BASELINE} run among them to compare with; train one with --recipe {BASELINE}, without "
             "--head-recipe and --recipe-table"
@@ -183,8 +185,14 @@ def _csv(head: Sequence[str], lines: Sequence[Sequence[object]]) -> bytes:
 def _read(path: Path) -> dict:
     try:
         return _completed(json.loads(path.read_text()), path)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} is no result of narrowcast train ({error}); leave it out") from error
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read ({error.strerror}); leave its folder out") from error
+    except ValueError as error:
+        raise SettingsError(_damaged(path, "it is cut short or no JSON")) from error
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why}; leave its folder out, or train the run again"
 
 
 def _completed(content: dict, path: Path) -> dict:
@@ -194,8 +202,10 @@ def _completed(content: dict, path: Path) -> dict:
         one_line(content["machine"])
         _result(content)
         return content
+    except KeyError as error:
+        raise SettingsError(_damaged(path, f"it lacks {error.args[0]}")) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{path} is no result of narrowcast train ({error}); leave it out") from error
+        raise SettingsError(_damaged(path, "a value is not what narrowcast train writes")) from error
 
 
 def _result(content: dict) -> RunResult:

@@ -70,14 +70,14 @@ def compare(results: Sequence[RunResult]) -> list[Row]:
         results: runs on the same text and schedule, those of a recipe together; the baseline among them.
 
     Raises:
-        ValueError: the baseline is missing.
+        ValueError: the baseline is missing among several recipes.
     """
     groups: dict[tuple[str, str], list[RunResult]] = {}
     for result in results:
         groups.setdefault((result.recipe, result.variant), []).append(result)
-    if (BASELINE, "") not in groups:
+    if (BASELINE, "") not in groups and len(groups) > 1:
         raise ValueError(f"no {BASELINE} run to compare with among {[r.recipe for r in results]}")
-    baseline = groups[BASELINE, ""]
+    baseline = groups.get((BASELINE, ""), next(iter(groups.values())))
     return [_row(runs, baseline) for runs in groups.values()]
 
 

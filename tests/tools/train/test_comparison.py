@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -77,8 +78,10 @@ def test_layers_apart_are_a_row_of_their_own(runs: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:
+    changed(runs / "nvfp4-0", head_recipe="current")
     with pytest.raises(SettingsError, match=r"no bf16 run among them .*--recipe bf16"):
-        compare_runs([runs / "nvfp4-0"])
+        compare_runs([runs / "nvfp4-0", runs / "nvfp4-1"])
+    changed(runs / "nvfp4-0", head_recipe="bf16")
     with pytest.raises(SettingsError, match=r"absent does not exist; give the folder of a run"):
         compare_runs([tmp_path / "absent"])
     changed(runs / "nvfp4-1", seed=0)
@@ -91,9 +94,34 @@ def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path) -> None:
     told = r"bf16-0.* with --lr 0.002, --clip 1.0 and .*nvfp4-1.* with --lr 1.0, --clip 2.0; compare"
     with pytest.raises(SettingsError, match=told):
         compare_runs([runs])
-    (runs / "nvfp4-1" / "result.json").write_text("{}")
-    with pytest.raises(SettingsError, match=r"nvfp4-1.*is no result of narrowcast train"):
-        compare_runs([runs])
+
+
+def test_a_damaged_result_names_the_file_what_is_wrong_and_the_remedy(runs: Path) -> None:
+    """The message was Python's: "Expecting value: line 1 column 1 (char 0)"."""
+    path = runs / "nvfp4-1" / "result.json"
+    whole = json.loads(path.read_text())
+    machine = {name: value for name, value in whole.items() if name != "machine"}
+    for text, why in (
+        ("", "it is cut short or no JSON"),
+        ("{}", "it lacks settings"),
+        (json.dumps(machine), "it lacks machine"),
+        (json.dumps({**whole, "history": 3}), "a value is not what narrowcast train writes"),
+        ("[]", "a value is not what narrowcast train writes"),
+    ):
+        path.write_text(text)
+        told = f"{path} is damaged: {why}; leave its folder out, or train the run again"
+        with pytest.raises(SettingsError, match=re.escape(told)):
+            compare_runs([runs])
+
+
+@pytest.mark.parametrize("names", [["nvfp4-0"], ["nvfp4-0", "nvfp4-1"]])
+def test_one_recipe_without_bf16_is_drawn(names: list[str], runs: Path, tmp_path: Path) -> None:
+    """It was refused, as if there were others to compare with bf16."""
+    comparison = compare_runs([runs / name for name in names])
+    (row,) = comparison.rows
+    assert row.seeds == list(range(len(names))) and row.gap_percent == 0
+    write_comparison(comparison, tmp_path, command="")
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "summary.csv").exists()
 
 
 def test_an_interrupted_run_is_compared_up_to_its_last_evaluation(

@@ -78,7 +78,7 @@ def test_gaps_are_relative_to_bf16(rows: list[Row]) -> None:
 
 def test_the_baseline_is_needed() -> None:
     with pytest.raises(ValueError, match="no bf16 run"):
-        compare([result("current", 2.0)])
+        compare([result("current", 2.0), result("nvfp4", 2.0)])
 
 
 def test_seeds_are_one_row() -> None:
