@@ -35,7 +35,7 @@ EXCEPTIONS = {
     "functional/cross_entropy.py:_product": "of a backward",
     "functional/batch_invariant.py:_matmul_backward": "a backward",
     "functional/batch_invariant.py:_mix_backward": "a backward",
-    "kernels/thin.py": "of a backward: ranks that no kernel takes",
+    "kernels/low_rank_products.py": "of a backward: ranks that no kernel takes",
     "autograd/adapter.py:_Inputs.backward": "a backward",
     "autograd/adapter.py:AdaptedLinearFunction.backward": "a backward",
     "autograd/gemms.py:_gradients_in_high_precision": "a backward",

@@ -55,6 +55,7 @@ from .grouped_quantize import (
 )
 from .int8_rows import decode_int8_rows, encode_int8_rows
 from .kept_weights import WeightsNote, are_unchanged, note_weights, note_written, use_kept
+from .low_rank_products import add_product, gemm_with_product, multiplies_with_product, thin_products
 from .main_grad import NOT_RECOMPUTED, begin_main_grad_, running_backward
 from .moe import moe_collect, moe_collect_backward, moe_collect_coded, moe_positions, moe_spread
 from .moe_places import moe_arrivals, moe_departures
@@ -82,5 +83,4 @@ from .rope import rotate, rotate_qkv, rotate_qkv_backward
 from .routes import taking_apart
 from .scaled_activation import scaled_act, scaled_act_backward
 from .swizzle import swizzle_scales, unswizzle_scales
-from .thin import add_product, gemm_with_product, multiplies_with_product, thin_products
 from .transpose import transpose_codes

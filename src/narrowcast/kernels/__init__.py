@@ -37,6 +37,7 @@ MODULES = (
     "grouped_quantize",
     "grouped_sources",
     "int8_rows",
+    "low_rank_products",
     "moe",
     "moe_places",
     "mx",
@@ -48,7 +49,6 @@ MODULES = (
     "scaled_activation",
     "sources",
     "swizzle",
-    "thin",
 )
 
 __all__ = ["AVAILABLE", "MODULES"]

@@ -22,6 +22,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     hadamard,
     int8_rows,
     layout,
+    low_rank_products,
     moe,
     moe_places,
     mx,
@@ -35,5 +36,4 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     scaling,
     sources,
     swizzle,
-    thin,
 )

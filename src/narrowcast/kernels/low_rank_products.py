@@ -156,7 +156,7 @@ _products_in_little = Launcher(_thin_products_kernel, num_warps=4, num_stages=2)
 
 
 def add_product(bases: Sequence[Tensor], left: Tensor, right: Tensor) -> Tensor:
-    """Compute ``reference.thin.add_product`` of contiguous tensors; ``right`` may have any strides."""
+    """Compute ``reference.low_rank_products.add_product`` of contiguous tensors; ``right`` may have any strides."""
     base = bases[0]
     check_device(base)
     (M, N), rank = base.shape, left.shape[1]
@@ -177,7 +177,7 @@ def add_product(bases: Sequence[Tensor], left: Tensor, right: Tensor) -> Tensor:
 
 
 def products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
-    """Compute ``reference.thin.products`` in an order of its own; ``right`` may have any strides."""
+    """Compute ``reference.low_rank_products.products`` in an order of its own; ``right`` may have any strides."""
     check_device(wide)
     (M, N), rank = wide.shape, right.shape[1]
     if rank > LARGEST_RANK:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.reference import thin as reference
+from narrowcast.reference import low_rank_products as reference
 
 from .conftest import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 if HAS_TRITON:
-    from narrowcast.kernels import thin as kernel
+    from narrowcast.kernels import low_rank_products as kernel
 
 SHAPES = [(1, 7, 1), (520, 63, 24), (130, 200, 16)]
 

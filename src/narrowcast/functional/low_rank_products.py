@@ -15,12 +15,12 @@ from .quantizer_value import QuantizerValue
 
 
 def _add_product(bases: list[Tensor], left: Tensor, right: Tensor) -> Tensor:
-    thin = numerics_for(left).thin
-    return thin.add_product([base.contiguous() for base in bases], left.contiguous(), right)  # type: ignore[no-any-return]
+    numerics = numerics_for(left).low_rank_products
+    return numerics.add_product([base.contiguous() for base in bases], left.contiguous(), right)  # type: ignore[no-any-return]
 
 
 def _products(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
-    return numerics_for(wide).thin.products(wide.contiguous(), right, left.contiguous())  # type: ignore[no-any-return]
+    return numerics_for(wide).low_rank_products.products(wide.contiguous(), right, left.contiguous())  # type: ignore[no-any-return]
 
 
 def _products_fake(wide: Tensor, right: Tensor, left: Tensor) -> list[Tensor]:
@@ -53,7 +53,7 @@ The operands have one dtype.
 
 def multiplies_with_product(device: torch.device) -> bool:
     """Return whether :data:`gemm_with_product` adds both products in one kernel on this device."""
-    return device.type == "cuda" and kernels.AVAILABLE and bool(kernels.thin.has_gemm(device))
+    return device.type == "cuda" and kernels.AVAILABLE and bool(kernels.low_rank_products.has_gemm(device))
 
 
 def _gemm_with_product(
@@ -75,7 +75,7 @@ def _gemm_with_product(
         a = left_quantizer._native_operand(left, directions[0])
         b = right_quantizer._native_operand(right, directions[1])
         if a is not None and b is not None and a.scaling == b.scaling == "tensor":
-            out = kernels.thin.gemm(
+            out = kernels.low_rank_products.gemm(
                 a.data, a.scale, b.data, b.scale, thin_left, thin_right, dtype, fast_accumulation
             )
             if out is not None and out.shape == (rows, columns):
