@@ -32,7 +32,6 @@ from .delayed_scaling import (
 )
 from .few_rows import gemm_few_rows
 from .gemm import gemm, gemm_accumulate_
-from .grouped import pad_rows, unpad_rows
 from .grouped_activation import grouped_act_backward_quantize, grouped_act_quantize
 from .grouped_gemm import (
     grouped_dequantize,
@@ -41,6 +40,7 @@ from .grouped_gemm import (
     grouped_mm,
     grouped_mm_batch_invariant,
 )
+from .grouped_padding import pad_rows, unpad_rows
 from .grouped_quantize import (
     are_adjacent,
     empty_weights,

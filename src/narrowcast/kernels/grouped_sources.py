@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import grouped
+from . import grouped_padding
 from .sources import Source, materialize, source_of
 
 
 def rows_of_groups(x: Tensor | Source, splits: Tensor, count: int) -> Source:
-    """Return ``grouped.pad_rows`` to groups of whole 128 rows, looked up on the way in.
+    """Return ``grouped_padding.pad_rows`` to groups of whole 128 rows, looked up on the way in.
 
     Args:
         x: (T, K), a tensor, or a source of codes, of a gated activation or of its gradient.
@@ -18,11 +18,11 @@ def rows_of_groups(x: Tensor | Source, splits: Tensor, count: int) -> Source:
     """
     source = source_of(x, 2)
     kind, *function = source.constants
-    table = grouped.blocks_of_groups(splits, source.shape[0], count)
+    table = grouped_padding.blocks_of_groups(splits, source.shape[0], count)
     return Source(
         (count, source.shape[1]),
         source.dtype,
         (*source.operands, table),
         (f"groups {kind}", *function),  # type: ignore[arg-type]
-        lambda _: grouped.pad_rows(materialize(source), splits, grouped.BLOCK_ROWS, count)[0],
+        lambda _: grouped_padding.pad_rows(materialize(source), splits, grouped_padding.BLOCK_ROWS, count)[0],
     )

@@ -11,7 +11,7 @@ from .._device import HIGH_PRECISION
 from ..formats import cdiv
 from . import coded
 from .codecs import decode_fp8, product, round_to_dtype, to_float32
-from .grouped import BYTES, ROWS, raw
+from .grouped_padding import BYTES, ROWS, raw
 from .launch import Launcher, check_device
 from .reduction import fold_lanes
 from .scaling import scales_of_rows

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import cdiv
-from .grouped import raw
+from .grouped_padding import raw
 from .launch import Launcher, check_device, is_traced
 
 ENTRIES = 16384  # of the routing map in a program

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..formats import cdiv
 from . import activation as activations
-from . import cross_entropy, grouped, reduction
+from . import cross_entropy, grouped_padding, reduction
 from . import norm as norms
 from .activation import activate, activate_backward, activate_gated, activate_gated_backward
 from .adam_step import step_elements
@@ -34,7 +34,7 @@ from .scaling import scales_of_rows
 from .tiles import load_elements
 
 _ABSENT = (None,) * 8
-_GROUP_ROWS = tl.constexpr(grouped.BLOCK_ROWS)
+_GROUP_ROWS = tl.constexpr(grouped_padding.BLOCK_ROWS)
 
 
 @dataclass(slots=True)  # not frozen: that would take longer than all else that a launch does here

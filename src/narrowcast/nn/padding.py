@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._checks import positive, shown
 from .._keywords import refuse_keywords
 from ..formats import round_up
-from ..functional.grouped import pad_rows, unpad_rows
+from ..functional.grouped_padding import pad_rows, unpad_rows
 from ..layers import refuse_script
 from ..state import THREAD, get_default_recipe
 

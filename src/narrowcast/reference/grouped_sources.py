@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from . import grouped
+from . import grouped_padding
 
 
 def rows_of_groups(x: Tensor, splits: Tensor, count: int) -> Tensor:
-    """Return ``grouped.pad_rows`` to groups of whole 128 rows; ``count``: rows of the result."""
-    return grouped.pad_rows(x, splits, 128, count)[0]
+    """Return ``grouped_padding.pad_rows`` to groups of whole 128 rows; ``count``: rows of the result."""
+    return grouped_padding.pad_rows(x, splits, 128, count)[0]

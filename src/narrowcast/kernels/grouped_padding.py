@@ -122,14 +122,14 @@ def blocks_of_groups(splits: Tensor, available: int, rows: int) -> Tensor:
 
 
 def pad_rows(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``reference.grouped.pad_rows``; ``x`` of a dtype of 1, 2 or 4 bytes."""
+    """Compute ``reference.grouped_padding.pad_rows``; ``x`` of a dtype of 1, 2 or 4 bytes."""
     padded_splits = torch.empty(splits.shape, dtype=splits.dtype, device=splits.device)
     padded_ends = torch.empty(splits.shape, dtype=torch.int32, device=splits.device)
     return _run(x, splits, alignment, rows, (padded_splits, padded_ends)), padded_splits, padded_ends
 
 
 def unpad_rows(padded: Tensor, splits: Tensor, alignment: int, rows: int) -> Tensor:
-    """Compute ``reference.grouped.unpad_rows``; ``padded`` of a dtype of 1, 2 or 4 bytes."""
+    """Compute ``reference.grouped_padding.unpad_rows``; ``padded`` of a dtype of 1, 2 or 4 bytes."""
     return _run(padded, splits, alignment, rows, None)
 
 

@@ -25,12 +25,12 @@ def _pad_fake(x: Tensor, splits: Tensor, alignment: int, rows: int) -> tuple[Ten
 
 _pad_op = define(
     "pad_rows(Tensor x, Tensor splits, SymInt alignment, SymInt rows) -> (Tensor, Tensor, Tensor)",
-    computed_by("grouped", "pad_rows"),
+    computed_by("grouped_padding", "pad_rows"),
     _pad_fake,
 )
 _unpad_op = define(
     "unpad_rows(Tensor padded, Tensor splits, SymInt alignment, SymInt rows) -> Tensor",
-    computed_by("grouped", "unpad_rows"),
+    computed_by("grouped_padding", "unpad_rows"),
     lambda padded, splits, alignment, rows: padded.new_empty((rows, padded.shape[1])),
 )
 
