@@ -39,7 +39,7 @@ class Wire:
         ranks: in it.
         quantizer: row-wise, with scales for every row; None sends rows as they are.
         transposed: whether its scales have a column per row.
-        coded: whether ``reference.coded`` has the format; ``e5m2``: of its codes.
+        coded: whether ``reference.block_scaled_rows`` has the format; ``e5m2``: of its codes.
         delivers_codes: eager code gets what has come as a quantized tensor.
     """
 

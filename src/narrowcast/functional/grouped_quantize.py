@@ -319,7 +319,7 @@ def _encode_coded(
 ) -> list[Tensor]:
     """Quantize rows from codes."""
     numerics = numerics_for(codes)
-    source = numerics.coded.source(codes, scales, e5m2, dtype)
+    source = numerics.block_scaled_rows.source(codes, scales, e5m2, dtype)
     return encode_groups([source], splits, quantizer, layout, seed, scale, amax, numerics=numerics)
 
 
@@ -348,7 +348,7 @@ Row-wise codes in blocks of 128 mean what they meant before, column-wise ones to
 powers of two.
 
 Args:
-    codes, scales, e5m2: as ``reference.coded.rows`` takes them.
+    codes, scales, e5m2: as ``reference.block_scaled_rows.rows`` takes them.
     dtype: of the values that were quantized.
 """
 

@@ -21,7 +21,7 @@ MODULES = (
     "adam",
     "batch_invariant",
     "batch_invariant_attention",
-    "coded",
+    "block_scaled_rows",
     "cross_entropy",
     "decode_attention",
     "delayed",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._device import HIGH_PRECISION
 from ..formats import cdiv
-from . import coded
+from . import block_scaled_rows
 from .codecs import decode_fp8, product, round_to_dtype, to_float32
 from .grouped_padding import BYTES, ROWS, raw
 from .launch import Launcher, check_device
@@ -227,7 +227,7 @@ def collect_backward(
 def _readable(rows: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor, int]:
     """Return rows, or codes, and scales as the kernels read them, and how many codes share one, 0 for rows."""
     if scales is not None:
-        return coded.checked(rows, scales)
+        return block_scaled_rows.checked(rows, scales)
     check_device(rows)
     if rows.dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot add up rows of {rows.dtype}; use bfloat16, float16 or float32")

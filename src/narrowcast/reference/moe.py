@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import coded
+from . import block_scaled_rows
 from .layout import bytes_of_rows
 from .reduction import round_to_dtype, row_sum
 
@@ -66,8 +66,8 @@ def collect(rows: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
 def collect_coded(
     codes: Tensor, scales: Tensor, e5m2: bool, row_map: Tensor, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``collect`` of ``coded.rows``."""
-    return collect(coded.rows(codes, scales, e5m2, dtype), row_map, weights)
+    """Return ``collect`` of ``block_scaled_rows.rows``."""
+    return collect(block_scaled_rows.rows(codes, scales, e5m2, dtype), row_map, weights)
 
 
 def collect_backward(
@@ -91,7 +91,7 @@ def collect_backward(
         (R,): ``row_sum(grad * row)``, a sum that is zero is +0, and 0 where no token has the row.
     """
     if scales is not None:
-        rows = coded.rows(rows, scales, e5m2, grad.dtype)
+        rows = block_scaled_rows.rows(rows, scales, e5m2, grad.dtype)
     known = positions >= 0
     if grad.numel() == 0 or rows.numel() == 0:
         return torch.zeros_like(rows), rows.new_zeros(rows.shape[0], dtype=torch.float32)

@@ -3,7 +3,7 @@
 import torch
 
 from . import named
-from .coded import coded_rows, has_coded_rows, is_coded
+from .block_scaled_rows import coded_rows, has_coded_rows, is_coded
 from .dequantizing import DequantizedView, DequantizingTensor, plain
 from .grouped import (
     GroupedTensor,

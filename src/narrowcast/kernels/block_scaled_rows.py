@@ -69,7 +69,7 @@ def checked(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def rows(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Tensor:
-    """Compute ``reference.coded.rows``."""
+    """Compute ``reference.block_scaled_rows.rows``."""
     data, scales, block = checked(codes, scales)
     if dtype not in HIGH_PRECISION:
         raise ValueError(f"cannot decode to {dtype}; use torch.bfloat16, torch.float16 or torch.float32")
@@ -85,7 +85,7 @@ def rows(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Tenso
 
 
 def source(codes: Tensor, scales: Tensor, e5m2: bool, dtype: torch.dtype) -> Source:
-    """Return ``reference.coded.source``, decoded on the way in; only ``grouped_sources`` reads it."""
+    """Return ``reference.block_scaled_rows.source``, decoded on the way in; only ``grouped_sources`` reads it."""
     data, factors, block = checked(codes, scales)
     constants = ("coded", str(dtype).removeprefix("torch."), e5m2, block, 0.0)
     return Source(

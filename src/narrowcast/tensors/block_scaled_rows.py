@@ -11,7 +11,7 @@ from .quantized_tensor import QuantizedTensor
 
 
 def has_coded_rows(quantizer: Any) -> bool:
-    """Return whether ``reference.coded`` has the format of a quantizer's row-wise data."""
+    """Return whether ``reference.block_scaled_rows`` has the format of a quantizer's row-wise data."""
     return quantizer._format_layout() in (FLOAT8_BLOCK_1D, MXFP8) and not quantizer._spans_rows()
 
 
@@ -26,7 +26,7 @@ def is_coded(x: Any) -> bool:
 
 
 def coded_rows(x: Any) -> tuple[Tensor, Tensor, bool]:
-    """Return codes (R, K), scales, and whether codes are E5M2, as ``reference.coded.rows`` takes them."""
+    """Return codes (R, K), scales, and whether codes are E5M2, as ``reference.block_scaled_rows.rows`` takes them."""
     (codes, scales), quantizer = x.rowwise_operand(), x._quantizer
     rows, transposed = codes.shape[0], quantizer._format_layout() == FLOAT8_BLOCK_1D
     scales = (scales[:, :rows].t() if transposed else scales[:rows]).contiguous()

@@ -33,8 +33,8 @@ def draw(fmt: str, rows: int, columns: int) -> tuple[Tensor, Tensor, bool]:
 def test_rows(fmt: str, shape: tuple[int, int], device: torch.device) -> None:
     codes, scales, e5m2 = draw(fmt, *shape)
     for dtype in (torch.bfloat16, torch.float32):
-        ours = kernels.coded.rows(codes.to(device), scales.to(device), e5m2, dtype)
-        assert_bitwise(ours, reference.coded.rows(codes, scales, e5m2, dtype))
+        ours = kernels.block_scaled_rows.rows(codes.to(device), scales.to(device), e5m2, dtype)
+        assert_bitwise(ours, reference.block_scaled_rows.rows(codes, scales, e5m2, dtype))
 
 
 @pytest.mark.covering(1)
@@ -45,9 +45,9 @@ def test_rows_of_groups(fmt: str, splits: list[int], columns: int, more: int, de
     total = sum(splits) + more
     groups, rows = torch.tensor(splits), padded_rows(total, len(splits), 128)
     codes, scales, e5m2 = draw(fmt, total, columns)
-    decoded = reference.coded.source(codes, scales, e5m2, torch.bfloat16)
+    decoded = reference.block_scaled_rows.source(codes, scales, e5m2, torch.bfloat16)
     padded = reference.grouped_sources.rows_of_groups(decoded, groups, rows)
-    source = kernels.coded.source(codes.to(device), scales.to(device), e5m2, torch.bfloat16)
+    source = kernels.block_scaled_rows.source(codes.to(device), scales.to(device), e5m2, torch.bfloat16)
     source = kernels.grouped_sources.rows_of_groups(source, groups.to(device), rows)
     results = []
     for numerics, x in ((kernels, source), (reference, padded)):
@@ -91,6 +91,6 @@ def test_sums(fmt: str, shape: tuple[int, int, int], device: torch.device) -> No
 def test_other_dtypes_and_shapes_are_refused(device: torch.device) -> None:
     codes, scales = (one.to(device) for one in draw("e4m3 in blocks", 3, 200)[:2])
     with pytest.raises(ValueError, match="scales have shape"):
-        kernels.coded.rows(codes, scales[:, :1], False, torch.bfloat16)
+        kernels.block_scaled_rows.rows(codes, scales[:, :1], False, torch.bfloat16)
     with pytest.raises(ValueError, match="codes are torch.int8"):
-        kernels.coded.rows(codes.view(torch.int8), scales, False, torch.bfloat16)
+        kernels.block_scaled_rows.rows(codes.view(torch.int8), scales, False, torch.bfloat16)
