@@ -61,7 +61,7 @@ def test_rows_of_groups(fmt: str, splits: list[int], columns: int, more: int, de
             )
     for ours, theirs in zip(*results, strict=True):
         assert_bitwise(ours, theirs)
-    assert_bitwise(kernels.sources.materialize(source), padded)
+    assert_bitwise(kernels.fused_producers.materialize(source), padded)
 
 
 @pytest.mark.covering(1)

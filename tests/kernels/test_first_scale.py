@@ -77,11 +77,13 @@ def test_sources(source: str, shape: tuple[int, int], device: torch.device) -> N
     def cast(numerics: Any, scale: Tensor, amax: Tensor, device: torch.device) -> list[Tensor]:
         if name == "RMSNorm":
             options = {"eps": 1e-5, "normalization": name, "zero_centered_gamma": False, "wanted": "source"}
-            made = numerics.sources.normalized(x.to(device), None, weight.to(device), None, **options)[0]
+            made = numerics.fused_producers.normalized(
+                x.to(device), None, weight.to(device), None, **options
+            )[0]
         elif backward:
-            made = numerics.sources.activation_backward(grad.to(device), x.to(device), name)
+            made = numerics.fused_producers.activation_backward(grad.to(device), x.to(device), name)
         else:
-            made = numerics.sources.activation(x.to(device), name)
+            made = numerics.fused_producers.activation(x.to(device), name)
         options = {"rowwise": True, "columnwise": True, "amax": amax[:1], "unseen": UNSEEN}
         return numerics.float8.quantize(made, scale[:1], E4M3, **options)
 
@@ -101,7 +103,8 @@ def test_groups(how: str, splits: list[int], device: torch.device) -> None:
         if how != "rows":
             room, arguments = numerics.grouped_gated, (made, "swiglu")
             backward = how.endswith("backward")
-            make_source = numerics.sources.activation_backward if backward else numerics.sources.activation
+            producers = numerics.fused_producers
+            make_source = producers.activation_backward if backward else producers.activation
             made = make_source(*((grad.to(device),) if backward else ()), *arguments)
         options = {"rowwise": True, "columnwise": True, "alignment": 16, "amax": amax[own], "unseen": unseen}
         return room.quantize(made, torch.tensor(splits, device=device), scale[own], E5M2, **options)

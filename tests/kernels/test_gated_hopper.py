@@ -44,12 +44,14 @@ def test_tiles_wait_in_shared_memory(
         x, grad = make(kind, shape, dtype), make("normal", half, dtype, 1)
 
         def both(numerics, on: torch.device, x=x, grad=grad, fmt=fmt, epsilon=epsilon) -> list[Tensor]:
-            forward = numerics.sources.activation(x.to(on), name)
-            backward = numerics.sources.activation_backward(grad.to(on), x.to(on), name, column_sums=True)
+            forward = numerics.fused_producers.activation(x.to(on), name)
+            backward = numerics.fused_producers.activation_backward(
+                grad.to(on), x.to(on), name, column_sums=True
+            )
             results = [
                 numerics.float8_block.quantize(y, fmt, epsilon=epsilon, **BLOCKS) for y in (forward, backward)
             ]
-            return [*results[0], *results[1], numerics.sources.column_sum(backward)]
+            return [*results[0], *results[1], numerics.fused_producers.column_sum(backward)]
 
         expected = both(reference, torch.device("cpu"))
         for index, (a, b) in enumerate(zip(both(kernels, device), expected, strict=True)):

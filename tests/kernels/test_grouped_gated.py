@@ -26,8 +26,10 @@ def test_per_tensor(splits: list[int], columns: int, more: int, backward: bool, 
     name: Any = "clamped_swiglu" if columns == 136 else "swiglu"
 
     def source(numerics: Any, *given: torch.Tensor) -> Any:
-        sources = numerics.sources
-        return sources.activation_backward(*given, name) if backward else sources.activation(given[1], name)
+        producers = numerics.fused_producers
+        return (
+            producers.activation_backward(*given, name) if backward else producers.activation(given[1], name)
+        )
 
     given, own = (grad, x), (grad.to(device), x.to(device))
     scale, options = torch.rand(count) * 8 + 1, {"rowwise": True, "columnwise": True, "alignment": 128}
@@ -56,11 +58,11 @@ def test_blocks(splits: list[int], columns: int, backward: bool, device: torch.d
     groups, count = torch.tensor(splits), padded_rows(rows, len(splits), 128)
     results = []
     for numerics, place in ((reference, "cpu"), (kernels, device)):
-        given, sources = (grad.to(place), x.to(place)), numerics.sources
+        given, producers = (grad.to(place), x.to(place)), numerics.fused_producers
         source = (
-            sources.activation_backward(*given, "swiglu")
+            producers.activation_backward(*given, "swiglu")
             if backward
-            else sources.activation(given[1], "swiglu")
+            else producers.activation(given[1], "swiglu")
         )
         source = numerics.grouped_sources.rows_of_groups(source, groups.to(place), count)
         results.append(

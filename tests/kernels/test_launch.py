@@ -21,7 +21,7 @@ from narrowcast.formats import E4M3
 from .conftest import HAS_TRITON
 
 if HAS_TRITON:
-    from narrowcast.kernels import activation, float8, float8_block, launch, norm, sources
+    from narrowcast.kernels import activation, float8, float8_block, fused_producers, launch, norm
     from narrowcast.upstream.triton import Start
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8, torch.int64, torch.float8_e4m3fn)
@@ -140,7 +140,7 @@ BLOCK: dict[str, Any] = {"block_dim": 1, "power_2": True, "epsilon": 0.0, **BOTH
 def _normalized() -> Any:
     weight = torch.ones(256, dtype=torch.bfloat16)
     options = {"eps": 1e-5, "normalization": "RMSNorm", "zero_centered_gamma": False}
-    return sources.normalized(X, None, weight, None, wanted="amax", **options)[0]
+    return fused_producers.normalized(X, None, weight, None, wanted="amax", **options)[0]
 
 
 # What runs, functions from its entry to the compiled kernel's start, and launches.
@@ -152,15 +152,16 @@ PATHS: dict[str, tuple[Callable[[], object], int, int]] = {
     "norm, current": (lambda: float8.quantize_current(_normalized(), E4M3, **CURRENT), 5, 2),
     "norm, block": (lambda: float8_block.quantize(_normalized(), E4M3, **BLOCK), 5, 2),
     "activation, current": (
-        lambda: float8.quantize_current(sources.activation(X, "swiglu"), E4M3, **CURRENT), 5, 2,
+        lambda: float8.quantize_current(fused_producers.activation(X, "swiglu"), E4M3, **CURRENT), 5, 2,
     ),
     "activation, given": (
-        lambda: float8.quantize(sources.activation(X, "swiglu"), torch.ones(1), E4M3, **BOTH), 4, 1,
+        lambda: float8.quantize(fused_producers.activation(X, "swiglu"), torch.ones(1), E4M3, **BOTH), 4, 1,
     ),
     "gradient, current": (
-        lambda: float8.quantize_current(sources.activation_backward(X[:, :128], X, "swiglu"), E4M3, **CURRENT), 5, 2,
+        lambda: float8.quantize_current(fused_producers.activation_backward(X[:, :128], X, "swiglu"), E4M3, **CURRENT),
+        5, 2,
     ),
-    "activation, block": (lambda: float8_block.quantize(sources.activation(X, "swiglu"), E4M3, **BLOCK), 4, 1),
+    "activation, block": (lambda: float8_block.quantize(fused_producers.activation(X, "swiglu"), E4M3, **BLOCK), 4, 1),
 }  # fmt: skip
 
 
@@ -263,7 +264,7 @@ functions = {
     "given": (1, lambda x, scale, codes: kernels.float8.quantize(x, scale, E4M3, amax=scale, **both)),
     "block": (1, lambda x, scale, codes: kernels.float8_block.quantize(x, E4M3, **block)),
     "activation": (1, lambda x, scale, codes: kernels.float8.quantize(
-        kernels.sources.activation(x, "swiglu"), scale, E4M3, **both)),
+        kernels.fused_producers.activation(x, "swiglu"), scale, E4M3, **both)),
     "nvfp4": (2, lambda x, scale, codes: kernels.nvfp4.quantize(x, **both)),
     "dequantize": (1, lambda x, scale, codes: kernels.dequantize.float8_transpose(
         codes, scale, E4M3, torch.bfloat16)),

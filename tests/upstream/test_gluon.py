@@ -114,7 +114,9 @@ def test_an_activation_that_is_not_compiled_has_the_same_bits(monkeypatch: pytes
     x = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
     def quantized(numerics: Any) -> list[torch.Tensor]:
-        return numerics.float8_block.quantize(numerics.sources.activation(x, "swiglu"), E4M3, **BLOCKS)
+        return numerics.float8_block.quantize(
+            numerics.fused_producers.activation(x, "swiglu"), E4M3, **BLOCKS
+        )
 
     with pytest.warns(RuntimeWarning, match="NotImplementedError: at 12:3: no such layout"):
         results = quantized(kernels)

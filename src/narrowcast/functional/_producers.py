@@ -93,7 +93,7 @@ def define_plain(producer: Producer) -> Operator:
     def run(*given: Any) -> Any:
         numerics = numerics_for(given[producer.like])
         source, further = compute(numerics, "matrix", *given, *defaults[len(given) - count :])
-        result = numerics.sources.materialize(source)
+        result = numerics.fused_producers.materialize(source)
         return (result, *further) if further else result
 
     def fake(*given: Any) -> Any:
@@ -133,14 +133,14 @@ def define_quantizing(producer: Producer, name: str = "", keep_amax: bool = Fals
         else:
             source, further = arguments[0], ()
             if always_sums:
-                source = numerics.sources.tensor(source, column_sums=True)
-        x = source if takes else numerics.sources.materialize(source)
+                source = numerics.fused_producers.tensor(source, column_sums=True)
+        x = source if takes else numerics.fused_producers.materialize(source)
         if scale is None and amax is None and not keep_amax:  # the common case, one call less
             buffers = quantizer._encode(numerics, x, seed)
         else:
             buffers = encode(x, quantizer, seed, scale, amax, numerics, keep_amax)
         if always_sums or (asked_sums and arguments[-1]):
-            return [*buffers, numerics.sources.column_sum(x), *further]
+            return [*buffers, numerics.fused_producers.column_sum(x), *further]
         return [*buffers, *further]
 
     def fake(*given: Any) -> list[Tensor]:

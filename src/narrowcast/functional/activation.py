@@ -41,7 +41,7 @@ def output_shape(x: Tensor, activation: str) -> tuple[int, ...]:
 def _activated(
     numerics: ModuleType, wanted: str, x: Tensor, activation: str, parameters: Sequence[float]
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    return numerics.sources.activation(x, activation, **named_parameters(activation, parameters)), ()
+    return numerics.fused_producers.activation(x, activation, **named_parameters(activation, parameters)), ()
 
 
 _ACT = Producer(
@@ -70,7 +70,9 @@ def _gradient(
     column_sums: bool = False,
 ) -> tuple[Any, tuple[Tensor, ...]]:
     named = named_parameters(activation, parameters)
-    return numerics.sources.activation_backward(grad, x, activation, column_sums=column_sums, **named), ()
+    return numerics.fused_producers.activation_backward(
+        grad, x, activation, column_sums=column_sums, **named
+    ), ()
 
 
 _ACT_BACKWARD = Producer(

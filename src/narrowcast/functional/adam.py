@@ -143,7 +143,7 @@ def _adam_quantize(
             out=kept,
         )
         if not quantizer._takes_sources:
-            x = numerics.sources.materialize(x)
+            x = numerics.fused_producers.materialize(x)
         for old, made in zip(kept, encode(x, quantizer, None, None, None, numerics), strict=True):
             if made is not old:
                 old.copy_(made)

@@ -39,8 +39,8 @@ def _gradient_source(
     column_sums: bool = False,
 ) -> tuple[Any, tuple[Tensor, ...]]:
     shares = 1.0 - label_smoothing, label_smoothing / columns
-    sources = numerics.sources
-    return sources.cross_entropy_gradient(logits, target, lse, grad, *shares, column_sums=column_sums), ()
+    producers = numerics.fused_producers
+    return producers.cross_entropy_gradient(logits, target, lse, grad, *shares, column_sums=column_sums), ()
 
 
 _GRADIENT = Producer(

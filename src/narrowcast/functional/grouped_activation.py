@@ -31,7 +31,7 @@ def _encode_activation(
     amax: State = None,
 ) -> list[Tensor]:
     numerics = numerics_for(x)
-    source = numerics.sources.activation(x, activation, **named_parameters(activation, parameters))
+    source = numerics.fused_producers.activation(x, activation, **named_parameters(activation, parameters))
     return encode_groups([source], splits, quantizer, layout, seed, scale, amax, False, numerics, True)
 
 
@@ -66,7 +66,7 @@ def _encode_gradient(
 ) -> list[Tensor]:
     numerics = numerics_for(x)
     named = named_parameters(activation, parameters)
-    source = numerics.sources.activation_backward(grad, x, activation, **named)
+    source = numerics.fused_producers.activation_backward(grad, x, activation, **named)
     return encode_groups([source], splits, quantizer, layout, seed, scale, amax, False, numerics, True)
 
 

@@ -129,7 +129,7 @@ def encode_groups(
     if numerics is None:
         numerics = numerics_for(x)
     elif layout == "split" or (layout == "tensor" and not gated):  # no kernel computes these on the way in
-        x = numerics.sources.materialize(x)
+        x = numerics.fused_producers.materialize(x)
     if layout == "split" and _has_places(quantizer):
         return _encode_arenas(x, splits, quantizer, seed)
     if layout == "tensor":
@@ -219,7 +219,7 @@ def _padded(x: Any, splits: Tensor | None, quantizer: QuantizerValue, numerics: 
         return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[2])
     rows = padded_rows(x.shape[0], splits.shape[0], alignment)
     source = numerics.grouped_sources.rows_of_groups(x, splits, rows)
-    return source if quantizer._takes_sources else numerics.sources.materialize(source)
+    return source if quantizer._takes_sources else numerics.fused_producers.materialize(source)
 
 
 def _place(encoded: Iterator[list[Tensor]], x: Tensor, sizes: list[int], quantizer: Any) -> list[Tensor]:

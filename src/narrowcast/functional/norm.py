@@ -32,7 +32,7 @@ def _normalized(
     zero_centered_gamma: bool,
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the normalized matrix as a source, and (mean, rstd, sum)."""
-    source, mean, rstd, summed = numerics.sources.normalized(
+    source, mean, rstd, summed = numerics.fused_producers.normalized(
         x,
         residual,
         weight,
@@ -101,7 +101,7 @@ def _gradient(
     c1, c2, dweight, dbias = numerics.norm.gradient_statistics(
         grad, x, weight, present, rstd, zero_centered_gamma=zero_centered_gamma, dtype=weight.dtype
     )
-    source = numerics.sources.norm_backward(
+    source = numerics.fused_producers.norm_backward(
         grad,
         x,
         weight,

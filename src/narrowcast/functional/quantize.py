@@ -83,7 +83,7 @@ quantize_rounded = define_quantizing(
         name="rounded",
         inputs=("Tensor x", "ScalarType dtype"),
         like=0,
-        source=lambda numerics, wanted, x, dtype: (numerics.sources.rounded(x, dtype), ()),
+        source=lambda numerics, wanted, x, dtype: (numerics.fused_producers.rounded(x, dtype), ()),
         shape=lambda x, dtype: tuple(x.shape),
         dtype=lambda x, dtype: dtype,
     ),

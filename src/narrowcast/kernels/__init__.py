@@ -30,6 +30,7 @@ MODULES = (
     "float8",
     "float8_block",
     "float8_rows",
+    "fused_producers",
     "grouped_gated",
     "grouped_gemm",
     "grouped_mm",
@@ -47,7 +48,6 @@ MODULES = (
     "reduction",
     "rope",
     "scaled_activation",
-    "sources",
     "swizzle",
 )
 

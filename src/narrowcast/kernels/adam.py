@@ -21,9 +21,9 @@ from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, cdiv
 from .adam_step import halves, joined, rounded_at_random, stepped
 from .codecs import product, round_to_dtype, to_float32
+from .fused_producers import Source
 from .launch import Launcher, check_device, check_input, is_aligned, is_traced
 from .log_codes import decode_logarithms, encode_logarithms
-from .sources import Source
 
 BLOCK, BLOCK_CODED = 1024, 256
 AT_ONCE = 8

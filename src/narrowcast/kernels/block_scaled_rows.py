@@ -14,9 +14,9 @@ from torch import Tensor
 from .._device import HIGH_PRECISION
 from ..formats import FLOAT8_BLOCK, MX_BLOCK, cdiv
 from .codecs import decode_fp8, round_to_dtype
+from .fused_producers import Source
 from .launch import Launcher, check_device
 from .scaling import scales_of_rows
-from .sources import Source
 
 ROWS, COLUMNS = 4, 1024
 _BLOCKS = {torch.float32: FLOAT8_BLOCK, torch.uint8: MX_BLOCK}

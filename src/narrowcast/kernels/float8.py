@@ -7,8 +7,8 @@ program, and every program of the cast folds all of them itself, so that no thir
 
 Two kernels cast. ``_float8_cast_kernel`` takes a flat run of elements if only the codes are requested.
 ``_float8_cast_tile_kernel`` takes tiles if rows and columns matter: for the transpose, sums over rows, and sources that
-compute their element (``sources.py``). A tile is held as four tensors, of every fourth row each, so that four codes of
-a column are one 32-bit word of the transpose (``tiles.py``).
+compute their element (``fused_producers.py``). A tile is held as four tensors, of every fourth row each. So four codes
+of a column are one 32-bit word of the transpose (``tiles.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .codecs import (
     scaled_float32,
 )
 from .first_scale import ROWS_AT_ONCE, end_part, own_scales, raise_own_amax, rule_of, take_part, words_of
+from .fused_producers import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .graph_amax import amax_parts_in_graph
 from .launch import (
     TENSOR,
@@ -46,7 +47,6 @@ from .launch import (
     remembered,
 )
 from .scaling import scale_from_amax
-from .sources import Source, convert, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, load_tile, store_tile, store_transposed, tile_grid, tile_position
 
 TILE_ROWS = 64

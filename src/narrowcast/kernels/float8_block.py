@@ -29,6 +29,7 @@ from .codecs import (
     reciprocal,
     to_float32,
 )
+from .fused_producers import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .launch import (
     TENSOR,
     Launch,
@@ -41,7 +42,6 @@ from .launch import (
     remembered,
 )
 from .scaling import OVERFLOW_BY_DTYPE, power_2_scales, scale_from_amax
-from .sources import ACTIVATIONS, Source, load_four_rows, pairs_tiles, source_of, store_column_sums
 from .tiles import is_wide, store_row, store_tile, store_transposed, tile_grid, tile_position
 
 _BLOCK = tl.constexpr(FLOAT8_BLOCK)

@@ -76,7 +76,7 @@ def _emit_columns(
     x1 = to_float32(x1)
     x2 = to_float32(x2)
     x3 = to_float32(x3)
-    if SUMS:  # as ``sources.store_column_sums``
+    if SUMS:  # as ``fused_producers.store_column_sums``
         sums = fold_pairs(fold_pairs((x0 + x1) + (x2 + x3)))
         part = tile_m * _PARTS + gl.arange(0, _PARTS, layout=gl.SliceLayout(1, sums.type.layout))
         column = k0 + gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, sums.type.layout))

@@ -18,6 +18,7 @@ from . import grouped_current
 from .activation import activate_gated, activate_gated_backward
 from .codecs import fp8_codes, magnitude, magnitudes_of_tile, pack_codes, round_to_dtype, to_float32
 from .first_scale import rule_of, words_of
+from .fused_producers import Source
 from .grouped_quantize import (
     encoding_scale,
     group_ends,
@@ -31,7 +32,6 @@ from .grouped_quantize import (
 )
 from .launch import Launcher
 from .scaling import scale_or_first
-from .sources import Source
 from .tiles import is_wide, store_rows, store_transposed, tile_grid, tile_position
 
 TILE_ROWS = 64
@@ -326,7 +326,7 @@ def quantize(
     amax: Tensor | None = None,
     unseen: float = 0.0,
 ) -> list[Tensor]:
-    """Compute ``grouped_quantize.quantize`` of a gated activation of rows, or its gradient, from ``sources``."""
+    """Compute ``grouped_quantize.quantize`` of a source of ``fused_producers``: a gated activation, or its gradient."""
     return _run(source, splits, scale, fmt, rowwise, columnwise, alignment, amax, False, False, 0.0, unseen)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import grouped_padding
-from .sources import Source, materialize, source_of
+from .fused_producers import Source, materialize, source_of
 
 
 def rows_of_groups(x: Tensor | Source, splits: Tensor, count: int) -> Source:

@@ -27,9 +27,9 @@ from .codecs import (
     round_to_dtype,
     to_float32,
 )
+from .fused_producers import Source, load_four_rows, source_of, store_column_sums
 from .launch import Launcher, check_codes
 from .scaling import e8m0_from_amax, e8m0_reciprocal, e8m0_value
-from .sources import Source, load_four_rows, source_of, store_column_sums
 from .tiles import is_wide, store_row, tile_grid, tile_position
 
 _GRID_ROWS = 32768  # tile rows along the second grid dimension, which is limited to 65535

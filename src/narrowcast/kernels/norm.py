@@ -6,9 +6,9 @@
 
 The mean, and with it c2, is missing from RMSNorm. The backward is two passes: the first reduces each row to c1 and
 c2, and adds up the gradients of gamma and beta for the rows of a tile, which ``reduction.py`` folds in a fixed order;
-the second computes dx by element. So the second may also be the source of a quantization (``sources.py``): dx then
-never goes to memory in high precision. Sums are taken in an order that depends on shapes alone, so that the reference
-has it, too.
+the second computes dx by element. So the second may also be the source of a quantization (``fused_producers.py``): dx
+then never goes to memory in high precision. Sums are taken in an order that depends on shapes alone, so that the
+reference has it, too.
 """
 
 from __future__ import annotations

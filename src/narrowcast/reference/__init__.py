@@ -14,6 +14,7 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     dequantize,
     float8,
     float8_block,
+    fused_producers,
     grouped_gated,
     grouped_mm,
     grouped_padding,
@@ -34,6 +35,5 @@ from . import (  # noqa: F401  # by these names the operators find the numerics
     rope,
     scaled_activation,
     scaling,
-    sources,
     swizzle,
 )

@@ -1,4 +1,4 @@
-"""Groups of rows of a gated activation, or of its gradient: here ``sources`` has them in memory."""
+"""Groups of rows of a gated activation, or of its gradient: here ``fused_producers`` has them in memory."""
 
 from .grouped_quantize import amaxes, quantize, quantize_current
 

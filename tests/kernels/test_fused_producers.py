@@ -65,7 +65,7 @@ def _norm_operands(
 
 def _activation(name: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype, **parameters: float):
     x = make(kind, shape, dtype)
-    return lambda numerics, device: numerics.sources.activation(x.to(device), name, **parameters)
+    return lambda numerics, device: numerics.fused_producers.activation(x.to(device), name, **parameters)
 
 
 def _activation_backward(
@@ -73,7 +73,7 @@ def _activation_backward(
 ):
     gated = reference.activation.ACTIVATIONS[name].gated
     x, grad = make(kind, shape, dtype), make("normal", _half(shape) if gated else shape, dtype, 1)
-    return lambda numerics, device: numerics.sources.activation_backward(
+    return lambda numerics, device: numerics.fused_producers.activation_backward(
         grad.to(device), x.to(device), name, column_sums=True, **parameters
     )
 
@@ -84,7 +84,9 @@ def _norm(normalization: str, shape: tuple[int, ...], kind: str, dtype: torch.dt
     def build(numerics, device):
         moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
         options = {"eps": 1e-5, "normalization": normalization, "zero_centered_gamma": centered}
-        return numerics.sources.normalized(**moved, **options, wanted="source" if centered else "amax")[0]
+        return numerics.fused_producers.normalized(
+            **moved, **options, wanted="source" if centered else "amax"
+        )[0]
 
     return build
 
@@ -100,7 +102,7 @@ def _norm_backward(normalization: str, shape: tuple[int, ...], kind: str, dtype:
 
     def build(numerics, device):
         moved = [None if t is None else t.to(device) for t in (grad, x, weight, mean, rstd, c1, c2, residual)]
-        return numerics.sources.norm_backward(
+        return numerics.fused_producers.norm_backward(
             *moved[:7], zero_centered_gamma=centered, residual_grad=moved[7]
         )
 
@@ -114,10 +116,12 @@ def _check(build, quantize: str, device: torch.device, directions: tuple[bool, b
     assert len(actual) == len(expected)
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert_bitwise(a, b, f"{quantize} {source.constants} {source.shape} {source.dtype} buffer {index}")
-    assert_bitwise(kernels.sources.materialize(source), expected_source)
+    assert_bitwise(kernels.fused_producers.materialize(source), expected_source)
     if source.column_sums is not None:
         assert_bitwise(
-            kernels.sources.column_sum(source), reference.sources.column_sum(expected_source), "column sums"
+            kernels.fused_producers.column_sum(source),
+            reference.fused_producers.column_sum(expected_source),
+            "column sums",
         )
 
 
@@ -147,13 +151,13 @@ def test_gradients_of_logits(quantize: str, shape: tuple[int, int], device: torc
     lse = torch.logsumexp(logits.float(), 1)
     grad = torch.linspace(0.0, 1.0, shape[0], device=device)  # the first row has no gradient
     arguments = logits, target, lse, grad, 0.9, 0.1 / shape[1]
-    fused = kernels.sources.cross_entropy_gradient(*arguments, column_sums=True)
+    fused = kernels.fused_producers.cross_entropy_gradient(*arguments, column_sums=True)
     written = kernels.cross_entropy.gradient(*arguments)
     actual = QUANTIZERS[quantize](kernels, fused, True, True)
     for a, b in zip(actual, QUANTIZERS[quantize](kernels, written, True, True), strict=True):
         assert_bitwise(a, b)
-    assert_bitwise(kernels.sources.column_sum(fused), kernels.sources.column_sum(written))
-    close = reference.sources.cross_entropy_gradient(
+    assert_bitwise(kernels.fused_producers.column_sum(fused), kernels.fused_producers.column_sum(written))
+    close = reference.fused_producers.cross_entropy_gradient(
         *(x.cpu() if isinstance(x, Tensor) else x for x in arguments)
     )
     assert_close(written.cpu(), close, "bf16_output")
@@ -161,7 +165,7 @@ def test_gradients_of_logits(quantize: str, shape: tuple[int, int], device: torc
 
 def _rounded(shape: tuple[int, ...], kind: str, dtype: torch.dtype, to: torch.dtype):
     x = make(kind, shape, dtype)
-    return lambda numerics, device: numerics.sources.rounded(x.to(device), to)
+    return lambda numerics, device: numerics.fused_producers.rounded(x.to(device), to)
 
 
 # From fp32 to what a model computes in, to the other dtypes, to itself.
@@ -247,9 +251,9 @@ def test_a_norm_wanted_as_a_matrix_is_one(device: torch.device) -> None:
     operands = _norm_operands((5, 40), "normal", torch.bfloat16, "LayerNorm")
     moved = {name: None if t is None else t.to(device) for name, t in operands.items()}
     options = {"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False, "wanted": "matrix"}
-    source, *statistics = kernels.sources.normalized(**moved, **options)
+    source, *statistics = kernels.fused_producers.normalized(**moved, **options)
     assert source.is_tensor
-    expected = reference.sources.normalized(**operands, **options)
+    expected = reference.fused_producers.normalized(**operands, **options)
     for a, b in zip((source.operands[0], *statistics), expected, strict=True):
         assert_bitwise(a, b)
 
@@ -259,7 +263,11 @@ def test_a_norm_wanted_as_a_matrix_is_one(device: torch.device) -> None:
 @pytest.mark.parametrize("shape", [(1, 4), (5, 3), (130, 132), (64, 128), (0, 4)], ids=str)
 def test_column_sums(quantize: str, shape: tuple[int, ...], device: torch.device) -> None:
     x = make("zeros", shape, torch.bfloat16)
-    _check(lambda numerics, device: numerics.sources.tensor(x.to(device), column_sums=True), quantize, device)
+    _check(
+        lambda numerics, device: numerics.fused_producers.tensor(x.to(device), column_sums=True),
+        quantize,
+        device,
+    )
 
 
 @pytest.mark.gpu
@@ -280,9 +288,9 @@ def test_refuses_an_unknown_activation(device: torch.device) -> None:
     x = torch.ones(4, 4, device=device)
     for numerics in (kernels, reference):
         with pytest.raises(ValueError, match="activation is 'swish'"):
-            numerics.sources.activation(x, "swish")
+            numerics.fused_producers.activation(x, "swish")
         with pytest.raises(ValueError, match="has no parameter 'limit'"):
-            numerics.sources.activation(x, "silu", limit=1.0)
+            numerics.fused_producers.activation(x, "silu", limit=1.0)
 
 
 def test_an_unsupported_dtype_is_one_error_everywhere(device: torch.device) -> None:
@@ -300,7 +308,9 @@ def test_an_unsupported_dtype_is_one_error_everywhere(device: torch.device) -> N
             lambda numerics=numerics, wide=wide, scale=scale: numerics.norm.statistics(
                 wide, normalization="RMSNorm", eps=1e-5
             ),
-            lambda numerics=numerics, wide=wide, scale=scale: numerics.sources.activation(wide, "gelu"),
+            lambda numerics=numerics, wide=wide, scale=scale: numerics.fused_producers.activation(
+                wide, "gelu"
+            ),
         ]
         for attempt in attempts:
             with pytest.raises(TypeError, match=r"torch\.float64"):
@@ -309,10 +319,10 @@ def test_an_unsupported_dtype_is_one_error_everywhere(device: torch.device) -> N
 
 def test_refuses_what_the_formats_cannot_take(device: torch.device) -> None:
     with pytest.raises(TypeError, match="cannot quantize torch.float64"):
-        kernels.sources.tensor(torch.ones(4, 4, dtype=torch.float64, device=device), column_sums=True)
+        kernels.fused_producers.tensor(torch.ones(4, 4, dtype=torch.float64, device=device), column_sums=True)
     with pytest.raises(TypeError, match="cannot quantize torch.int8"):
-        kernels.sources.rounded(torch.ones(4, 4, device=device), torch.int8)
-    row = kernels.sources.activation(torch.ones(8, device=device), "silu")
+        kernels.fused_producers.rounded(torch.ones(4, 4, device=device), torch.int8)
+    row = kernels.fused_producers.activation(torch.ones(8, device=device), "silu")
     for name in ("block 1-D", "mxfp8"):
         with pytest.raises(ValueError, match="rank 1; this format needs rank 2"):
             QUANTIZERS[name](kernels, row, True, True)
@@ -333,4 +343,4 @@ def test_rows_of_groups(splits: list[int], columns: int, more: int, device: torc
         expected = QUANTIZERS[name](reference, padded, True, True)
         for ours, theirs in zip(QUANTIZERS[name](kernels, source, True, True), expected, strict=True):
             assert_bitwise(ours, theirs, name)
-    assert_bitwise(kernels.sources.materialize(source), padded)
+    assert_bitwise(kernels.fused_producers.materialize(source), padded)

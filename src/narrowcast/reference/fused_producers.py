@@ -1,6 +1,6 @@
-"""Sources of the reference: tensors computed at once, where kernels compute them while they load.
+"""Fused producers of the reference: tensors computed at once, where kernels compute them while they load.
 
-Functions and signatures are those of ``kernels.sources``; a source is a tensor.
+Functions and signatures are those of ``kernels.fused_producers``; a source is a tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources: what a quantize kernel reads, a tensor or a function of tensors that is computed on the way in.
+"""Fused producers: a quantize kernel's source is a tensor, or a function of tensors that is computed on the way in.
 
 A fused producer is not a kernel of its own. The quantize kernels read their tile through ``load_source``, which for a
 plain tensor is a load, and for an activation, a norm or the gradient of one loads the operands, computes in fp32 and
