@@ -32,7 +32,7 @@ from ..recipe import Mode
 from ..roles import QuantizerRole
 from ..tensors import TensorOrQuantized
 from .context import OperationContext
-from .forms import check_one_form, check_pairs, form_defined_by
+from .forward_forms import check_one_form, check_pairs, form_defined_by
 from .handover import ScaledOperand
 
 TensorsToSave = tuple[TensorOrQuantized | None, ...]

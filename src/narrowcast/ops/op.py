@@ -18,7 +18,7 @@ from ..tensors import TensorOrQuantized
 from ..upstream.modules import own_children
 from .context import OperationContext
 from .contract import ExtraTensors, FusibleOperation, Gradients, TensorsToSave
-from .forms import check_no_extra_io, something_returned
+from .forward_forms import check_no_extra_io, something_returned
 from .fuser import OperationFuser
 from .handover import ScaledOperand
 from .operands import operation_plan

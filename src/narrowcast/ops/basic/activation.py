@@ -19,7 +19,7 @@ from ...quantizers import Float8CurrentScalingQuantizer, Operand
 from ...tensors import QuantizedTensorStorage, TensorOrQuantized
 from ..context import OperationContext
 from ..contract import TensorsToSave
-from ..forms import SavesTensors
+from ..forward_forms import SavesTensors
 from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation
 from .glu_channels import channels_from_halves, channels_to_halves

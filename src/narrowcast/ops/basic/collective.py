@@ -9,7 +9,7 @@ from torch import Tensor
 from ...functional.collectives import gather_rows, group_name, scatter_rows, sum_over
 from ..context import OperationContext
 from ..contract import TensorsToSave
-from ..forms import SavesTensors
+from ..forward_forms import SavesTensors
 from ..handover import ScaledOperand
 from ..op import BasicOperation
 

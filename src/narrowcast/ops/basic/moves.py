@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._checks import numbers, shape_of, typed, whole
-from ..forms import SavesTensors
+from ..forward_forms import SavesTensors
 from ..op import BasicOperation
 
 

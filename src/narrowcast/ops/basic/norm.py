@@ -17,7 +17,7 @@ from ...layers.norm import NormParameters
 from ...tensors import TensorOrQuantized
 from ..context import OperationContext
 from ..contract import TensorsToSave
-from ..forms import SavesTensors
+from ..forward_forms import SavesTensors
 from ..handover import ScaledOperand, matrix_of
 from ..op import BasicOperation
 from .inputs import plain, plain_input
