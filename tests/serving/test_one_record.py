@@ -17,7 +17,7 @@ EXCEPTIONS = {
     "convert/experts.py:StackedExpertsLayer._stored": "a forward, too",
     "convert/recording.py:NamedWeight.address": "an operand of a GEMM that ran",
     "convert/recording.py:codes_of": "an operand of a GEMM that ran",
-    "convert/find.py:_why_not_any": "refuses what is sharded before it is converted",
+    "convert/find_modules.py:_why_not_any": "refuses what is sharded before it is converted",
     "convert/convert.py:revert": "whether there is anything to describe",
     "distributed/parallel_styles.py:_local_input": "what comes to a layer, to which it sends rows and columns",
     "distributed/parallel_styles.py:_placed_output": "what a layer gives, the same",

@@ -18,7 +18,7 @@ from ..recipe import Recipe, recipe_name
 from ..upstream.fsdp import is_distributed, reshard
 from .adapters import unmerge_exactly
 from .decisions import NOT_IN_ONLY, Decision, decision_so_far, drop_reasons, record_norm_reason, record_reason
-from .find import ROLES, Found, FoundNorm, gemm_modules, norm_modules
+from .find_modules import ROLES, Found, FoundNorm, gemm_modules, norm_modules
 from .receipt import Receipt, receipt_of
 from .stored import (
     DECODED,

@@ -10,7 +10,7 @@ from torch import nn
 from ..layers import RecipeOwner
 from ..nn import LayerNorm, RMSNorm
 from ..recipe import Recipe
-from .find import Found, FoundNorm, gemm_modules, norm_modules
+from .find_modules import Found, FoundNorm, gemm_modules, norm_modules
 from .stored import stored_as
 from .swap import is_converted
 

@@ -20,7 +20,7 @@ from .. import _checks
 from ..nn import LayerNormLinear, LayerNormMLP
 from ..recipe import Recipe, linear_plan
 from .decisions import Decision, decisions_so_far, norms_so_far
-from .find import Found, FoundNorm, Weight, gemm_modules
+from .find_modules import Found, FoundNorm, Weight, gemm_modules
 from .recording import NamedWeight, RanGemms, Recorder, codes_of
 from .show import as_html, as_text
 from .stored import DECODED, stored_bytes

@@ -17,7 +17,7 @@ from .._device import HIGH_PRECISION
 from ..convert import convert
 from ..convert.decisions import NOT_IN_ONLY, decisions_so_far, record_reason
 from ..convert.experts import StackedExpertsLayer
-from ..convert.find import gemm_modules
+from ..convert.find_modules import gemm_modules
 from ..convert.receipt import Receipt, weight_name
 from ..convert.stored import (
     DECODED,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._checks import shown
 from ..convert.conv1d import Conv1DLayer
 from ..convert.experts import StackedExpertsLayer
-from ..convert.find import Found, gemm_modules
+from ..convert.find_modules import Found, gemm_modules
 from ..convert.stored import DECODED, uses_of_parameters
 from ..distributed.together import ALONE, Together
 from ..formats import cdiv
