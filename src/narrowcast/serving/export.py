@@ -28,9 +28,9 @@ from ..distributed.together import Together
 from ..layers.described import describe_parameters
 from ..recipe import Recipe
 from ..tensors import plain
+from .checkpoint_tensors import CheckpointTensors, ExportedWeight
 from .formats import compressed_tensors_config, fine_grained_config
 from .load import INDEX
-from .served import ExportedWeight, Served
 from .weights import checked, together_of, without_adapters
 
 FILE_BYTES = 5 * 10**9
@@ -203,7 +203,7 @@ def _force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_tensors(folder: Path | None, served: Served, together: Together) -> int:
+def _write_tensors(folder: Path | None, served: CheckpointTensors, together: Together) -> int:
     """Write the tensors, and the index of several files; return their bytes."""
     # as safetensors.torch.save_model tells which names it left out
     metadata = {"format": "pt", **served.aliases}
@@ -229,7 +229,7 @@ def _write_tensors(folder: Path | None, served: Served, together: Together) -> i
     return total
 
 
-def _in_files(served: Served) -> Iterator[dict[str, Tensor]]:
+def _in_files(served: CheckpointTensors) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each file, on the CPU."""
     tensors: dict[str, Tensor] = {}
     size = 0
@@ -253,7 +253,7 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _write_config(folder: Path, model: Any, served: Served) -> None:
+def _write_config(folder: Path, model: Any, served: CheckpointTensors) -> None:
     """Write what a model of Transformers says of itself, and how its weights are quantized."""
     if hasattr(model, "save_pretrained"):
         config = copy.deepcopy(model.config)

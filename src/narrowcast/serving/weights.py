@@ -18,8 +18,8 @@ from ..distributed.together import ALONE, Together
 from ..recipe import Recipe
 from ..state import checked_recipe
 from ..upstream.fsdp import reshard
+from .checkpoint_tensors import CheckpointTensors
 from .formats import CHECKPOINT_FORMATS
-from .served import Served
 from .shards import groups_of
 
 
@@ -96,7 +96,7 @@ def checked(
     dtype: torch.dtype | None,
     together: Together = ALONE,
     sums: Mapping[int, Callable[[], Any]] = MappingProxyType({}),
-) -> Served:
+) -> CheckpointTensors:
     """Return the served tensors of a model.
 
     Args:
@@ -133,4 +133,4 @@ def checked(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {shown(name)} is on the meta device and has no values to export")
-    return Served(model, format, checked_recipe(recipe, "export"), dtype, together, sums)
+    return CheckpointTensors(model, format, checked_recipe(recipe, "export"), dtype, together, sums)

@@ -1,4 +1,4 @@
-"""``Served``: the tensors of a model as a server loads them, made one at a time.
+"""``CheckpointTensors``: the tensors of a checkpoint for servers, made one at a time from a model.
 
 What a layer multiplies by in training is its weight, quantized under its recipe. Those codes and scales are served. The
 plan, made without reading a value, says which tensors there are, under which names and in which format. Iterating makes
@@ -60,7 +60,7 @@ class _Sum(ParameterRecord):
         return self.make()
 
 
-class Served:
+class CheckpointTensors:
     """A model's served tensors; iterating makes them, in the order of the state dict.
 
     Args:
