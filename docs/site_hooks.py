@@ -20,6 +20,7 @@ BESIDE = (
     *(f"{RESULTS}/*.{kind}" for kind in ("svg", "csv", "log")),
 )
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+PHONE_COLUMNS = 4  # of numbers, beside each other
 NAMED = re.compile(r"(?<![\[`])`((?:examples/|benchmarks/results/)?[\w.-]+\.(?:py|csv|log))`(?![\]`])")
 
 SCHEMED = re.compile(
@@ -125,24 +126,41 @@ def in_both_schemes(markdown: str) -> str:
 
 
 def with_labels(html: str) -> str:
-    """Return HTML whose tables of words name each cell's column, for phones, which show the cells below each other."""
+    """Return HTML whose tables name each cell's column, for phones, which show the cells below each other.
+
+    Tables of numbers stay as they are, to compare by column, unless they are too wide for a phone.
+    """
 
     def label(found: re.Match[str]) -> str:
         table = found[0]
-        if "text-align: right" in table:  # numbers are compared by column
-            return table
         names = [
             escape(unescape(re.sub("<[^>]+>", "", name))) for name in re.findall("<th[^>]*>(.*?)</th>", table)
         ]
+        numbers = "text-align: right" in table
+        if numbers and len(names) <= PHONE_COLUMNS:
+            return table
         row = itertools.cycle(names)
         cells = re.sub("<td(?=[ >])", lambda _: f'<td data-label="{next(row)}"', table)
-        return cells.replace("<table>", "<table data-words>")
+        return cells.replace(
+            "<table>", "<table data-words data-numbers>" if numbers else "<table data-words>"
+        )
 
     return re.sub("<table>.*?</table>", label, html, flags=re.DOTALL)
 
 
+def with_whole_names(html: str) -> str:
+    """Return HTML whose inline code has no line break behind a hyphen, such as that of an option."""
+
+    def whole(found: re.Match[str]) -> str:
+        words = re.sub(r"(?<!\S)(?=\S*-)\S{2,36}(?!\S)", r'<span class="whole">\g<0></span>', found[1])
+        return f"<code>{words}</code>"
+
+    return re.sub(r"<code>([^<\n]*-[^<\n]*)</code>", whole, html)
+
+
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Label the cells of a page's tables; the reference has its own."""
+    """Label the cells of a page's tables, which the reference does itself, and keep names of options whole."""
+    html = with_whole_names(html)
     return html if page.file.src_uri.startswith("reference/") else with_labels(html)
 
 

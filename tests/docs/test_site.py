@@ -101,6 +101,24 @@ def test_phones_show_the_cells_of_a_table_of_words_below_each_other() -> None:
     assert labels(words) == words.partition("<tr><td>")[0].replace("<table>", "<table data-words>") + cells
     numbers = '<table><tr><th style="text-align: right;">a</th></tr><tr><td>1</td></tr></table>'
     assert labels(numbers) == numbers
+    wide = numbers.replace("<th>b</th>", "").replace("</th>", "</th><th>b</th><th>c</th><th>d</th><th>e</th>")
+    assert '<table data-words data-numbers><tr><th style="text-align: right;">a</th>' in labels(wide)
+
+
+def test_names_of_options_do_not_break_at_a_hyphen() -> None:
+    """ "--by-block" ended a line with "--by-"."""
+    whole = script("site_hooks").with_whole_names
+    told = "<p><code>train --by-block 2</code>, <code>nc.convert</code></p><pre><code>a-b\n</code></pre>"
+    assert whole(told) == told.replace("--by-block", '<span class="whole">--by-block</span>')
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_pages_write_a_number_below_one_with_its_zero(page: Path) -> None:
+    """Both .57 and 0.57 were written."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"(?:^|[\s(|~])\.\d+", prose, re.MULTILINE) and "fmt: skip" not in page.read_text()
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -102,9 +102,9 @@ def convert(
         weights: "stored" keeps the frozen weights (``requires_grad`` False) of converted ``nn.Linear``s and stacked
             experts as one quantized copy: about half the bytes of bf16. The state dict has the copy's values.
             For recipes that quantize a weight and its transpose alike: per-tensor FP8 and 128 x 128 tiles. "nvfp4" and
-            "mxfp4" keep the copy in four bits, .28 and .27 of the bytes of bf16, for every recipe: each pass decodes it
-            and quantizes the values under the recipe. So do "mxfp6" with .39, "mxfp8" with .52, and "fp8-channel", E4M3
-            with a scale for each row, with .50 of the bytes of bf16.
+            "mxfp4" keep the copy in four bits, 0.28 and 0.27 of bf16's bytes, for every recipe: each pass decodes it
+            and quantizes the values under the recipe. So do "mxfp6" with 0.39, "mxfp8" with 0.52, and "fp8-channel",
+            E4M3 with a scale for each row, with 0.50 of bf16's bytes.
         norms: also convert ``nn.LayerNorm`` and ``nn.RMSNorm``, without quantizing them: their numbers are the same
             eager and compiled, and on every device.
         routers: also convert ``nn.Linear``s that choose or weigh the experts of a mixture. By default they stay, since
