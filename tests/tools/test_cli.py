@@ -375,11 +375,16 @@ def test_several_recipes_and_seeds_are_compared(text_file: Path, capsys: pytest.
     line = fails_on_one_line(capsys, text_file.parent, [*words, "--recipe", "bf16,nvfp4", "--seed", "7"])
     assert "c has none of these runs to resume; give --out their folder, or leave --resume out" in line
     line = fails_on_one_line(capsys, text_file.parent, [*words, "--recipe", "bf16", "--seeds", "1"])
-    assert "c holds 6 runs; give the folder of one, such as c/mxfp8-1, or repeat the --recipe" in line
+    names = "bf16-0, bf16-1, current-0, current-1, mxfp8-0, mxfp8-1"
+    assert (
+        f"c holds 6 runs: {names}; give the folder of one, such as c/bf16-0, or repeat the --recipe" in line
+    )
     summary = Path("c/summary.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in summary[1:]] == ["bf16"] * 2 + ["current"] * 2 + ["mxfp8"] * 2
     line = fails_on_one_line(capsys, text_file.parent, ["generate", "."])
-    assert ". holds 6 runs; give the folder of one, such as c/mxfp8-1" in line
+    assert (
+        ". holds 6 runs: c/bf16-0, c/bf16-1," in line and "; give the folder of one, such as c/bf16-0" in line
+    )
     assert main(["compare", "c/bf16-0", "c/mxfp8-1", "--out", "d"]) == 0
     assert len(Path("d/summary.csv").read_text().splitlines()) == 3
     capsys.readouterr()
@@ -1049,7 +1054,7 @@ NAMES = [one.name or str(one.callback.__name__) for one in cli.app.registered_co
         (
             ["presets", "all"],
             2,
-            "'all' belongs to no option of narrowcast presets; leave it out: presets shows all\n",
+            "narrowcast: presets takes no names and shows all; leave 'all' out\n",
         ),
         (
             ["plan", "70b", "8"],

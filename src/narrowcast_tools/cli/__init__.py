@@ -149,6 +149,8 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
     if param is None:
         if "extra argument" in found:
             extra = found[found.rfind("(") + 1 :].rstrip(").")
+            if name in ("doctor", "presets"):
+                return f"{name} takes no names and shows all; leave {extra!r:.60} out"
             if spaced := SPACED.search(" ".join(words)):
                 use = f"write {re.sub(' *, *', ',', spaced[0])}, without a space"
             else:
@@ -171,8 +173,6 @@ def _what_is_wrong(error: typer.BadParameter, words: list[str]) -> str:
 
 def _use_of(extra: str, command: str) -> str:
     """Return where a word belongs that stands in a command alone; "" if that is not known."""
-    if command in ("doctor", "presets"):
-        return f"leave it out: {command} shows all"
     if command == "generate":
         return "put a text of several words in quotes, as --prompt 'Once upon a time'"
     known = KNOWN.get(command, {})

@@ -5,6 +5,7 @@ Without PyTorch, as `names` says.
 
 import os
 import socket
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,11 +67,23 @@ def run_of(path: Path) -> Path:
     return next((one.parent for one in (folder, folder.parent) if one.name == CHECKPOINTS), folder)
 
 
+def only_run_of(path: Path) -> Path:
+    """Return what ``run_of`` does, or the run below it if there is one alone."""
+    run = run_of(path)
+    below = _runs_below(run)
+    return below[0] if len(below) == 1 and not (run / CHECKPOINTS).exists() else run
+
+
 def runs_below(folder: Path) -> str:
     """Return that a folder holds runs, at any depth, as part of a message; "" if it holds none."""
-    runs = sorted(found.parent for found in folder.rglob(CHECKPOINTS) if found.parent != folder)
+    runs = _runs_below(folder)
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return f"holds {count}; give the folder of one, such as {runs[-1]}" if runs else ""
+    names = textwrap.shorten(", ".join(str(run.relative_to(folder)) for run in runs), 100, placeholder=" ...")
+    return f"holds {count}: {names}; give the folder of one, such as {runs[0]}" if runs else ""
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    return sorted(found.parent for found in folder.rglob(CHECKPOINTS) if found.parent != folder)
 
 
 def require_unmixed(folder: Path, *, several: bool) -> None:
@@ -105,7 +118,7 @@ def require_checkpoints(path: Path) -> None:
     Raises:
         SettingsError: it is not.
     """
-    if not (path / DESCRIPTION).exists() and not (run_of(path) / CHECKPOINTS).exists():
+    if not (path / DESCRIPTION).exists() and not (only_run_of(path) / CHECKPOINTS).exists():
         raise SettingsError(without_checkpoint(path))
 
 

@@ -17,7 +17,7 @@ from .asked import Choice
 from .config import ModelConfig, TrainConfig
 from .device import compiler_told
 from .errors import SettingsError
-from .folder import CHECKPOINTS, DESCRIPTION, run_of, without_checkpoint
+from .folder import CHECKPOINTS, DESCRIPTION, only_run_of, without_checkpoint
 from .model import Decoder, Generation, rope_tables
 from .recipes import HEAD, build_recipe, recipe_table, set_recipes
 from .snapshot import MODEL, restore_model
@@ -60,7 +60,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
     """Load the newest checkpoint of a run.
 
     Args:
-        path: folder of the run, of its checkpoints, or of one checkpoint.
+        path: folder of the run, of its checkpoints, or of one checkpoint; or a folder that holds one run alone.
         device: `cpu` or `cuda`.
         recipe: name of a recipe instead of the run's; None for the run's, tables and patterns included.
         emulate: as `recipes.build_recipe` takes it.
@@ -75,7 +75,7 @@ def load_trained(path: Path, *, device: str, recipe: str | None = None, emulate:
             raise SettingsError(f"{path} cannot be read: {error}; give another checkpoint") from error
     else:
         try:
-            run = run_of(path)
+            run = only_run_of(path)
             found, passed_over = checkpoint.load_newest(run / CHECKPOINTS)
         except checkpoint.NoCheckpoint as error:
             why = f" ({error.passed_over})" if error.passed_over else ""

@@ -221,9 +221,12 @@ def test_a_comparison_is_told_from_a_run(trained_run: Path, tmp_path: Path) -> N
     for seed in (0, 1):
         shutil.copytree(trained_run, tmp_path / "series" / f"bf16-{seed}")
     with pytest.raises(
-        SettingsError, match=r"series holds 2 runs; give the folder of one, such as .*bf16-1$"
+        SettingsError, match=r"series holds 2 runs: bf16-0, bf16-1; give the folder of one, such as .*bf16-0$"
     ):
         load_trained(tmp_path / "series", device="cpu")
+    shutil.rmtree(tmp_path / "series" / "bf16-0")
+    words = ["generate", str(tmp_path / "series"), "--device", "cpu", "--tokens", "1"]
+    assert main(words) == 0, "one run alone is taken"
     compared = tmp_path / "compared"
     compared.mkdir()
     (compared / "results.json").write_text("{}")
