@@ -214,7 +214,15 @@ def test_a_part_is_the_sum_of_what_the_table_shows() -> None:
     rows = (Row("other", 3.321, 1, 0, 0.0), Row("gaps", 1.83, 0, 0, 0.0))
     (axes,) = account_figure([Account("bf16", 5.151, True, rows)], "").axes
     assert f"{sum(row.ms for row in rows):.1f}" == "5.2"
-    assert [text.get_text() for text in axes.texts] == ["5.1", " 5.2 ms"]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([5.1])
+    assert [text.get_text() for text in axes.texts] == ["5", " 5.2 ms"]
+
+
+def test_small_parts_of_the_picture_have_numbers() -> None:
+    """Parts of two to five percent of a bar had none."""
+    rows = (Row("GEMM, fprop", 97.6, 1, 0, 0.0), Row("norms", 2.4, 1, 0, 0.0))
+    (axes,) = account_figure([Account("bf16", 100.0, True, rows)], "", wide=True).axes
+    assert [text.get_text() for text in axes.texts] == ["98", "2", " 100.0 ms"]
 
 
 @pytest.mark.parametrize(

@@ -107,16 +107,17 @@ def account_figure(accounts: Sequence[Account], caption: str, *, wide: bool = Fa
     axes = figure.subplots()
     times = [_parts(one) for one in accounts]
     ends = [sum(parts.values()) for parts in times]
-    least = max(ends) * (0.055 if wide else 0.14)  # of a part that has room for its number
+    digit = max(ends) * (0.02 if wide else 0.05)  # the milliseconds that a digit of a part's number is wide
     begins = [0.0] * len(accounts)
     found = [part for part in PARTS if any(parts[part] for parts in times)]
     for part in found:
         lengths = [parts[part] for parts in times]
         axes.barh(range(len(accounts)), lengths, 0.75, left=begins, color=PARTS[part])
         for place, (begin, length) in enumerate(zip(begins, lengths)):
-            if length >= least:
+            number = f"{length:.0f}"
+            if length >= digit * len(number):
                 inside = {"ha": "center", "va": "center_baseline", "size": LETTERS, "color": "white"}
-                axes.text(begin + length / 2, place, f"{length:.1f}", **inside)
+                axes.text(begin + length / 2, place, number, **inside)
         begins = [begin + length for begin, length in zip(begins, lengths)]
     for place, (one, end) in enumerate(zip(accounts, ends)):
         axes.text(end, place, f" {one.step_ms:.1f} ms", va="center_baseline", size=LETTERS, weight="bold")
@@ -127,7 +128,7 @@ def account_figure(accounts: Sequence[Account], caption: str, *, wide: bool = Fa
     axes.margins(x=0.14 if wide else 0.25)
     axes.set_ylim(len(accounts) - 0.5, -0.5)
     keys = [Patch(color=PARTS[part], label=part) for part in found]
-    foot = f"Shorter is better; numbers are milliseconds. {_also(accounts)}{caption}"
+    foot = f"Shorter is better; numbers are milliseconds, rounded. {_also(accounts)}{caption}"
     tell(figure, _finding(accounts), foot, keys, columns=4 if wide else 2)
     return figure
 
