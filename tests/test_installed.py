@@ -11,6 +11,7 @@ import torch
 import narrowcast as nc
 from narrowcast import _installed
 from narrowcast._installed import gpu_standing, minor, versions, with_standing
+from narrowcast.upstream.versions import NEWEST_TORCH, OLDEST_TORCH, TESTED_TORCH
 
 
 @pytest.mark.parametrize(
@@ -27,14 +28,19 @@ def test_the_minor_release_of_a_version(version: str, expected: str) -> None:
     assert minor(version) == expected
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.14.0", "2.14.1", "2.15.3+cpu"])
+@pytest.mark.parametrize("version", [OLDEST_TORCH, "2.14.0", "2.14.1", f"{minor(NEWEST_TORCH)}.3+cpu"])
 def test_a_patch_of_a_tested_release_is_tested(version: str) -> None:
-    assert with_standing(version, _installed.TESTED_TORCH) == f"{version}: tested"
+    assert with_standing(version, TESTED_TORCH) == f"{version}: tested"
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "2.15.0a0+git1234", "3.0.0.dev20270101", "12.15.0"])
+@pytest.mark.parametrize(
+    "version", ["2.10.1", "2.99.0", f"{NEWEST_TORCH}a0+git1234", "3.0.0.dev20270101", f"1{NEWEST_TORCH}"]
+)
 def test_other_releases_are_not(version: str) -> None:
-    assert with_standing(version, _installed.TESTED_TORCH) == f"{version}: not tested; 2.11 to 2.15 were"
+    assert (
+        with_standing(version, TESTED_TORCH)
+        == f"{version}: not tested; {minor(OLDEST_TORCH)} to {minor(NEWEST_TORCH)} were"
+    )
 
 
 def test_an_absent_triton_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from loss import is_stated, outcomes
 from torch.torch_version import TorchVersion
 
 import narrowcast.upstream
+from narrowcast._installed import minor
 from narrowcast.upstream.private import ENTRIES, Entry, _resolve
+from narrowcast.upstream.versions import TESTED_TORCH, TESTED_TRITON
 
 HERE = Path(__file__).parent
 SCENARIOS = HERE / "scenarios.py"
@@ -26,13 +28,13 @@ def _entries() -> dict[str, Entry]:
 
 
 def _was_tried_here(entry: Entry) -> bool:
-    oldest, _, newest = entry.tried.partition("-")
-    owner = torch.__version__
+    tested, owner = [minor(release) for release in TESTED_TORCH], torch.__version__
     if entry.name.startswith("triton"):
         triton = pytest.importorskip("triton")
-        owner = triton.__version__
+        tested, owner = list(TESTED_TRITON), triton.__version__
+    oldest, _, newest = entry.tried.partition("-")
     here = ".".join(owner.split("+")[0].split(".")[:2])
-    return TorchVersion(oldest) <= TorchVersion(here) <= TorchVersion(newest or oldest)
+    return TorchVersion(oldest or tested[0]) <= TorchVersion(here) <= TorchVersion(newest or tested[-1])
 
 
 def _is_path(name: str) -> bool:

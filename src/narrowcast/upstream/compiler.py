@@ -263,7 +263,7 @@ _WRAPS_CALLS = entry(
     follows="torch/_dynamo/eval_frame.py, since 2.14",
     without="a compiled container of torch.nn that is sharded raises Dynamo's own error",
     falls_back=True,
-    tried="2.14-2.15",
+    tried="2.14-",
 )
 _COMPILED_CALL = entry(
     "module._compiled_call_impl",

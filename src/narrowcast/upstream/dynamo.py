@@ -61,7 +61,7 @@ _NEEDED_OF_GUARDS = {
 _ListVariable = private("torch._dynamo.variables.lists.BaseListVariable", without=_NOT_COMPILED)
 _FIELD_READERS = [
     name
-    for name, tried in (("var_getattr", "2.11-2.13"), ("tp_getattro_impl", "2.14-2.15"))
+    for name, tried in (("var_getattr", "2.11-2.13"), ("tp_getattro_impl", "2.14-"))
     if private(
         f"torch._dynamo.variables.base.VariableTracker.{name}",
         follows="torch/_dynamo/variables/base.py; renamed in 2.14",
@@ -104,7 +104,7 @@ _SIDE_EFFECTS = entry(
     "SubgraphTracer.allow_side_effects_in_hop",
     follows="torch/_dynamo/side_effects.py",
     without=_AUTOCAST_WAY_OUT,
-    tried="2.13-2.15",
+    tried="2.13-",
 )
 
 

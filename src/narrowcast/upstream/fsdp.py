@@ -236,12 +236,12 @@ BUFFER_OPERATORS = {
 }
 """FSDP2's own operators on the buffers that it sends, by name, with what each does."""
 
-for _name, _tried in dict.fromkeys(BUFFER_OPERATORS, "2.11-2.15").items():
+for _name in BUFFER_OPERATORS:
     entry(
         f"torch.ops.{_name.replace('::', '.')}",
         follows=_COLLECTIVES,
         without=_WITHOUT_OPERATORS,
-        tried="2.15" if _name.endswith("mixed_dtype") else _tried,
+        tried="2.15-" if _name.endswith("mixed_dtype") else "",
     )
 
 

@@ -6,14 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .private import entry
-from .triton import TRITON
 
 entry(
     "triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",
     follows="triton/experimental/gluon/language/_core.py; public as ``reinterpret`` since Triton 3.7",
     without="the public ``reinterpret`` is called",
     falls_back=True,
-    tried=TRITON,
 )
 
 _PRIVATE = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))

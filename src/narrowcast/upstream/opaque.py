@@ -21,7 +21,7 @@ _API = entry("torch._library.opaque_object", follows=_FILE, without=_EAGER)
 
 def _either(new: str, old: str, follows: str, fallback: Any) -> tuple[Any, bool]:
     """Return the object under one of two names, and whether it is the newer; the old one warns if both exist."""
-    found = private(new, follows=follows, without=f"{old} is used", fallback=None, tried="2.14-2.15")
+    found = private(new, follows=follows, without=f"{old} is used", fallback=None, tried="2.14-")
     if found is not None:
         entry(old, follows=follows, without=f"{new} is used", falls_back=True, tried="2.11-2.13")
         return found, True

@@ -31,14 +31,15 @@ class Entry:
         without: what happens on a release that lacks the name: the other way with the same result, or the way out that
             the error names.
         falls_back: there is another way; otherwise the first use raises :class:`UpstreamError`.
-        tried: the releases on which the contract test passed.
+        tried: the releases on which the contract test passed, such as "2.11-2.13", or "2.14-" up to the newest tested
+            one; "" for all tested ones.
     """
 
     name: str
     follows: str
     without: str
     falls_back: bool = False
-    tried: str = "2.11-2.15"
+    tried: str = ""
 
     def error(self, found: str = "") -> UpstreamError:
         """Return the error for a release that lacks the name; ``found``: what was there instead."""
@@ -74,9 +75,7 @@ HIDDEN: set[str] = set()
 """Names that :func:`private` treats as absent: contract tests take an entry away with it before the first import."""
 
 
-def entry(
-    name: str, *, follows: str, without: str, falls_back: bool = False, tried: str = "2.11-2.15"
-) -> Entry:
+def entry(name: str, *, follows: str, without: str, falls_back: bool = False, tried: str = "") -> Entry:
     """Record a use that has no dotted path: a ``node.meta`` key, an operator's name, a closure, a frame's local.
 
     The caller checks that the name is there and raises :meth:`Entry.error` if it is not.
@@ -89,9 +88,7 @@ _REQUIRED: Any = object()
 _NOTHING: Any = object()
 
 
-def private(
-    path: str, *, follows: str = "", without: str, fallback: Any = _REQUIRED, tried: str = "2.11-2.15"
-) -> Any:
+def private(path: str, *, follows: str = "", without: str, fallback: Any = _REQUIRED, tried: str = "") -> Any:
     """Return the object at a dotted path and record its use.
 
     Args:

@@ -20,14 +20,11 @@ from torch import Tensor
 from .functionalization import FakeTensor
 from .private import Entry, entry, private
 
-TRITON = "3.6-3.9"
-
 entry(
     "triton.compiler.CompiledKernel.run",
     follows="triton/compiler/compiler.py CompiledKernel.__getitem__; triton/backends/nvidia/driver.py CudaLauncher",
     without="the kernel is launched through kernel[grid](...), which takes the host longer",
     falls_back=True,
-    tried=TRITON,
 )
 
 HOOKS: Any = private(
@@ -35,7 +32,6 @@ HOOKS: Any = private(
     follows="triton/knobs.py runtime_knobs",
     without="every launch goes through kernel[grid](...), which takes the host longer",
     fallback=SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=(None,))),
-    tried=TRITON,
 )
 """Holds the hooks of profilers: ``HOOKS.launch_enter_hook.calls`` is empty while none wants to see launches."""
 
@@ -151,7 +147,6 @@ entry(
     "make_tensordesc_arg, in 3.6",
     without="kernels with tensor descriptors are launched through Triton's Python, which takes the host longer",
     falls_back=True,
-    tried=TRITON,
 )
 
 

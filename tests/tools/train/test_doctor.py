@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from narrowcast._installed import gpu_standing
+from narrowcast._installed import gpu_standing, minor
+from narrowcast.upstream.versions import NEWEST_TORCH, OLDEST_TORCH
 from narrowcast_tools import cli
 from narrowcast_tools.train import doctor
 from narrowcast_tools.train.doctor import examine
 from narrowcast_tools.train.recipes import CHOICES, EMULATED
+
+NOT_TESTED = f"not tested; {minor(OLDEST_TORCH)} to {minor(NEWEST_TORCH)} were"
 
 
 def test_every_recipe_is_tried() -> None:
@@ -35,7 +38,7 @@ def test_what_is_wrong_comes_before_the_details(
     assert "wrong        nothing" in lines
     limits = [line for line in lines[: lines.index("")] if line.startswith("limits ")]
     assert limits[0] == f"limits       numpy, typer: {doctor.ABSENT}"
-    assert limits[1] == "limits       torch 2.99.1+cu140: not tested; 2.11 to 2.15 were"
+    assert limits[1] == f"limits       torch 2.99.1+cu140: {NOT_TESTED}"
 
 
 def test_emulation_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,10 +50,10 @@ def test_an_old_torch_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1+cu121")
     finding = next(f for f in examine() if f.subject == "torch")
     assert finding.broken
-    assert "install torch 2.11 or newer" in finding.text
+    assert f"install torch {minor(OLDEST_TORCH)} or newer" in finding.text
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "3.0.0.dev20270101"])
+@pytest.mark.parametrize("version", [OLDEST_TORCH, "2.13.0+cpu", "2.14.0a0+git1234", "3.0.0.dev20270101"])
 def test_new_torches_are_not(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     assert not doctor._torch("").broken
@@ -66,7 +69,7 @@ def test_every_gpu_has_a_line_that_says_what_was_tried() -> None:
 def test_a_release_that_was_not_tested_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.1+cu140")
     finding = next(f for f in examine() if f.subject == "torch")
-    assert finding.text == "2.99.1+cu140: not tested; 2.11 to 2.15 were" and not finding.broken
+    assert finding.text == f"2.99.1+cu140: {NOT_TESTED}" and not finding.broken
 
 
 def test_a_recipe_that_fails_is_broken_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
