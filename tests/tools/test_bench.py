@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_worker
 import pytest
+import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from torch import nn
@@ -246,14 +247,14 @@ def test_an_interrupted_run_names_the_files_that_it_wrote(
     assert "bench tiny: " in printed.splitlines()[0] and "measurements, at most 300 s each" in printed
     assert "; about 10 s each if compiled" in printed.splitlines()[0]
     assert re.search(
-        r"^\[1/\d+, \d+ s, \d+ s left\] Linear 32x64->64, bf16, compiled: 2.000 ms$", printed, re.MULTILINE
+        r"^Linear 32x64->64\n  \[1/\d+, \d+ s, \d+ s left\] bf16, compiled: 2.000 ms$", printed, re.MULTILINE
     )
     assert "compiled bf16" in printed and "wrote o/bench.csv and o/bench.png" in printed
     (figure,) = drawn
     assert re.fullmatch(r"Partial: 1 of \d+ measurements", figure.get_suptitle()), (
         "it had no group that was not finished"
     )
-    assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith("["))
+    assert all(len(line) <= 80 for line in printed.splitlines() if "s left" in line)
     ran[:] = ["bf16"]
     assert cli.main(["bench", "--device", "cpu", "--only", "Linear"]) == 130
     printed, line = capsys.readouterr()
@@ -268,10 +269,39 @@ def test_a_long_line_keeps_a_time_and_its_unit_together(
     monkeypatch.setattr(
         Worker, "run", lambda self, work, one, index: Result(work.name, one.name, one.mode, 4.043, 1, 2)
     )
-    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("COLUMNS", "50")
     assert cli.main(["bench", "tiny", "--device", "cpu", "--only", "grouped", "--recipe", "current"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "  4.043 ms, 2 MiB" in lines and max(map(len, lines[:4])) <= 70
+    assert "    4.043 ms, 2 MiB" in lines and max(map(len, lines[:6])) <= 50
+
+
+def test_lines_and_table_of_bench_fit_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line was two, and the table folded the names of works."""
+    monkeypatch.setattr(
+        Worker,
+        "run",
+        lambda self, work, one, index: Result(work.name, one.name, one.mode, 4.0, 1, None, "", 3.2, 5.1),
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["bench", "tiny", "--device", "cpu", "--recipe", "current", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith(("next:", "wrote"))) <= 80
+    measured = [line for line in lines if "s left]" in line]
+    assert len(measured) == 16 and all(line.endswith("4.000 ms (3.200..5.100)") for line in measured)
+    assert [line.rstrip() for line in lines].count("grouped 2x(64->64), 32 rows") == 2
+    assert lines[-1].endswith("train --recipe bf16,current"), "it named the demo, which came before"
+
+
+def test_a_cpu_is_not_told_that_it_has_no_cuda(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyTorch's warning stood between the lines of bench and of train --compile."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    importlib.import_module("torch.utils.cpp_extension")._find_cuda_home()
+    assert not caplog.records
 
 
 def test_what_hangs_or_crashes_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ def bench(
         with Worker(words, device, seconds) as worker:
             for work in chosen:
                 baseline: float | None = None
+                console.print(work.name, highlight=False, markup=False)
                 for index, contender in enumerate(running):
                     named = work.name, contender.name, contender.mode
                     result = known.get(named)
@@ -83,8 +84,8 @@ def bench(
                     share = None if baseline is None or result.ms is None else result.ms / baseline
                     results.append(result._replace(share=share))
                     done = _so_far(results, known, total, time.monotonic() - start)
-                    line, told = f"[{done}] {', '.join(named)}:", _told(result)
-                    between = " " if len(f"{line} {told}") <= console.width else "\n  "
+                    line, told = f"  [{done}] {contender.name}, {contender.mode}:", _told(result)
+                    between = " " if len(f"{line} {told}") <= console.width else "\n    "
                     console.print(f"{line}{between}{told}", highlight=False, markup=False)
                     if out is not None:  # after each, so that an interrupted run leaves what it has
                         out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def bench(
     if not written:
         typer.echo(follow_up_again(context.obj, "--out", "bench", "keeps the results and draws a picture"))
     elif device == "cpu":
-        typer.echo(follow_up("demo", "--quick"))
+        typer.echo(follow_up("train", "--recipe", f"bf16,{recipes[0]}"))
     else:
         typer.echo(follow_up("bench", "account"))
     return 0

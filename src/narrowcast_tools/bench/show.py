@@ -18,7 +18,7 @@ from ..tables import make_table
 from .measure import Result
 
 COLUMNS = ("work", "contender", "mode", "ms", "share", "memory", "note", "low", "high")
-SHOWN = ("work", "contender", "mode", "ms", "min..max", "share", "memory", "note")
+SHOWN = ("contender", "mode", "ms", "min..max", "share", "memory", "note")
 
 ROW = 0.185  # inches: the height of a line of a label
 EMULATED = "A CPU emulates the formats: its times say nothing of a GPU's. "
@@ -26,7 +26,7 @@ NAMES = 170  # points: the width of a contender's name
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    """Return a row per contender; the time is over that of bf16, the first row.
+    """Return a row per contender below the name of its work; the time is over that of bf16, the first row.
 
     Memory and notes are columns only if a result has any: a terminal of 80 columns is narrow.
     """
@@ -35,16 +35,18 @@ def table(results: Sequence[Result], title: str) -> Table:
     ]
     titles = {"share": f"time over {_mode(results)} bf16", "memory": "peak MiB"}
     headings = [titles.get(name, name) for name in columns]
-    shown = make_table(headings, title, left=("contender", "mode", "note"))
+    shown = make_table(headings, title, left=("mode", "note"))
+    shown.columns[0].no_wrap = True
     last = ""
     for one in results:
-        if last and one.work != last:
-            shown.add_section()
+        if one.work != last:
+            if last:
+                shown.add_section()
+            shown.add_row(one.work)
         texts = {
-            "contender": one.contender,
+            "contender": f"  {one.contender}",
             "mode": one.mode,
             "note": one.note,
-            "work": "" if one.work == last else one.work,
             "ms": _number(one.ms, 3),
             "min..max": spread(one),
             "share": _number(one.share, 2),

@@ -11,6 +11,8 @@ from typing import Any
 from .asked import Work
 from .measure import Contender, Result, contenders, measure
 
+SECONDS_TO_END = 5
+
 Chosen = tuple[Sequence[str], Sequence[str], bool, str, str]
 """Arguments of ``contenders``, which makes the same list in every process."""
 
@@ -32,7 +34,10 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if self._pipe is not None and error is None:
+            self._pipe.close()  # ends the process, which cleans up after the compiler
+            self._process.join(SECONDS_TO_END)
         self._end()
 
     def run(self, work: Work, contender: Contender, index: int) -> Result:
