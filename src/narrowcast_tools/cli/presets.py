@@ -15,7 +15,7 @@ TABLE = (
     ("hidden", "704", "2048", "8192", "14336", "14336"),
     ("heads/KV", "4/2", "12/12", "32/8", "32/8", "32/8"),
     ("parameters", "3.1M", "85.3M", "974.2M", "874.5M", "8,030.3M"),
-    ("state, GiB", "0.05", "1.27", "14.52", "13.03", "45.81"),
+    ("state, GiB", "0.05", "1.27", "14.52", "13.03", "30.85"),
     ("peak, GiB", "0.1", "3.3", "20.4", "14.6", "66.4"),
     ("batch x tokens", "8x128", "8x1024", "4x2048", "4x2048", "1x8192"),
     ("TFLOP/step", "0.02", "4.65", "51.15", "44.58", "421.65"),
@@ -49,7 +49,7 @@ def presets() -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    tell("state", "weights, gradients and optimizer")
+    tell("state", "weights, gradients and optimizer; 8b frees each layer's gradients in the backward")
     tell("peak", "what narrowcast plan expects of a step in bf16 on one GPU; eager code holds more")
     tell("optimizer", "adamw with fp32 weights; 8b: fused-stochastic with bf16 weights")
     tell("8b also", "--chunked-loss --saved-activations fp8 --step-in-backward")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as jsons
+import shlex
 from typing import Any
 
 import typer
 
 from ..hardware import GIB, RESERVE, find_gpu
-from ..words import follow_up_again, tell
+from ..words import follow_up, tell
 from .estimate import Estimate, gib
 from .layout import DoesNotFitError
 from .layout import plan as search
@@ -59,7 +60,7 @@ def plan(
         tell(subject, text)
     for text in remarks(gpus, layout["batch_size"]):
         tell("note", text)
-    typer.echo(follow_up_again(context.obj, "--gpus", 2 * gpus, "or --json, for all numbers, with MFU"))
+    typer.echo(f"{follow_up(*shlex.split(context.obj)[1:], '--json')}   # all numbers, with MFU")
     return 0
 
 

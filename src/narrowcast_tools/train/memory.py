@@ -25,8 +25,9 @@ def parameters_of(config: ModelConfig) -> int:
 
 
 def bytes_of_weight(config: TrainConfig) -> float:
-    """Return the bytes of a weight, its gradient and its optimizer state."""
-    return sum(find_optimizer(config.optimizer))
+    """Return the bytes of a weight and its optimizer state, and of its gradient if a step keeps all."""
+    weight, gradient, state = find_optimizer(config.optimizer)
+    return weight + gradient * (not config.step_in_backward) + state
 
 
 def expected_peak(config: TrainConfig) -> float | None:

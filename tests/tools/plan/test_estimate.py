@@ -550,3 +550,10 @@ def test_options_of_memory() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             plan("8b", 1, **options)
+
+
+def test_the_follow_up_of_a_plan_has_its_options(capsys: pytest.CaptureFixture) -> None:
+    """It doubled the GPUs, without a reason."""
+    assert cli.main(["plan", "--model", "70b", "--gpus", "256"]) == 0
+    follow_up = capsys.readouterr().out.splitlines()[-1]
+    assert follow_up.endswith(" plan --model 70b --gpus 256 --json   # all numbers, with MFU")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from narrowcast_tools.cli.presets import RECIPES, TABLE, presets
+from narrowcast_tools.hardware import find_optimizer
 from narrowcast_tools.train.config import TrainConfig
 from narrowcast_tools.train.errors import SettingsError
 from narrowcast_tools.train.flops import flops_per_token
@@ -74,6 +75,8 @@ def test_the_table_shows_each(
     text = capsys.readouterr().out.replace(f"{sys.executable} -m", "python -m")
     lines = [line.split() for line in text.splitlines()]
     assert all(" ".join(row).split() in lines for row in TABLE), "no number is folded"
+    full = sum(find_optimizer(PRESETS["8b"].optimizer)) * parameters_of(PRESETS["8b"].model) / 2**30
+    assert float(TABLE[6][-1]) < 0.7 * full, "it counted 15 GiB of gradients that --step-in-backward frees"
     assert all(len(line) <= columns for line in text.splitlines() if not line.startswith("next:"))
 
 
