@@ -84,9 +84,7 @@ def export(
 
     Args:
         path: a folder that does not exist yet, or is empty; it appears at once, when it is complete.
-        format: "hf-fp8-block128" (DeepSeek's), "compressed-tensors" (per tensor, 128 x 128, MXFP8, NVFP4 or MXFP4, by
-            the recipe or as stored), "mxfp8", "nvfp4", "mxfp6" or "mxfp4" (compressed-tensors of this format),
-            "fp8-static" (delayed scaling, with the scales of inputs), or "bf16" (no quantization).
+        format: one of the formats of :func:`narrowcast.serving.weights`.
         recipe: a recipe or its name; overrides the recipes of layers that have one.
         dtype: of tensors in high precision; default: unchanged, bf16 for "bf16".
         merge: of a PEFT model with LoRA adapters: "kept" or "new" writes the model that
