@@ -64,8 +64,8 @@ class LayerNormMLP(NormLinearLayer):
         bias: add learned biases in both layers.
         recipe: the layer's own recipe, or its name; an ``autocast`` overrides it.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: "gelu", "qgelu", "relu", "srelu", "silu", or gated: "geglu", "qgeglu", "glu", "reglu", "sreglu",
-            "swiglu", "clamped_swiglu", "situ_glu". The first half of fc1's output is the gate.
+        activation: "gelu", "swiglu" or another of the table in ``docs/modules.md``. Of gated ones, the first half of
+            fc1's output is the gate.
         activation_params: ``limit``, ``alpha`` and ``glu_linear_offset`` of "clamped_swiglu"; ``beta1``, ``beta2`` of
             "situ_glu".
         return_bias: return fc2's bias with the output instead of adding it.
