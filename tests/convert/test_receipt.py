@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import narrowcast as nc
+from narrowcast.convert.show import as_text
 
 from .models import Conv1D, Experts, Model
 
@@ -214,6 +215,32 @@ def test_a_converted_layer_without_a_recipe_is_counted_apart() -> None:
     nc.set_recipe(model[1], None)
     receipt = nc.receipt(model)
     assert "2 of 2 weights converted, 1 without a recipe\n" in str(receipt) and receipt.flops_covered == 0.5
+
+
+def test_the_row_of_a_layer_without_a_recipe_does_not_say_converted() -> None:
+    layer = nc.convert(nn.Linear(32, 32), CURRENT)
+    nc.set_recipe(layer, None)
+    assert "  no recipe  no recipe: its own is None" in str(nc.receipt(layer))
+
+
+def test_padding_of_a_tiny_layer_is_told_as_a_factor() -> None:
+    """Linear(7, 5) had a padding of 631.4%."""
+    assert " 7.3 times" in str(nc.receipt(nc.convert(nn.Linear(7, 5), CURRENT)))
+
+
+def test_frozen_weights_save_nothing_and_the_receipt_is_silent_about_it() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).requires_grad_(False)
+    assert " 0 B" not in str(nc.receipt(nc.convert(model, CURRENT, weights="stored")))
+
+
+def test_no_line_of_a_receipt_begins_with_a_comma() -> None:
+    """A column of 20 letters broke "Float8CurrentScaling, stored" before its comma."""
+    inner = nn.Linear(64, 192).requires_grad_(False)
+    model = nn.ModuleDict({"query_key_value_projection_of_every_head": inner})
+    receipt = nc.receipt(nc.convert(model, CURRENT, weights="stored"))
+    for width in range(72, 100):
+        lines = as_text(receipt, width).splitlines()
+        assert not [line for line in lines if line.lstrip().startswith(",")] and max(map(len, lines)) <= width
 
 
 def test_json_and_text_tell_the_same() -> None:

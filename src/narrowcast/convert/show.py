@@ -64,12 +64,19 @@ def _row(group: Sequence[GemmRecord]) -> tuple[str, ...]:
         common_name([one.name for one in group]) or "(the model)",
         first.type,
         " x ".join(map(str, first.shape)),
-        first.decision,
+        "no recipe" if first.decision == "converted" and not first.covered else first.decision,
         _recipe_or_reason(first),
         f"{sum(one.parameters for one in group):,}",
         f"{sum(one.flops_share for one in group):.1%}",
-        f"{first.padding:.1%}" if first.padding else "",
+        _padding(first.padding),
     )
+
+
+def _padding(share: float) -> str:
+    """Return the share of multiplications that padding adds; from 1 on, how many times as many there are."""
+    if share >= 1:
+        return f"{1 + share:.1f} times"
+    return f"{share:.1%}" if share else ""
 
 
 def common_name(names: Sequence[str]) -> str:
@@ -124,8 +131,12 @@ def _fitted(rows: list[tuple[str, ...]], width: int) -> list[str]:
     for dropped in _DROPPED:
         if room() < needed and dropped in columns:
             columns.remove(dropped)
-    most = {name: max(_NARROWEST, min(sizes[name], max(room() // 2, room() - _NARROWEST)))}
-    most[reason] = max(_NARROWEST, room() - min(most[name], sizes[name]))
+    longest = max(len(word) for row in rows for word in row[reason].split() or [""])
+    least = min(
+        max(_NARROWEST, longest), _NARROWEST + 2
+    )  # a recipe's name and the comma behind it stay together
+    most = {name: max(_NARROWEST, min(sizes[name], max(room() // 2, room() - least)))}
+    most[reason] = max(least, room() - min(most[name], sizes[name]))
     lines, last = [[_HEAD[column] for column in columns]], ""
     above: dict[int, str] = {}
     for row, heading in zip(rows, headings):
@@ -190,10 +201,13 @@ def _totals(receipt: Receipt) -> list[str]:
 
 
 def _saved_by_converted(memory: Memory) -> str:
-    return (
-        f"; quantized weights kept from forward to backward {_bytes(memory.quantized_weights)}; inputs saved per token "
-        f"{_bytes(memory.saved_per_token)}, before {_bytes(memory.saved_per_token_before)}"
-    )
+    told = ""
+    if memory.quantized_weights:
+        told += f"; quantized weights kept from forward to backward {_bytes(memory.quantized_weights)}"
+    if memory.saved_per_token_before:  # frozen weights save none
+        saved, before = _bytes(memory.saved_per_token), _bytes(memory.saved_per_token_before)
+        told += f"; inputs saved per token {saved}, before {before}"
+    return told
 
 
 def _saved(receipt: Receipt) -> list[str]:

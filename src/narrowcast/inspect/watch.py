@@ -365,7 +365,7 @@ class Watch:
             rows.append((str(one.step), one.layer, one.operand, *shares))
         if not self.records:
             return _NOTHING
-        head = tuple(field.name for field in fields(Record))
+        head = tuple(field.name.replace("sqnr", "sqnr, dB") for field in fields(Record))
         lines = as_table(head, rows, frozenset((0, 3, 4, 5, 6)), name=1)
         seen = {one.layer for one in self.records if not one.operand.endswith("weight")}  # read in any case
         idle = [
