@@ -155,7 +155,7 @@ class TrainConfig:
             f"it must divide --batch-size {self.batch_size}",
         )
         # `not x > 0` also refuses NaN.
-        _require(0 < self.lr < math.inf, "--lr", self.lr, "it must be a finite number above 0")
+        _require(0 < self.lr < math.inf, "--lr", self.lr, "it must be above 0 and finite")
         _require(self.clip > 0, "--clip", self.clip, "it must be a number above 0")
         for name in ("warmup", "weight_decay", "seed", "save_every"):
             _require(getattr(self, name) >= 0, option_of(name), getattr(self, name), "it must be 0 or more")
