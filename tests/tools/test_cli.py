@@ -859,8 +859,12 @@ def test_the_quick_demo_goes_on_where_it_was_interrupted(
     monkeypatch.setattr(Run, "_save", interrupted)
     absent = "runs/demo-quick holds no interrupted demo to resume; leave --resume out to begin one"
     assert absent in fails_on_one_line(capsys, text_file.parent, [*words, "--resume"])
+    Path("runs/demo-quick").mkdir(parents=True)
+    Path("runs/demo-quick/results.json").write_text("{}")
     assert main(words) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
+    *notes, line = capsys.readouterr().err.splitlines()
+    replaced = "note: at its end this demo replaces the earlier results in runs/demo-quick; --out keeps both"
+    assert replaced in notes, "it replaced them without a word"
     assert line.startswith("narrowcast: run 2/7, delayed-0: interrupted at step 2 of 4; step 2 is saved; to ")
     assert line.endswith("-m narrowcast demo --quick --data " + f"{text_file} --device cpu --resume")
     line = fails_on_one_line(capsys, text_file.parent, words)

@@ -79,6 +79,8 @@ def run_demo(
             f"{folder} holds an interrupted demo with {finished} of {counted(len(recipes), 'run')} finished; "
             "add --resume to continue it, or give --out another folder"
         )
+    if (folder / COMPARED).exists():
+        progress.note(f"at its end this demo replaces the earlier results in {folder}; --out keeps both")
     configs = [replace(config, recipe=name) for name in recipes]
     intro = describe_runs(config, corpus, recipes)
     if diverged := series(runs, configs, corpus, progress, resume=resume, intro=intro, options=options):

@@ -12,6 +12,7 @@ from rich.text import Text
 from .pace import Pace, format_pace
 
 QUIET_SECONDS = 10.0  # longest silence of the plain form
+BRISK_SECONDS = 3.0  # evaluations that follow a line sooner have none, besides the first and the last
 NARROWEST_BAR = 6  # cells
 TITLE = len("delayed")
 LOSS, HELD_OUT = len("loss 5.545"), len("held-out 5.545")
@@ -155,7 +156,7 @@ class _Figures(ProgressColumn):
 
 
 class Lines(Progress):
-    """One line per evaluation, and one whenever `QUIET_SECONDS` passed without."""
+    """One line per evaluation unless they come faster than `BRISK_SECONDS`, and one whenever `QUIET_SECONDS` passed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -177,10 +178,12 @@ class Lines(Progress):
         self._loss, self._pace, now = f"{loss:.3f}", pace, time.monotonic()
         self._timed = self._timed or (done, now)
         if now - self._last_line >= QUIET_SECONDS and not evaluates:  # the evaluation has a line of its own
-            self._line(done, "")
+            self._line(done, "", now)
 
     def evaluated(self, done: int, loss: float) -> None:
-        self._line(done, f"held-out {loss:.3f}")
+        now = time.monotonic()
+        if done in (0, self._total) or now - self._last_line >= BRISK_SECONDS:
+            self._line(done, f"held-out {loss:.3f}", now)
 
     def note(self, text: str) -> None:
         _note(self._console, text)
@@ -188,11 +191,11 @@ class Lines(Progress):
     def _begin_of(self, done: int) -> str:
         return f"{self._title:<{TITLE}}  step {done:>{len(str(self._total))}}/{self._total}  "
 
-    def _line(self, done: int, held_out: str) -> None:
-        self._last_line = time.monotonic()
+    def _line(self, done: int, held_out: str, now: float) -> None:
+        self._last_line = now
         first, at = self._timed or (done, 0.0)
         timed = done >= first + TIMED_STEPS
-        left = (self._last_line - at) / (done - first) * (self._total - done) if timed else None
+        left = (now - at) / (done - first) * (self._total - done) if timed else None
         figures = self._layout.figures(f"loss {self._loss}", held_out, self._pace, _time("left", left))
         self._print(f"{self._begin_of(done)}{figures}".rstrip())
 

@@ -118,6 +118,22 @@ def test_a_pipe_gets_lines() -> None:
     assert isinstance(make_progress(console), Lines)
 
 
+def test_evaluations_of_a_short_run_have_a_line_at_its_begin_and_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A demo of seven runs of seconds printed 35 lines into a pipe."""
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    console = Console(file=io.StringIO(), width=100)
+    lines = Lines(console)
+    lines.begin("current", done=0, total=40)
+    for done in range(0, 41, 10):
+        now += 1.2
+        lines.evaluated(done, 2.25)
+    printed = console.file.getvalue().splitlines()
+    assert [line.split()[2] for line in printed] == ["0/40", "30/40", "40/40"]
+
+
 def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(0, 1000, 4))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
@@ -130,11 +146,11 @@ def test_long_silences_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     lines.evaluated(20, 2.25)
     lines.step(21, 2.5, Pace(100.0))
     now = console.file.getvalue()
-    assert "step 20/40  loss 2.500  held-out 2.250  left  1:55     100 tok/s" in now
+    assert "step 20/40  loss 2.500  held-out 2.250  left  1:28     100 tok/s" in now
     lines.step(22, 2.5, Pace(100.0))
     lines.step(23, 2.5, Pace(100.0))
     last = console.file.getvalue().splitlines()[-1]
-    assert "step 23/40  loss 2.500                  left  1:36     100 tok/s" in last, (
+    assert "step 23/40  loss 2.500                  left  1:13     100 tok/s" in last, (
         "a held-out loss where it is new"
     )
 
