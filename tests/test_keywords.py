@@ -235,6 +235,10 @@ def test_checked_calls_compile() -> None:
 def test_words_of_other_libraries_and_parts_of_names_are_known() -> None:
     with pytest.raises(TypeError, match="FusedAdam takes no 'learning_rate'; did you mean lr="):
         nc.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(2))], learning_rate=1.0)
+    with pytest.raises(
+        TypeError, match="no 'moment_dtype'; the moments are two: exp_avg_dtype= and exp_avg_sq"
+    ):
+        nc.optimizers.FusedAdam([torch.nn.Parameter(torch.ones(2))], moment_dtype=torch.int8)
     with pytest.raises(TypeError, match="NVFP4BlockScaling takes no 'rht'; did you mean disable_rht="):
         nc.recipe.NVFP4BlockScaling(rht=True)
 
@@ -325,6 +329,8 @@ def test_a_name_that_is_not_there_gets_the_nearest(package: Any, name: str, near
         getattr(package, name)
     with pytest.raises(AttributeError, match="'HybridScaling'; it has DelayedScaling, Float8BlockScaling, "):
         getattr(nc.recipe, "HybridScaling")  # noqa: B009
+    with pytest.raises(AttributeError, match="'AdamW'; it has FusedAdam$"):
+        getattr(nc.optimizers, "AdamW")  # noqa: B009
     assert not hasattr(package, "qqq") and not hasattr(package, "__linear__")
 
 

@@ -775,7 +775,7 @@ def test_an_unknown_name_tells_the_nearest(name: str, told: str) -> None:
     }.items():
         none = {
             "autocast": "enabled=False is high precision",
-            "convert": "None in a table leaves layers as they are",
+            "convert": "skip=, or None in a table, leaves layers as they are",
         }
         expected = f"{owner}: .*{told}.*{none.get(owner, 'None is high precision')}$"
         with pytest.raises(ValueError, match=expected) as raised:

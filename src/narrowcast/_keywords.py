@@ -31,6 +31,7 @@ _FOREIGN = {
     "autocast.device_type": "that is torch.autocast, another context; write autocast(recipe='current')",
     "set_recipe.only": 'name the layers in a table of recipes, as in {"layers.*.mlp": "mxfp8"}',
     "set_recipe.skip": 'name the layers in a table of recipes, as in {"": "mxfp8", "lm_head": None}',
+    "FusedAdam.moment_dtype": "the moments are two: exp_avg_dtype= and exp_avg_sq_dtype=",
     "fused": "narrowcast's optimizers are always fused; leave it out",
     "foreach": "narrowcast's optimizers are always fused; leave it out",
     "module_filter_fn": "use only= or skip=: names, patterns, or functions of (name, module), the other order",
@@ -215,8 +216,8 @@ def refuse_attribute(module: str, name: str) -> NoReturn:
         near = [one for one in known if one.startswith(name.lower())]
     if near:
         raise AttributeError(f"{told}; did you mean {known[near[0]]}?")
-    kind = re.search("[A-Z][a-z]+$", name)  # such as Scaling
-    alike = [one for one in sys.modules[module].__all__ if kind and one.endswith(kind.group())]
+    kind = re.search("([A-Z][a-z]+)[A-Z]?$", name)  # such as Scaling, or Adam of AdamW
+    alike = [one for one in sys.modules[module].__all__ if kind and one.endswith(kind[1])]
     raise AttributeError(f"{told}; it has {_listed(alike)}" if alike else told)
 
 

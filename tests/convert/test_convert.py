@@ -312,7 +312,7 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
             nn.Linear(4, 4),
             "bf16",
             ValueError,
-            "no recipe is named 'bf16'; None in a table leaves layers as they are",
+            "no recipe is named 'bf16'; skip=, or None in a table, leaves layers as they are",
         ),
         (nn.Linear(4, 4), [CURRENT], TypeError, r"convert: recipe is \[Float8CurrentScaling.* of type list"),
         ([3], CURRENT, TypeError, r"model is \[3\], of type list; pass a torch.nn.Module"),

@@ -41,6 +41,7 @@ def test_any_number_of_parts_is_also_none() -> None:
         ("embed", r"it matches 'embed' \(Embedding\), which is none"),
         (".*up_proj$", r"patterns are no regular expressions: .*, as in '\*\*\.up_proj'$"),
         ("up|down", "patterns are no regular expressions: "),
+        ("model.layers.12.mlp", r"it has: 'model\.layers\.0\.mlp' and others, 12 in all$"),
         ("xyz", r"it has: '\*\*\.up_proj', .*'lm_head'$"),
     ],
 )
@@ -55,6 +56,8 @@ def test_few_names_are_all_listed_and_many_are_counted() -> None:
     for size, told in ((2, "it has: '0', '1'$"), (12, "it has: '0' and others, 12 in all$")):
         with pytest.raises(ValueError, match=told):
             matching_names("lm_head", [str(number) for number in range(size)], model[:size], "layer", "only")
+        with pytest.raises(ValueError, match=told):
+            matching_names("13", [str(number) for number in range(size)], model[:size], "layer", "only")
 
 
 def test_functions_choose_by_name_and_module() -> None:

@@ -534,6 +534,10 @@ def test_state_of_other_shapes_and_what_is_no_state_is_refused(make: Any) -> Non
         TypeError, match="^closure is 3, of type int; pass what can be called, such as a function"
     ):
         make(params).step(3)
+    for model in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        told = f"^params is a {type(model).__name__}; pass its parameters: model.parameters"
+        with pytest.raises(TypeError, match=told):
+            FusedAdam(model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="^params is empty; pass model.parameters"):
         make(iter(()))
     again = make(params)

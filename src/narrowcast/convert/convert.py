@@ -33,7 +33,7 @@ from .stored import (
 from .swap import become, change_recipe, check_turns_back, is_converted, turn_back
 
 _KIND = "linear layer"
-_NONE = "None in a table leaves layers as they are"
+_NONE = "skip=, or None in a table, leaves layers as they are"
 
 
 @overload

@@ -148,6 +148,10 @@ def _hint(pattern: str, names: list[str], model: nn.Module) -> str:
             return f"it matches {shown(name)} ({type(module).__name__}), which is none"
     patterns = _patterns(names)
     written = re.sub(_NUMBER, "*", pattern).removeprefix("**.")
+    if patterns.get(written) == written:  # only its numbers are not there
+        depth = written.count(".") + 1
+        found = (name for name in names if _regular_expression(written).match(name))
+        return f"it has: {_shown(dict.fromkeys('.'.join(name.split('.')[:depth]) for name in found), 8)}"
     alike = difflib.get_close_matches(written, patterns, n=3, cutoff=0.5)
     if alike:
         return f"the nearest: {', '.join(_numbered(patterns[one], pattern, names) for one in alike)}"

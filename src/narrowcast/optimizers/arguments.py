@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from .._checks import in_range, shown, some, tensor, typed
+from .._checks import a_kind, in_range, shown, some, tensor, typed
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -21,6 +21,8 @@ def checked_parameters(params: Any) -> list[Any]:
         TypeError: there are others among them, or none can be.
     """
     remedy = "pass model.parameters(), or a list of groups"
+    if isinstance(params, nn.Module):  # some are iterable
+        raise TypeError(f"params is {a_kind(params)}; pass its parameters: model.parameters()")
     if isinstance(params, (str, Tensor, dict)) or not isinstance(params, Iterable):
         raise TypeError(f"params is {typed(params)}; {remedy}")
     listed = list(params)
