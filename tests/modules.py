@@ -63,13 +63,15 @@ def step(
     return results
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Equal names, shapes, dtypes and values, and no tensor that is all zero."""
-    assert ours.keys() == theirs.keys()
-    for name, a in ours.items():
-        b = theirs[name]
-        assert a.shape == b.shape and a.dtype == b.dtype, name
-        assert torch.equal(a, b), f"{name} differs by {(a.float() - b.float()).abs().max()}"
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Equal names or as many tensors, of equal shapes, dtypes and values."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """As :func:`assert_equal`, and no tensor is all zero."""
+    assert_equal(ours, theirs)
+    for name, a in ours.items() if isinstance(ours, dict) else enumerate(ours):
         assert not a.numel() or a.float().abs().sum() > 0, f"{name} is zero"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_equal
 
 import narrowcast as nc
 from narrowcast import custom_recipes
@@ -61,12 +62,6 @@ def results(layer: nc.Linear, recipe: Recipe | None, x: torch.Tensor, run: Any =
     with nc.autocast(enabled=recipe is not None, recipe=recipe):
         y = (layer if run is None else run)(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
-
-
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), f"differ by {(a - b).abs().max()}"
 
 
 def compiled(function: Any, **kwargs: Any) -> Any:

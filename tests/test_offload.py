@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_equal
 from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -72,10 +73,6 @@ def step(
     return [y.detach(), *(p.grad for p in layers.parameters())]
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_bits(name: str, no_limit: None, moves: dict[str, list[Any]]) -> None:
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
@@ -83,7 +80,7 @@ def test_the_same_bits(name: str, no_limit: None, moves: dict[str, list[Any]]) -
     layers = model(RECIPES[name])
     given = nc.get_cpu_offload_context(True, LAYERS - 1, LAYERS)
     for index in range(3):
-        assert_same(step(layers, x, given), expected[index])
+        assert_equal(step(layers, x, given), expected[index])
     assert len(moves["to_host"]) == len(moves["to_device"]) > 0, "each storage goes once, and comes back once"
 
 
@@ -101,7 +98,7 @@ def test_backward_twice(no_limit: None) -> None:
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
     expected = step(model(RECIPES["mxfp8"]), x, times=2)
     given = nc.get_cpu_offload_context(True, 2, LAYERS)
-    assert_same(step(model(RECIPES["mxfp8"]), x, given, times=2), expected)
+    assert_equal(step(model(RECIPES["mxfp8"]), x, given, times=2), expected)
 
 
 def test_what_stays(no_limit: None, moves: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +233,7 @@ def test_manual(no_limit: None, moves: dict[str, list[Any]]) -> None:
     controller.start_reload_layer(0)
     assert len(moves["to_device"]) == len(moves["to_host"])
     y.square().mean().backward()
-    assert_same([y.detach(), *(p.grad for p in layers.parameters())], expected)
+    assert_equal([y.detach(), *(p.grad for p in layers.parameters())], expected)
     with pytest.raises(ValueError, match="layer_id is 2; the last forward had layers 0 to 1"):
         controller.start_reload_layer(2)
 
@@ -250,7 +247,7 @@ def test_a_retained_graph_of_manual_and_no_grad(no_limit: None) -> None:
                 y = torch.ones(4).exp()
             sync(y)
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
-    assert_same(step(model(None, 2), x, given), step(model(None, 2), x))
+    assert_equal(step(model(None, 2), x, given), step(model(None, 2), x))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +286,7 @@ def test_a_failed_layer_leaves_nothing_behind(no_limit: None) -> None:
     with contextlib.suppress(ZeroDivisionError), given[0]:
         raise ZeroDivisionError
     x = torch.randn(ROWS, WIDTH, device=DEVICE)
-    assert_same(step(model(None, 2), x, given), step(model(None, 2), x))
+    assert_equal(step(model(None, 2), x, given), step(model(None, 2), x))
 
 
 def test_compiling_it_is_refused() -> None:
@@ -350,7 +347,7 @@ def test_torchs_own_save_on_cpu(name: str, quantized: bool) -> None:
             y = layers(x)
         y.square().sum().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in layers.parameters())])
-    assert_same(*results)
+    assert_equal(*results)
 
 
 @pytest.mark.gpu
@@ -369,5 +366,5 @@ def test_peak_memory_falls(name: str) -> None:
             made = step(layers, x, given)
             peaks.append(torch.cuda.max_memory_allocated() - before)
         results.append(made)
-    assert_same(*results)
+    assert_equal(*results)
     assert peaks[-1] < 0.7 * peaks[1]

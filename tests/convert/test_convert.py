@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_equal
 from recipes import QUANTIZED
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,12 +29,6 @@ def gradients(model: nn.Module, x: Tensor = WORDS) -> dict[str, Tensor]:
     out = model(x)
     grads = torch.autograd.grad(out.float().square().sum(), list(model.parameters()))
     return {"out": out, **dict(zip((name for name, _ in model.named_parameters()), grads))}
-
-
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)

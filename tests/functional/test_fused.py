@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from quantizers.catalog import VARIANTS
+from reference.checks import assert_bitwise
 from torch import Tensor
 
 import narrowcast as nc
@@ -21,10 +22,8 @@ def seed_for(quantizer: nc.Quantizer) -> Tensor | None:
 
 
 def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        assert_bitwise(a, b)
 
 
 def delayed_state() -> tuple[Tensor, Tensor, DelayedFloat8Quantizer]:

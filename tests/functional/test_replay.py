@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from modules import assert_equal
 from recipes import EMULATE, QUANTIZED
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -75,12 +76,6 @@ def train(
         results += [one.grad.clone() for one in wanted if one.grad is not None]
         layer.zero_grad()
     return results + [buffer.clone() for buffer in layer.buffers()]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def built(make: Callable[..., nn.Module], recipe: Any, device: torch.device) -> nn.Module:

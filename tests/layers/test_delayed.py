@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from modules import assert_equal
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -120,12 +121,6 @@ def test_nobody_keeps_a_layer_alive() -> None:
     assert [reference() for reference in gone] == [None] * 3
 
 
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for index, (a, b) in enumerate(zip(ours, theirs)):
-        assert torch.equal(a, b), index
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_who_collects(compiled: bool) -> None:
     """A forward in training mode, or with gradients; and the backward of one with gradients."""
@@ -152,7 +147,7 @@ def test_a_checkpoint_collects_in_evaluation_what_it_does_in_training(use_reentr
         big = x.clone().requires_grad_()
         torch.utils.checkpoint.checkpoint(again, big, use_reentrant=use_reentrant).sum().backward()
         states.append(list(again.state_dict().values()))
-    assert_same(*states)
+    assert_equal(*states)
 
 
 SELECTIVE = functools.partial(
@@ -179,7 +174,7 @@ def test_a_recomputation_changes_no_rule(options: dict[str, Any]) -> None:
         for y in reversed(outs):
             y.sum().backward()
         states.append(list(nc.renew_delayed_scaling(layer).state_dict().values()))
-    assert_same(*states)
+    assert_equal(*states)
 
 
 # -- checkpoints and copies --------------------------------------------------------------------------------------------
@@ -200,7 +195,7 @@ def assert_goes_on_alike(ours: nn.Module, theirs: nn.Module) -> None:
             x = batch(step)
             model(x).square().sum().backward()
             results.append(snapshot(model, x))
-        assert_same(*results)
+        assert_equal(*results)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
+from modules import assert_equal
 from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES, kinds
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -87,13 +88,6 @@ def run(layer: Any, name: Any, x: Tensor, splits: Any, forward: Any = None, **kw
 def parameters_of(layer: nc.GroupedLinear) -> list[Tensor]:
     """All weights, then all biases."""
     return [*layer._parts_of("weight"), *layer._parts_of("bias")]
-
-
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype, index
-        assert torch.equal(a, b), f"{index} differ by {(a.float() - b.float()).abs().max()}"
 
 
 @pytest.mark.covering

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_same
 from recipes import DEVICE, EMULATE, QUANTIZED, RECIPES, kinds
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -52,14 +53,6 @@ def gradients(
     return [y.detach(), *torch.autograd.grad(y.float().square().sum(), wanted, **kwargs)]
 
 
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        assert torch.equal(a, b), f"differ by {(a.float() - b.float()).abs().max()}"
-    assert all(t.float().abs().sum() > 0 for t in ours if t.numel())
-
-
 def compare(
     name: str, steps: int = 2, dynamic: bool | None = None, backend: Any = "aot_eager", **layer_args: Any
 ):
@@ -73,7 +66,7 @@ def compare(
         x = make_input(*tokens, seed=step)
         ours = gradients(compiled_layer, lambda: enter(x, forward), x)
         theirs = gradients(eager_layer, lambda: enter(x, eager_layer), x)
-        assert_equal(ours, theirs)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["none", "current", "mxfp8", "delayed"])
@@ -88,7 +81,7 @@ def test_compiled_autograd(name: str) -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(compiled_autograd=True):
         torch.compile(step, backend="aot_eager")(x)
-    assert_equal([t.grad for t in (x, *layer.parameters()) if t.grad is not None], theirs[1:])
+    assert_same([t.grad for t in (x, *layer.parameters()) if t.grad is not None], theirs[1:])
 
 
 @pytest.mark.inductor
@@ -109,7 +102,7 @@ def test_autocast_inside_the_compiled_function(name: str) -> None:
     x = make_input(TOKENS)
     ours = gradients(layer, lambda: forward(x), x)
     layer.reset_delayed_scaling()
-    assert_equal(ours, gradients(layer, lambda: step(x), x))
+    assert_same(ours, gradients(layer, lambda: step(x), x))
 
 
 def test_autocast_nested_and_reentered_inside() -> None:
@@ -127,7 +120,7 @@ def test_autocast_nested_and_reentered_inside() -> None:
 
     x = make_input(TOKENS)
     forward = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert_equal(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
+    assert_same(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.requested)])
@@ -144,7 +137,7 @@ def test_recipe_built_inside_the_compiled_function(dynamic: bool | None) -> None
 
     x = make_input(TOKENS)
     forward = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    assert_equal(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
+    assert_same(gradients(layer, lambda: forward(x), x), gradients(layer, lambda: step(x), x))
 
 
 @pytest.mark.parametrize("name", kinds(QUANTIZED))
@@ -161,7 +154,7 @@ def test_microbatches_forward_first_then_backward(name: str) -> None:
         for out in reversed(outs):
             out.float().square().sum().backward()
         results.append([*outs, *(x.grad for x in xs), layer.weight.grad])
-    assert_equal(*results)
+    assert_same(*results)
 
 
 def test_equal_recipe_does_not_recompile_another_does() -> None:
@@ -210,7 +203,7 @@ def test_a_graph_saves_no_transpose_of_a_stored_weight(name: str, backend: str) 
     codes = [tuple(t.shape) for t in saved if t.dtype == torch.uint8]
     assert codes and (K, N) not in codes
     if name != "delayed":  # scales of the gradient are those of a later step
-        assert_equal(ours, expected)
+        assert_same(ours, expected)
 
 
 @pytest.mark.skipif(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_equal
 from recipes import DEVICE, QUANTIZED
 from torch import Tensor, nn
 
@@ -102,12 +103,6 @@ def train(
         results += [one.grad.clone() for one in (x, *more, *module.parameters()) if one.grad is not None]
         module.zero_grad()
     return results + [buffer.clone() for buffer in module.buffers()]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def recordings() -> list[str]:

@@ -22,6 +22,7 @@ from delayed_simulation import (
     perturb,
     train_step,
 )
+from modules import assert_equal
 from torch.torch_version import TorchVersion
 
 import narrowcast as nc
@@ -29,10 +30,6 @@ from narrowcast.recipe import DelayedScaling, Format
 
 __all__ = ["clean_autocast"]
 STEPS = 6
-
-
-def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert all(map(torch.equal, ours, theirs)), (ours, theirs)
 
 
 # -- the rule ---------------------------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def test_evaluation_without_gradients_leaves_the_state_alone(manager: Any, large
     for _ in range(3):
         with manager(), nc.autocast(recipe=recipe):
             layer(x)
-        assert_same(buffers(layer), before)
+        assert_equal(buffers(layer), before)
     layer.train()
     train_step(layer, recipe, draw(2, 6, 24), draw(2, 6, 40))
     assert not torch.equal(layer.amax_history, before[2])
@@ -183,7 +180,7 @@ def test_calibration_overwrites_the_slots_and_nothing_else(training: bool) -> No
             y = layer(x)
         assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
         collected = torch.tensor([float(x.abs().max()), 0.0, 0.0, 0.0])
-        assert_same(buffers(layer), [torch.zeros(4), torch.zeros(4, 4), collected])
+        assert_equal(buffers(layer), [torch.zeros(4), torch.zeros(4, 4), collected])
     nc.renew_delayed_scaling(layer)
     assert layer.scale[0] == torch.tensor(448.0, dtype=torch.float32) / x.abs().max()
 
@@ -270,13 +267,13 @@ def test_compiled_states_equal_eager_ones(name: str, compiled: str) -> None:
     more = 5 if compiled == "dynamic" else 0
     ours, theirs = (states_over_steps(how, RECIPES[name], more) for how in (compiled, "eager"))
     for step in range(STEPS):
-        assert_same(ours[step], theirs[step])
+        assert_equal(ours[step], theirs[step])
 
 
 def test_recipe_built_inside_the_compiled_function() -> None:
     recipe = RECIPES["history_4"]
     for ours, theirs in zip(states_over_steps("built_inside", recipe), states_over_steps("eager", recipe)):
-        assert_same(ours, theirs)
+        assert_equal(ours, theirs)
 
 
 def test_a_compiled_function_may_be_the_first_to_use_a_layer() -> None:
@@ -292,7 +289,7 @@ def test_a_compiled_function_may_be_the_first_to_use_a_layer() -> None:
         run(torch.ones(4, 24)).sum().backward()
         assert layer.amax_history.shape == (2000, 4)
         results.append(buffers(layer))
-    assert_same(*results)
+    assert_equal(*results)
 
 
 @pytest.mark.skipif(
@@ -371,14 +368,14 @@ def test_a_restored_layer_continues_like_the_original(tmp_path: Path, length: in
     restored = make_layer(seed=9)
     restored.load_state_dict(saved)
     for ours, theirs in zip(go_on(restored), expected):
-        assert_same(ours, theirs)
+        assert_equal(ours, theirs)
 
 
 def test_strict_load_both_ways() -> None:
     used, fresh = trained(from_one(amax_history_len=4)), make_layer(seed=3)
     plain = copy.deepcopy(fresh.state_dict())
     fresh.load_state_dict(used.state_dict())
-    assert_same(buffers(fresh), buffers(used))
+    assert_equal(buffers(fresh), buffers(used))
     addresses = [getattr(used, key).data_ptr() for key in KEYS]
     with pytest.warns(UserWarning, match="no delayed-scaling state for Linear layers; scales start anew"):
         used.load_state_dict(plain)
@@ -400,7 +397,7 @@ def test_loading_other_parts_leaves_the_state() -> None:
     model = torch.nn.Sequential(layer, torch.nn.LayerNorm(40))
     before = buffers(layer)
     model.load_state_dict({"1.weight": torch.ones(40)}, strict=False)
-    assert_same(buffers(layer), before)
+    assert_equal(buffers(layer), before)
 
 
 @pytest.mark.parametrize("saved, loaded", [(2, 5), (5, 2), (1024, 4), (4, 1024), (1, 4)])
@@ -436,14 +433,14 @@ def test_wrong_shapes_are_named_and_change_nothing(key: str, shape: tuple[int, .
     state[key] = torch.full(shape, 5.0)
     with pytest.raises(RuntimeError, match=rf"{key} has shape .*; this layer keeps \("):
         layer.load_state_dict(state)
-    assert_same(buffers(layer), before)
+    assert_equal(buffers(layer), before)
 
 
 def test_loading_onto_the_meta_device() -> None:
     source = trained(from_one(amax_history_len=4))
     layer = make_layer(device="meta")
     layer.load_state_dict(source.state_dict(), assign=True)
-    assert_same(buffers(layer), buffers(source))
+    assert_equal(buffers(layer), buffers(source))
 
 
 COPIES = {
@@ -460,7 +457,7 @@ def test_copies_have_fp32_state_of_their_own(how: str) -> None:
     )  # does not pickle
     layer = trained(recipe)
     twin, before = COPIES[how](layer), buffers(layer)
-    assert_same(buffers(twin), before)
+    assert_equal(buffers(twin), before)
     assert all(tensor.dtype == torch.float32 for tensor in buffers(twin))
     twin.weight.data.fill_(0.5)
     twin.amax.fill_(896.0)  # its own slot: the original must not see it

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from modules import assert_same
 from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -87,14 +88,6 @@ def run(
     return gradients(y, wanted)
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.shape == b.shape and a.dtype == b.dtype, index
-        assert torch.equal(a, b), f"{index} differ by {(a.float() - b.float()).abs().max()}"
-        assert not a.numel() or a.float().abs().sum() > 0, f"{index} is zero"
-
-
 @pytest.mark.parametrize(
     ("name", "single"),
     [
@@ -116,7 +109,7 @@ def test_equals_the_module(name: str, single: bool) -> None:
         if not single:
             assert not ours.pop(empty).any() and not ours.pop(empty + GROUPS - 1).any()
             del theirs[empty], theirs[empty + GROUPS - 1]
-        assert_equal(ours, theirs)
+        assert_same(ours, theirs)
         assert not ours[0][ROWS:].any() and not ours[1][ROWS:].any()
 
 
@@ -128,7 +121,7 @@ def test_splits_on_either_side_and_leading_dims(where: str) -> None:
     splits = splits_of([20, 28], "cpu" if where == "host" else DEVICE).to(torch.int32)
     y, dx, *others = run(op, "block", folded, splits)
     assert y.shape == (3, 16, N)
-    assert_equal([y.view(48, N), dx.view(48, K), *others], run(op, "block", x, splits))
+    assert_same([y.view(48, N), dx.view(48, K), *others], run(op, "block", x, splits))
 
 
 def test_one_graph_for_all_values_of_the_splits_and_one_more_for_all_counts_of_rows() -> None:
@@ -140,7 +133,7 @@ def test_one_graph_for_all_values_of_the_splits_and_one_more_for_all_counts_of_r
     assert counter.frame_count == 1
     for count in (60, 75):
         ours = run(op, "mxfp8", rows(count), splits_of([20, count - 20]), function=function)
-        assert_equal(ours, run(op, "mxfp8", rows(count), splits_of([20, count - 20])))
+        assert_same(ours, run(op, "mxfp8", rows(count), splits_of([20, count - 20])))
     assert counter.frame_count == 2
 
 
@@ -394,7 +387,7 @@ def test_parameters_and_state() -> None:
         0.9 * bound < op.weight1.abs().max() <= bound and not GroupedLinear(1, 3, 5, device="cpu").bias0.any()
     )
     twin = copy.deepcopy(op)
-    assert_equal(run(twin, "block", rows(), splits_of())[:2], run(op, "block", rows(), splits_of())[:2])
+    assert_same(run(twin, "block", rows(), splits_of())[:2], run(op, "block", rows(), splits_of())[:2])
     meta = GroupedLinear(2, K, N, device="meta")
     with pytest.raises(RuntimeError, match="reset_parameters"):
         meta(torch.zeros(4, K), splits_of([2, 2]))
