@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 
+Results = dict[str, Tensor]
 TOKENS = 40
 
 LAYERS: dict[str, Callable[..., Any]] = {
@@ -43,24 +44,40 @@ def make_input(features: int, *lead: int, seed: int = 2, dtype: torch.dtype = to
 
 def step(
     module: nn.Module,
-    x: Tensor,
-    recipe: nc.recipe.Recipe | None,
+    inputs: Tensor | Sequence[Tensor],
+    recipe: nc.recipe.Recipe | None = None,
     forward: Callable[..., Any] | None = None,
     **kwargs: Any,
-) -> dict[str, Tensor]:
-    """Outputs, and the gradients of the input and of every parameter that wants one; random numbers repeat."""
+) -> Results:
+    """Outputs ``out0...``, and the gradients ``d <parameter>``, and ``d input`` or ``d input0...``, of what wants one.
+
+    Random numbers repeat.
+    """
     torch.manual_seed(7)
+    given = [inputs] if isinstance(inputs, Tensor) else inputs
     with nc.autocast(enabled=recipe is not None, recipe=recipe):
-        result = (module if forward is None else forward)(x, **kwargs)
+        result = (module if forward is None else forward)(*given, **kwargs)
     outs = [out for out in (result if isinstance(result, tuple) else (result,)) if out is not None]
-    loss = sum((i + 1) * out.float().square().sum() for i, out in enumerate(outs) if out.requires_grad)
-    wanted = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if x.requires_grad:
-        wanted["input"] = x
-    grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    results = {f"out{i}": out.detach() for i, out in enumerate(outs)}
-    results.update({f"d {name}": grad for name, grad in zip(wanted, grads) if grad is not None})
-    return results
+    return {**{f"out{i}": out.detach() for i, out in enumerate(outs)}, **gradients(module, inputs, outs)}
+
+
+def loss_of(outs: Sequence[Tensor]) -> Any:
+    return sum((i + 1) * out.float().square().sum() for i, out in enumerate(outs) if out.requires_grad)
+
+
+def gradients(
+    module: nn.Module, inputs: Tensor | Sequence[Tensor], outs: Sequence[Tensor], **options: Any
+) -> Results:
+    """Return the gradients of :func:`step`; ``options``: of ``torch.autograd.grad``."""
+    single = isinstance(inputs, Tensor)
+    named = {"input": inputs} if single else {f"input{i}": x for i, x in enumerate(inputs)}
+    wanted = {
+        f"d {name}": x for name, x in {**dict(module.named_parameters()), **named}.items() if x.requires_grad
+    }
+    if not wanted:
+        return {}
+    grads = torch.autograd.grad(loss_of(outs), list(wanted.values()), allow_unused=True, **options)
+    return {name: grad for name, grad in zip(wanted, grads) if grad is not None}
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:

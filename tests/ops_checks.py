@@ -8,8 +8,8 @@ without gradients, two backwards over one graph, a second derivative, and recomp
     def test_bias(recipe):
         check(lambda: nc.ops.Bias(48, device=DEVICE), [(40, 48)], recipe)
 
-Comparisons are bitwise. :func:`step` gives one step's results by name, :func:`plain_step` those without a recipe, and
-:func:`unfused` switches the registered fusions off, to compare a fused operation with the list it stands for::
+Comparisons are bitwise. ``modules.step`` gives one step's results by name, and :func:`unfused` switches the registered
+fusions off, to compare a fused operation with the list it stands for::
 
     with unfused():
         reference = step(make(), inputs, recipe)
@@ -26,14 +26,13 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from modules import assert_same
+from modules import assert_same, gradients, loss_of, step
 from recipes import DEVICE
 from torch import Tensor, nn
 
 import narrowcast as nc
 from narrowcast.ops.registry import REGISTRY
 
-Results = dict[str, Tensor]
 Make = Callable[[], nn.Module]
 
 
@@ -48,36 +47,6 @@ def make_inputs(
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(*shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes]
     return [tensor.requires_grad_(grad) for tensor in made]
-
-
-def step(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    recipe: nc.recipe.Recipe | None = None,
-    forward: Callable[..., Any] | None = None,
-    **kwargs: Any,
-) -> Results:
-    """Outputs ``out0...`` and gradients ``d <parameter>``, ``d input0...``; random numbers repeat."""
-    torch.manual_seed(7)
-    with nc.autocast(enabled=recipe is not None, recipe=recipe):
-        result = (module if forward is None else forward)(*inputs, **kwargs)
-    outs = list(result) if isinstance(result, tuple) else [result]
-    return {**{f"out{i}": out.detach() for i, out in enumerate(outs)}, **_gradients(module, inputs, outs)}
-
-
-def _loss(outs: Sequence[Tensor]) -> Any:
-    return sum((i + 1) * out.float().square().sum() for i, out in enumerate(outs) if out.requires_grad)
-
-
-def _gradients(
-    module: nn.Module, inputs: Sequence[Tensor], outs: Sequence[Tensor], **options: Any
-) -> Results:
-    wanted = {f"d {name}": p for name, p in module.named_parameters() if p.requires_grad}
-    wanted.update({f"d input{i}": x for i, x in enumerate(inputs) if x.requires_grad})
-    if not wanted:
-        return {}
-    grads = torch.autograd.grad(_loss(outs), list(wanted.values()), allow_unused=True, **options)
-    return {name: grad for name, grad in zip(wanted, grads) if grad is not None}
 
 
 @contextlib.contextmanager
@@ -173,11 +142,11 @@ def check_backwards(
         result = module(*inputs, **kwargs)
     outs = list(result) if isinstance(result, tuple) else [result]
     torch.manual_seed(3)
-    first = _gradients(module, inputs, outs, retain_graph=True)
+    first = gradients(module, inputs, outs, retain_graph=True)
     torch.manual_seed(3)
-    assert_same(_gradients(module, inputs, outs, retain_graph=True), first)
+    assert_same(gradients(module, inputs, outs, retain_graph=True), first)
     differentiable = [x for x in inputs if x.requires_grad]
-    grads = torch.autograd.grad(_loss(outs), differentiable, create_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(loss_of(outs), differentiable, create_graph=True, allow_unused=True)
     found = [grad for grad in grads if grad is not None and grad.requires_grad]
     assert found
     with pytest.raises(RuntimeError):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from autograd.test_program import Alive
-from modules import assert_same
-from ops_checks import check, check_compiled, make_inputs, step, unfused
+from modules import assert_same, step
+from ops_checks import check, check_compiled, make_inputs, unfused
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend

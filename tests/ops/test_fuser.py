@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from modules import assert_same
-from ops_checks import check, check_compiled, make_inputs, only, step
+from modules import assert_same, step
+from ops_checks import check, check_compiled, make_inputs, only
 from recipes import DEVICE
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import spectral_norm as old_spectral_norm

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops_checks import check, make_inputs, step
+from modules import step
+from ops_checks import check, make_inputs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ops_checks import make_inputs, step, unfused
+from modules import step
+from ops_checks import make_inputs, unfused
 from recipes import DEVICE, QUANTIZED
 from torch import Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from modules import assert_same
-from ops_checks import check, check_compiled, make_inputs, step, unfused
+from modules import assert_same, step
+from ops_checks import check, check_compiled, make_inputs, unfused
 from recipes import DEVICE, QUANTIZED, RECIPES, kinds
 from torch import Tensor, nn
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from modules import assert_same
-from ops_checks import check, check_compiled, make_inputs, step
+from modules import assert_same, step
+from ops_checks import check, check_compiled, make_inputs
 from recipes import DEVICE, QUANTIZED
 
 import narrowcast as nc

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from modules import assert_same
-from ops_checks import check_backwards, check_recomputed, check_without_gradients, make_inputs, step
+from modules import assert_same, step
+from ops_checks import check_backwards, check_recomputed, check_without_gradients, make_inputs
 from torch import Tensor
 
 from narrowcast import ops

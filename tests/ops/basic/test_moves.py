@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_checks import check, check_compiled, make_inputs, step
+from modules import step
+from ops_checks import check, check_compiled, make_inputs
 
 from narrowcast.ops import AddExtraInput, Bias, ConstantScale, Identity, MakeExtraOutput, Reshape, Sequential
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from modules import assert_same
-from ops_checks import check, make_inputs, only, step
+from modules import assert_same, step
+from ops_checks import check, make_inputs, only
 
 import narrowcast as nc
 from narrowcast.ops.fused import Fusion

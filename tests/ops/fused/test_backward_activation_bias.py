@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from modules import assert_same, randomized
-from ops_checks import check, check_compiled, make_inputs, only, step, unfused
+from modules import assert_same, randomized, step
+from ops_checks import check, check_compiled, make_inputs, only, unfused
 from recipes import DEVICE, QUANTIZED, RECIPES
 
 import narrowcast as nc

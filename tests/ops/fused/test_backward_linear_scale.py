@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops_checks import make_inputs, step, unfused
+from modules import step
+from ops_checks import make_inputs, unfused
 from recipes import DEVICE, RECIPES
 
 import narrowcast as nc

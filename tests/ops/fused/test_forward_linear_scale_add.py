@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_checks import make_inputs, step
+from modules import step
+from ops_checks import make_inputs
 from recipes import DEVICE, RECIPES
 
 from narrowcast import ops

@@ -8,8 +8,8 @@ from typing import Any
 import ops_checks
 import pytest
 import torch
-from modules import assert_same
-from ops_checks import make_inputs, step, unfused
+from modules import assert_same, step
+from ops_checks import make_inputs, unfused
 from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -13,8 +13,8 @@ import ops_checks
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from modules import assert_same
-from ops_checks import make_inputs, step, unfused
+from modules import assert_same, step
+from ops_checks import make_inputs, unfused
 from recipes import DEVICE, RECIPES
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
