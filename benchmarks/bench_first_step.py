@@ -5,8 +5,7 @@ the time is the wall clock's. On a CPU nothing is compiled after the graphs are 
 is the process's. A second process with the caches of the first follows; ``step_ms`` is that of its warm steps,
 forward and backward as a loop issues them, on a GPU. ``--cases`` names the recipes, between semicolons. ``--how`` is
 "whole" for the stack as one graph, "by block" for one compiled block that serves as all. ``--jobs`` cases run side by
-side. For a recipe with ", translated" PyTorch translates each launch again, as it does for other packages
-(``upstream.triton.keep_intermediate_code``).
+side.
 ``bits`` is a hash of the output and the gradients.
 """
 
@@ -23,9 +22,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from harness import Row, parser, report, seconds_of
@@ -62,9 +59,6 @@ class Stack(nn.Module):
         return x
 
 
-TRANSLATED = ", translated"
-
-
 def first_step(
     layers: int, hidden: int, length: int, how: str, name: str, device: str
 ) -> tuple[float, str, float]:
@@ -72,7 +66,7 @@ def first_step(
     milliseconds of a warm step, 0 on a CPU."""
     torch.manual_seed(0)
     model = Stack(layers, hidden, device)
-    nc.set_recipe(model, RECIPES[name.removesuffix(TRANSLATED)]())
+    nc.set_recipe(model, RECIPES[name]())
     backend = "inductor" if device == "cuda" else "aot_eager"
     torch.compile(nn.Linear(8, 8).to(device), backend=backend)(
         torch.ones(2, 8, device=device)
@@ -164,9 +158,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.case:
         case = json.loads(chosen.case)
-        keep = "narrowcast.kernels.launch.keep_intermediate_code"
-        with mock.patch(keep) if case[4].endswith(TRANSLATED) else nullcontext():
-            print(*first_step(*case))
+        print(*first_step(*case))
         return
     report("first_step", measure(chosen), chosen)
 

@@ -1,4 +1,4 @@
-"""Which operators a compiled graph holds as launches and GEMMs of its own, and which it keeps whole."""
+"""Which operators a compiled graph holds as GEMMs and launches of its own, from when on, and which it keeps whole."""
 
 from __future__ import annotations
 
@@ -23,29 +23,42 @@ from torch.utils.checkpoint import CheckpointPolicy
 import narrowcast as nc
 from narrowcast import _device, kernels
 from narrowcast.functional import routes
+from narrowcast.functional._library import always
+from narrowcast.functional.lowering import RULES
+from narrowcast.upstream.tensors import tree_leaves
 
 _device.get_device_compute_capability = lambda: (9, 0)
 
 READ = ("x_ptr", "operand_0", "scale_ptr", "amax_ptr", "sums_ptr", "starts_ptr")
 wrap.get_mutated_tensors = lambda *, kwargs, **_: [name for name in kwargs if name not in READ]
 ops = torch.ops.narrowcast
+fakes = FakeTensorMode()
 quantizer = nc.Float8CurrentScalingQuantizer(nc.DType.kFloat8E4M3)
 
 
-def graph_of(function, device="cuda", mode=None, rows=128):
-    with FakeTensorMode():
-        x = torch.empty(rows, 256, dtype=torch.bfloat16, device=device)
+def fake(*shape, dtype=torch.bfloat16, device="cuda"):
+    with fakes:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+# what a functionalized graph calls
+def traced(function, device="cuda", mode=None):
     wrapped = dispatch_functionalize(function, mode or FunctionalTensorMode())
-    return make_fx(wrapped, tracing_mode="fake")(x).graph
+    graph = make_fx(wrapped, tracing_mode="fake")(fake(128, 256, device=device)).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-def traced(function, device="cuda", mode=None, rows=128):
-    return {str(node.target) for node in graph_of(function, device, mode, rows).nodes if node.op == "call_function"}
+# what Inductor takes in its place
+def lowered(operator, *given, known=None, wanted=False):
+    return RULES[operator.default].launches(given, known, wanted)
 
 
-def launches(function):
-    nodes = graph_of(function).nodes
-    return [node for node in nodes if node.target is wrap.triton_kernel_wrapper_functional]
+def targets(graph):
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def launches(graph):
+    return targets(graph).count("triton_kernel_wrapper_mutation")
 
 
 def multiply(x, emulate=False):
@@ -57,11 +70,15 @@ def whole(targets):
     return {target for target in targets if target.startswith("narrowcast.")}
 
 
-targets = traced(lambda x: ops.quantize(x, quantizer), rows=512)
-assert not whole(targets) and "aten.amax.default" in targets, targets  # for the compiler to take where x is written
-assert "aten.amax.default" not in traced(lambda x: ops.quantize(x, quantizer))  # of few elements the cast finds it
-assert len(launches(lambda x: ops.quantize(x, quantizer))) == 1
-assert not whole(traced(lambda x: ops.act_quantize(x, "swiglu", quantizer)))
+# until Inductor lowers it, a graph has the operator
+assert whole(traced(lambda x: ops.quantize(x, quantizer))) == {"narrowcast.quantize.default"}
+large, small = fake(512, 256), fake(128, 256)
+graph, _, asked = lowered(ops.quantize, large, quantizer)
+assert launches(graph) == 1 and asked and not whole(targets(graph))
+assert "aten.amax.default" in targets(graph)  # for the compiler to take where x is written
+graph, _, asked = lowered(ops.quantize, small, quantizer)
+assert launches(graph) == 1 and not asked and "aten.amax.default" not in targets(graph)  # the cast finds it
+assert not whole(targets(lowered(ops.act_quantize, small, "swiglu", quantizer).graph))
 
 
 def adam(x, count=3):
@@ -72,71 +89,104 @@ def adam(x, count=3):
     return [tensor for (tensor,) in kept]
 
 
-assert not whole(traced(adam)) and len(launches(adam)) == 2
-targets = traced(multiply)
-assert not whole(targets) and "aten._scaled_mm.default" in targets, targets
-assert whole(traced(lambda x: multiply(x, emulate=True))) == {"narrowcast.gemm.default"}
+found = traced(adam)
+assert not whole(found) and found.count("triton_kernel_wrapper_functional") == 2
+assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by default, once a graph holds kernels
+with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
+    traced(adam)
+    assert not torch._inductor.config.static_launch_user_defined_triton_kernels
+quantized = "narrowcast.quantize.default"
+found = traced(multiply)
+assert whole(found) == {quantized} and "aten._scaled_mm.default" in found, found
+assert whole(traced(lambda x: multiply(x, emulate=True))) == {quantized, "narrowcast.gemm.default"}
 with torch._inductor.config.patch(max_autotune=True):  # whose kernels have bits of their own
-    assert whole(traced(multiply)) == {"narrowcast.gemm.default"}
-assert whole(traced(lambda x: ops.quantize(x, quantizer), device="cpu")) == {"narrowcast.quantize.default"}
+    assert whole(traced(multiply)) == {quantized, "narrowcast.gemm.default"}
+exporting = FunctionalTensorMode(export=True)
+assert whole(traced(multiply, mode=exporting)) == {quantized, "narrowcast.gemm.default"}
 shapes = ShapeEnv()
 with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
     unknown = shapes.create_unbacked_symint()
     for rows, row, static in ((128, 256, True), (unknown, 256, False), (128, unknown, False)):
         x = FunctionalTensor.to_functional(torch.empty_strided((rows, 256), (row, 1), device="cuda"))
-        assert routes._is_static_on_gpu([x, [x], "fprop"]) == static
-exporting = FunctionalTensorMode(export=True)
-assert whole(traced(lambda x: ops.quantize(x, quantizer), mode=exporting)) == {"narrowcast.quantize.default"}
-assert torch._inductor.config.static_launch_user_defined_triton_kernels  # by default, once a graph holds kernels
-with torch._inductor.config.patch(static_launch_user_defined_triton_kernels=False):
-    traced(multiply)
-    assert not torch._inductor.config.static_launch_user_defined_triton_kernels
+        for given in (x, x.from_functional()):
+            assert routes._is_static_on_gpu([given, [given], "fprop"]) == static
+inductor, general = routes.INDUCTOR, routes.GENERAL
+assert routes.watcher_of_lowering((small, quantizer), always) is inductor
+assert routes.watcher_of_lowering((fake(128, 256, device="cpu"), quantizer), always) is general
+assert routes.watcher_of_lowering((small, quantizer), lambda *_: False) is general
 # a cast of what was never seen is one launch, too
-def first(x):
-    scale, amax = (x.new_zeros(2, dtype=torch.float32) for _ in range(2))
-    return ops.quantize(x, nc.quantizers.DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, 1, -448.0), None, scale, amax)[0]
+delayed = nc.quantizers.DelayedFloat8Quantizer(nc.DType.kFloat8E4M3, 1, -448.0)
+scale, amax = (fake(2, dtype=torch.float32) for _ in range(2))
+graph = lowered(ops.quantize, small, delayed, None, scale, amax).graph
+assert launches(graph) == 1 and not whole(targets(graph))
 
 
-assert len(launches(first)) == 1 and not whole(traced(first))
 # readers of one input share its quantization, unless it was written to, or they hand the codes to a user
-once = len(launches(lambda x: ops.quantize_operand(x, quantizer)))
-
-
 def twice(operator, written=False, quantizers=(quantizer, quantizer)):
     def run(x):
         first = operator(x.view(64, 512), quantizers[0])
         x = x.add_(1) if written else x
         return [a.view(torch.int8) + 1 for a in (first[0], operator(x.view(64, 512), quantizers[1])[0])]
 
-    return run
+    return len([target for target in traced(run) if target.startswith("narrowcast.")])
 
 
-assert len(launches(twice(ops.quantize_operand))) == once
-assert len(launches(twice(ops.quantize))) == 2 * once
-assert len(launches(twice(ops.quantize_operand, written=True))) == 2 * once
+assert twice(ops.quantize_operand) == 1
+assert twice(ops.quantize) == twice(ops.quantize_operand, written=True) == 2
 rowwise = quantizer.with_usage(columnwise=False)
-assert len(launches(twice(ops.quantize_operand, quantizers=(quantizer, rowwise)))) == 2 * once
-# the amax of a gradient is taken by the kernel that writes it, and holds until it is written to
-def after_its_kernel(change, asks=quantizer):
-    def run(x):
-        q, k, table = x.view(2, 128, 8, 64), x.new_empty(2, 128, 2, 64), x.new_ones(128, 64, dtype=torch.float32)
-        before = ops.quantize(x, asks)
-        dqkv = ops.rotate_qkv_backward([q, k, k], [table] * 4, None, False, False, False)
-        after = ops.quantize(change(dqkv).view(256, -1), quantizer)
-        return [a.view(torch.int8) + 1 for a in (before[0], after[0])]
+assert twice(ops.quantize_operand, quantizers=(quantizer, rowwise)) == 2
+# the amax of a gradient is taken by the kernel that writes it, if a tensor before needed one
+q, k, table = fake(2, 128, 8, 64), fake(2, 128, 2, 64), fake(128, 64, dtype=torch.float32)
+backward = ops.rotate_qkv_backward, [q, k, k], [table] * 4, None, False, False, False
+assert lowered(*backward).made == []
+taken = lowered(*backward, wanted=True)
+assert taken.made == [0] and "aten.abs.default" not in targets(taken.graph)
+maxima = fake(256, dtype=torch.float32)
+for given, known in ((large, {0: maxima}), (large, {}), (large.t(), {0: maxima})):
+    operator = (ops.quantize, given, quantizer)
+    assert ("aten.abs.default" in targets(lowered(*operator, known=known).graph)) == (given is not large or not known)
 
-    nodes = [str(node.target) for node in graph_of(run, rows=512).nodes]
-    return nodes.count("aten.abs.default")
+
+# calls of one graph, whose memory has names
+class Call:
+    kept = {}
+    keep_whole = staticmethod(lambda: "whole")
+
+    def __init__(self, given, values, mutated=()):
+        self.given, self.values, self.mutated = given, values, mutated
+
+    def memory(self, value):
+        return None if value in self.mutated else value
+
+    def run(self, graph, values):
+        self.read = values
+        results, taken = graph.output_node().args[0]
+        results = [f"result {at}" for at in range(len(tree_leaves(results)))]
+        return results, [f"maxima {at}" for at in range(len(taken))]
 
 
+def run(operator, *given, values, mutated=()):
+    call = Call(given, values, mutated)
+    call.results = RULES[operator.default](call)
+    return call
+
+
+parts = ["q", "k", "v", *(f"table {at}" for at in range(4))]
+run(*backward, values=parts)
+assert Call.kept["maxima"] == {}  # nothing had asked for any
 block = nc.Float8BlockQuantizer(nc.DType.kFloat8E4M3, rowwise=True, columnwise=True)
-assert after_its_kernel(lambda dqkv: dqkv) == 1  # that of what is quantized before
-assert after_its_kernel(lambda dqkv: dqkv.add_(1)) == after_its_kernel(lambda dqkv: dqkv + 1) == 2
-assert after_its_kernel(lambda dqkv: dqkv, asks=block) == 1  # nothing had asked for it
-# what a launch reads is computed once, for all of its readers
-for node in launches(lambda x: ops.quantize(x * 2, quantizer)):
-    read = [given for name, given in node.kwargs["kwargs"].items() if name in ("x_ptr", "operand_0", "sums_ptr")]
-    assert read and all(one.target is torch.ops.aten.as_strided.default for one in read), node
+run(ops.quantize, large, block, values=["x"])
+run(*backward, values=parts)
+assert Call.kept["maxima"] == {} and len(Call.kept["traced"]) == 2  # equal calls are traced once
+run(ops.quantize, large, quantizer, values=["x"])
+run(*backward, values=parts)
+assert list(Call.kept["maxima"]) == ["result 0"]
+dqkv = fake(256, 768)
+assert run(ops.quantize, dqkv, quantizer, values=["result 0"]).read == ["result 0", "maxima 0"]
+assert run(ops.quantize, dqkv, quantizer, values=["another"]).read == ["another"]
+assert run(ops.quantize, dqkv, quantizer, values=["result 0"], mutated=["result 0"]).read == ["result 0"]
+cpu = fake(256, 768, device="cpu")
+assert run(ops.quantize, cpu, quantizer, values=["x"]).results == "whole"
 # what Dynamo records are the overloads that this holds for; those with texts are exported ones
 held = set()
 layer = nc.Linear(32, 32, device="cpu", recipe=nc.recipe.Float8CurrentScaling())
@@ -150,7 +200,8 @@ def backend(graph, inputs):
 torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=backend))(torch.randn(32, 32, requires_grad=True))
 assert "narrowcast.gemm.default" in held and not any("text" in target for target in held), held
 os.environ["NARROWCAST_INLINE"] = "0"
-assert whole(traced(multiply)) == {"narrowcast.quantize.default", "narrowcast.gemm.default"}
+assert whole(traced(multiply)) == {quantized, "narrowcast.gemm.default"}
+assert run(ops.quantize, large, quantizer, values=["x"]).results == "whole"
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pkgutil
 import sys
@@ -26,6 +27,7 @@ import narrowcast as nc  # noqa: E402
 import narrowcast.kernels  # noqa: E402
 from narrowcast.functional import gemm  # noqa: E402
 from narrowcast.kernels import launch  # noqa: E402
+from narrowcast.upstream import lowering  # noqa: E402
 
 from . import twins  # noqa: E402
 
@@ -92,6 +94,21 @@ class Routed(nn.Module):
         x = x + self.bias
         chosen = x.detach()[:, :8]
         return self.fixed(x, chosen.float(), chosen > 0.2, ROWS * 4, lambda rows, _: rows * 2)
+
+
+class Experts(nn.Module):
+    """Rows of groups of any size, whose products the graph holds whole."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"device": device, "params_dtype": torch.bfloat16}
+        self.all = nc.GroupedLinear(3, WIDTH, WIDTH, **place)
+        self.register_buffer("splits", torch.empty(3, dtype=torch.int64, device=device))
+        for group, rows in enumerate((ROWS - 5, 0, 5) if device == "cpu" else ()):
+            self.splits[group] = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all(x, self.splits)
 
 
 Named = dict[str, Tensor]
@@ -215,6 +232,15 @@ SCENARIOS: dict[str, tuple[Any, nc.recipe.Recipe, str, Any]] = {
     "checkpointed, two forwards": (Checkpointed, DELAYED, "root", with_smaller_forwards),
     "operations": (Operations, DELAYED, "root", with_evaluations),
     "routed": (Routed, DELAYED, "own", plain),
+    "experts": (Experts, DELAYED, "root", plain),
+    "experts, current": (Experts, nc.recipe.Float8CurrentScaling(), "root", plain),
+    "experts, block": (Experts, nc.recipe.Float8BlockScaling(), "root", plain),
+    "nvfp4": (
+        Model,
+        nc.recipe.NVFP4BlockScaling(emulate=True, disable_stochastic_rounding=True),
+        "root",
+        plain,
+    ),
     "current": (Model, nc.recipe.Float8CurrentScaling(), "root", plain),
 }
 
@@ -233,7 +259,7 @@ def differences(name: str) -> list[str]:
     wrong = [
         f"{at}: {label}"
         for at, ((label, a), (_, b)) in enumerate(zip(found, wanted, strict=True))
-        if not (_close(a, b) if label.endswith(rounded) else torch.equal(a, b))
+        if not (_close(a, b) if label.rstrip("0123").endswith(rounded) else torch.equal(a, b))
     ]
     state = dict(eager.named_buffers())
     return wrong + [key for key, value in real.named_buffers() if not torch.equal(value, state[key])]
@@ -244,8 +270,40 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
 
 
+def check_writes() -> None:
+    """What lowering says that a launch may write to has all that PyTorch finds."""
+    import torch._higher_order_ops.triton_kernel_wrap as wrap
+    from torch._inductor.virtualized import V
+
+    name = next(
+        name for name in ("identify_mutated_tensors", "identify_accessed_tensors") if hasattr(wrap, name)
+    )
+    find = getattr(wrap, name)
+
+    def checked(kernel: Any, kwargs: dict[str, Any], *descriptors: Any) -> Any:
+        found = told(kernel, kwargs, *descriptors)
+        node = getattr(V.graph, "current_node", None)
+        # of grouped casts PyTorch says that they write to their input, which takes part in finding where they write
+        precise = not kernel.fn.__module__.rpartition(".")[2].startswith("grouped_")
+        if precise and node is not None and "narrowcast_written" in node.meta:
+            theirs = find(kernel, kwargs, *descriptors)
+            sides = [
+                x if isinstance(x, list) else [one.name for one in x.read_writes.writes]
+                for x in (theirs, found)
+            ]
+            tensors = {key for key, value in kwargs.items() if hasattr(value, "realize")}
+            missing = {*sides[0]} & tensors - {*sides[1]}
+            assert not missing, (kernel, missing)
+        return found
+
+    lowering.hear_writes()
+    told = getattr(wrap, name)
+    setattr(wrap, name, functools.wraps(told)(checked))
+
+
 def prepare() -> None:
     """Kernels take the branches that the interpreter knows; both sides multiply alike; nothing is kept on disk."""
+    check_writes()
     for module in pkgutil.iter_modules(narrowcast.kernels.__path__):
         try:
             loaded: Any = importlib.import_module(f"narrowcast.kernels.{module.name}")

@@ -43,11 +43,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("evaluations, root", "checkpointed, two forwards", "operations"),
+        ("evaluations, root", "checkpointed, two forwards", "operations", "experts, current"),
         pytest.param(
             (
                 *("steps, root", "steps, own", "evaluations, own", "two forwards", "twice"),
-                *("checkpointed", "current", "routed"),
+                *("checkpointed", "current", "routed", "experts", "experts, block"),
             ),
             marks=pytest.mark.requested,
         ),

@@ -2,8 +2,7 @@
 
 A model on "cuda" is made of fake tensors, which have no memory. Each storage has a twin on the CPU. A graph is traced
 and compiled for the GPU as always. Where its code would be loaded, a call takes its place that runs that code on the
-twins. An operator that the graph holds whole runs as it does on a CPU: those of grouped layers, whose launches expect
-more of the memory, cannot be run so.
+twins. An operator that the graph holds whole runs as it does on a CPU.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class _Kernels:
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
-_twins: dict[int, Tensor] = {}
+_twins: dict[int, tuple[Any, int]] = {}  # by storage: the twin's, and how far ahead it begins
 _kept: list[Tensor] = []  # so that no storage takes the place of another
 
 
@@ -141,17 +140,16 @@ def give_twin(fake: Tensor, real: Tensor) -> Tensor:
     """Have the code read and write ``real``, a tensor on the CPU, in place of ``fake``, which is returned."""
     with unset_fake_temporarily():
         _kept.append(fake)
-        _twins[fake.untyped_storage()._cdata] = real.detach()
+        ahead = real.storage_offset() - fake.storage_offset()
+        _twins[fake.untyped_storage()._cdata] = real.untyped_storage(), ahead
     return fake
 
 
 def twin_of(fake: Tensor) -> Tensor:
-    base = _twins[fake.untyped_storage()._cdata]
-    offset = base.storage_offset() + fake.storage_offset()
+    storage, ahead = _twins[fake.untyped_storage()._cdata]
     with unset_fake_temporarily():
-        return torch.empty(0, dtype=fake.dtype).set_(
-            base.untyped_storage(), offset, fake.shape, fake.stride()
-        )
+        empty = torch.empty(0, dtype=fake.dtype)
+        return empty.set_(storage, ahead + fake.storage_offset(), fake.shape, fake.stride())
 
 
 def exact_product(left: Tensor, right: Tensor, scale: Any, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

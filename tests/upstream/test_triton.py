@@ -258,46 +258,6 @@ class Kernel:
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["there", "lost"])
-def test_the_code_of_own_kernels_is_made_once(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._higher_order_ops.triton_kernel_wrap as wrap
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    path, calls = "torch._higher_order_ops.triton_kernel_wrap.generate_ttir", []
-    assert list(inspect.signature(wrap.generate_ttir).parameters)[1:2] == ["kwargs"] and path in ENTRIES
-
-    def generate_ttir(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> Any:
-        calls.append(kwargs)
-        return object(), [*kwargs]
-
-    generate_ttir.__module__ = wrap.__name__
-    monkeypatch.setattr(wrap, "generate_ttir", generate_ttir)
-    monkeypatch.setattr("narrowcast.upstream.private.HIDDEN", {path} if lost else set())
-    upstream.keep_intermediate_code("narrowcast")
-    kept_by = wrap.generate_ttir
-    upstream.keep_intermediate_code("narrowcast")
-    assert wrap.generate_ttir is kept_by
-    with FakeTensorMode():
-        x, y, other = torch.empty(4), torch.empty(9), torch.empty(4, dtype=torch.int32)
-    own, theirs = Kernel("narrowcast.kernels.norm"), Kernel("a.user")
-    for kernel, kwargs, makes in (
-        (own, {"x": x, "n": 16, "KIND": "relu"}, True),
-        (own, {"x": y, "n": 16, "KIND": "relu"}, False),
-        (own, {"x": other, "n": 16, "KIND": "relu"}, True),
-        (own, {"x": x, "n": 17, "KIND": "relu"}, True),
-        (own, {"x": x, "n": 1, "KIND": "relu"}, True),
-        (own, {"x": x, "n": True, "KIND": "relu"}, True),  # equal to 1
-        (own, {"x": x, "n": 16, "KIND": None}, True),
-        (own, {"x": torch.empty(4), "n": 16, "KIND": "relu"}, True),  # real memory has an alignment
-        (theirs, {"x": x, "n": 16, "KIND": "relu"}, True),
-        (theirs, {"x": x, "n": 16, "KIND": "relu"}, True),
-    ):
-        before = len(calls)
-        first, second = (wrap.generate_ttir(kernel, dict(kwargs), {}) for _ in range(2))
-        kept = not lost and kernel is own and type(kwargs["x"]) is not torch.Tensor
-        assert len(calls) - before == (makes if kept else 2) and (first is second) == kept
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["there", "lost"])
 def test_the_sources_of_own_kernels_are_collected_once(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.codegen.wrapper as wrapper
 

@@ -16,6 +16,7 @@ from ..upstream.autograd import forward_level, has_tangent
 from ..upstream.compiler import NotInGraph, is_tracer_running, mark_cacheable, start_kernels_statically
 from ..upstream.functionalization import FunctionalMode, FunctionalTensor, end_library, state_key
 from ..upstream.tensors import autocast_off, is_exporting, schema_of
+from .lowering import RULES, Rule, register_rules
 from .quantizer_value import QuantizerValue, quantizer_of_text, rules_of_graphs
 from .replay import Recording
 from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, tensors_among, watcher_in_graph
@@ -43,16 +44,19 @@ def define(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...] = (),
-    inlined: Callable[..., bool] | None = None,
+    dissolved: Callable[..., bool] | None = None,
+    lowered: Callable[..., bool] | None = None,
     shared: bool = False,
     of_state: bool = False,
 ) -> Callable[..., Any]:
     """Define ``narrowcast::<schema>`` and return its default overload.
 
-    Where its tensors are of static shape and on a GPU, and ``inlined``, given its arguments, says so, a compiled graph
-    holds what the implementation launches instead of the operator; see :func:`_inline`. ``shared``: calls with the
-    same arguments are then one, for operators whose outputs are never written and no graph returns. ``of_state``: its
-    tensors are a layer's state and never have gradients, so that it does not matter whether any are recorded.
+    Where its tensors are of static shape and on a GPU, and ``lowered``, given its arguments, says so, a compiled graph
+    launches what the implementation launches instead of the operator; see :mod:`.lowering`. ``dissolved``: the same
+    from functionalization on, for what the compiler's passes should see, as they should GEMMs, and for operators that
+    write to arguments. ``shared``: calls with the same arguments are one in a graph, for operators whose outputs are
+    never written and no graph returns. ``of_state``: its tensors are a layer's state and never have gradients, so that
+    it does not matter whether any are recorded.
 
     One implementation serves CPU and CUDA tensors: it picks reference or kernels from the device. Outputs must alias
     neither an input nor each other, and the fake's strides must be the real ones; the compiler relies on both.
@@ -74,8 +78,10 @@ def define(
     unseen = _without_autocast(implementation, _amaxes_at(overload))
     _LIBRARY.impl(name, unseen, "CompositeExplicitAutograd")
     torch.library.register_fake(f"narrowcast::{name}", _all_on_meta(name, fake), lib=_LIBRARY)
+    if lowered is not None:
+        RULES[overload] = Rule(_without_autocast(implementation), lowered, _amaxes_at(overload))
     rules = {
-        FunctionalMode: _inline(implementation, inlined, shared),
+        FunctionalMode: _in_graph(implementation, dissolved, shared),
         Recording: _recorded(implementation),
     }
     for mode, of_mode in rules.items():
@@ -138,7 +144,7 @@ def _define_text_overload(
     _LIBRARY.impl(f"{name}.text", _without_gradients(unseen), "CompositeExplicitAutograd")
     torch.library.register_fake(full_name, _all_on_meta(name, with_values(fake)), lib=_LIBRARY)
     torch.library.register_torch_dispatch(
-        full_name, FunctionalMode, _inline(run, None, shared=False), lib=_LIBRARY
+        full_name, FunctionalMode, _in_graph(run, None, shared=False), lib=_LIBRARY
     )
 
 
@@ -261,36 +267,40 @@ def _with_shortcut(
     return call
 
 
-def _inline(
+def _in_graph(
     implementation: Callable[..., Any],
-    inlined: Callable[..., bool] | None,
+    dissolved: Callable[..., bool] | None,
     shared: bool,
 ) -> Callable[..., Any]:
     """Return the rule by which functionalization meets an operator: trace its implementation, or keep it whole.
 
     Traced, its GEMMs and kernel launches are the graph's own: the compiler allocates for them, plans their memory and
-    starts them from the code it generates, where an operator is a call into Python at every step. Kept whole are
-    operators on a CPU, of dynamic shapes, in a graph to export, and all of them under ``NARROWCAST_INLINE=0``.
+    starts them from the code it generates, where an operator is a call into Python at every step. Of what is kept whole
+    Inductor lowers all but operators on a CPU, of dynamic shapes, in a graph to export, and all of them under
+    ``NARROWCAST_INLINE=0``.
     """
     run = _without_autocast(implementation)
 
     def rule(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
         _check_values(given)
-        if watcher_in_graph(mode, given, inlined).operator == WHOLE:
-            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if watcher_in_graph(mode, given, dissolved).operator == WHOLE:
+            register_rules()
+            return once(mode, given, lambda: mode.__torch_dispatch__(op, types, args, kwargs))
         start_kernels_statically()
         with mode:
-            return once(mode, given) if shared else run(*args, **(kwargs or {}))
+            return once(mode, given, lambda: run(*args, **(kwargs or {})))
 
-    def once(mode: Any, given: tuple[Any, ...]) -> Any:
-        """Return the outputs of an earlier call of this graph on the same values; the compiler would launch twice."""
+    def once(mode: Any, given: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+        """Return the outputs of an earlier call of this graph on the same values, if the operator is shared."""
+        if not shared:
+            return call()
         results = vars(mode).setdefault("_narrowcast_results", {})  # as long as the trace
         key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))
         if key not in results:
             # with the arguments, so that they live on and no other takes over their identity
-            results[key] = (run(*given), given)
-        return [output.view_as(output) for output in results[key][0]]
+            results[key] = (call(), given)
+        return [*results[key][0]]
 
     return rule
 
@@ -332,7 +342,7 @@ def _identity(value: Any) -> Any:
 
 
 def always(*_: Any) -> bool:
-    """For ``inlined``: wherever shapes and devices allow."""
+    """For ``lowered`` and ``dissolved``: wherever shapes and devices allow."""
     return True
 
 

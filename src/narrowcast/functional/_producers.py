@@ -105,7 +105,7 @@ def define_plain(producer: Producer) -> Operator:
     arguments = ", ".join([*producer.inputs, *_with_defaults(producer.options)])
     results = ", ".join(["Tensor"] * (1 + producer.further_count))
     schema = f"{producer.name}({arguments}) -> {f'({results})' if producer.further_count else results}"
-    return define(schema, run, fake, inlined=always)
+    return define(schema, run, fake, lowered=always)
 
 
 def define_quantizing(producer: Producer, name: str = "", keep_amax: bool = False) -> Operator:
@@ -157,7 +157,7 @@ def define_quantizing(producer: Producer, name: str = "", keep_amax: bool = Fals
         return [*buffers, *producer.further(*arguments)]
 
     schema = ", ".join([*producer.inputs, f"{QUANTIZER} quantizer", *_with_defaults(options), STATE])
-    return define(f"{name or producer.name + '_quantize'}({schema}) -> Tensor[]", run, fake, inlined=always)
+    return define(f"{name or producer.name + '_quantize'}({schema}) -> Tensor[]", run, fake, lowered=always)
 
 
 def _with_defaults(options: dict[str, Any]) -> list[str]:

@@ -55,7 +55,7 @@ _adam_ = define(
     f"{_NUMBERS}, bool stochastic) -> ()",
     _adam,
     lambda *_: None,
-    inlined=always,
+    dissolved=always,
 )
 
 
@@ -155,7 +155,7 @@ _adam_quantize_ = define(
     f"Tensor? stored_lr, Tensor? stored_count, {_NUMBERS}) -> ()",
     _adam_quantize,
     lambda *_: None,
-    inlined=always,
+    dissolved=always,
 )
 
 

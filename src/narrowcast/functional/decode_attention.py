@@ -10,7 +10,7 @@ decode_attention = define(
     "float scale, int window) -> Tensor",
     computed_by("decode_attention", "attend"),
     lambda q, k, v, *_: q.new_empty((*q.shape[:2], v.shape[3])),
-    inlined=always,
+    lowered=always,
 )
 """Attention of one query per sequence; ``reference.decode_attention.attend`` says of what.
 

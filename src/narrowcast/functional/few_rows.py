@@ -82,7 +82,7 @@ gemm_few_rows = define(
     "Tensor? bias, ScalarType dtype, SymInt columns, Tensor? scale, bool fast_accumulation) -> Tensor",
     _gemm_few_rows,
     lambda left, *arguments: left.new_empty((left.shape[0], arguments[5]), dtype=arguments[4]),
-    inlined=always,
+    lowered=always,
 )
 """Multiply a matrix that is quantized for this product alone with a quantized weight.
 

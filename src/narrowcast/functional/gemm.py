@@ -104,7 +104,7 @@ gemm = define(
     "Tensor? bias, ScalarType dtype, SymInt rows, SymInt columns, bool fast_accumulation, bool emulate) -> Tensor",
     _gemm,
     _gemm_fake,
-    inlined=_is_library_gemm,
+    dissolved=_is_library_gemm,
 )
 """Multiply two quantized operands; ``rows`` x ``columns`` is the logical result, padding is cut away.
 
@@ -155,7 +155,7 @@ _accumulate_op = define(
     f"{QUANTIZER} right_quantizer, bool fast_accumulation, bool emulate) -> ()",
     _gemm_accumulate,
     _gemm_accumulate_fake,
-    inlined=_is_library_gemm,
+    dissolved=_is_library_gemm,
 )
 
 

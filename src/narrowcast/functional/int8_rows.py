@@ -17,7 +17,7 @@ def _fake(x: Tensor) -> list[Tensor]:
 
 
 encode_int8_rows = define(
-    "encode_int8_rows(Tensor x) -> Tensor[]", computed_by("int8_rows", "encode"), _fake, inlined=always
+    "encode_int8_rows(Tensor x) -> Tensor[]", computed_by("int8_rows", "encode"), _fake, lowered=always
 )
 """Codes of the shape of ``x`` and scales (*lead, 1), contiguous; see ``reference.int8_rows.encode``."""
 
@@ -25,6 +25,6 @@ decode_int8_rows = define(
     "decode_int8_rows(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
     computed_by("int8_rows", "decode"),
     lambda codes, scales, dtype: codes.new_empty(codes.shape, dtype=dtype),
-    inlined=always,
+    lowered=always,
 )
 """``reference.int8_rows.decode`` of what :data:`encode_int8_rows` returned, contiguous."""

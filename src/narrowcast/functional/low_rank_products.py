@@ -32,7 +32,7 @@ add_product = define(
     "add_product(Tensor[] bases, Tensor left, Tensor right) -> Tensor",
     _add_product,
     lambda bases, left, right: bases[0].new_empty(bases[0].shape),
-    inlined=always,
+    lowered=always,
 )
 """``RN(sum(bases) + left @ right.T)`` of (M, N), (M, r) and (N, r), contiguous, rounded once to the bases' dtype.
 
@@ -43,7 +43,7 @@ thin_products = define(
     "thin_products(Tensor wide, Tensor right, Tensor left) -> Tensor[]",
     _products,
     _products_fake,
-    inlined=always,
+    lowered=always,
 )
 """``wide @ right`` (M, r) in the dtype of ``wide`` and ``wide.T @ left`` (N, r) in fp32; ``wide`` (M, N) is read once.
 

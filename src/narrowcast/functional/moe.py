@@ -14,19 +14,19 @@ moe_spread = define(
     "moe_spread(Tensor x, Tensor positions, SymInt columns) -> Tensor",
     computed_by("moe", "spread"),
     lambda x, positions, columns: x.new_empty((positions.shape[0], x.shape[1])),
-    inlined=always,
+    lowered=always,
 )
 moe_positions = define(
     "moe_positions(Tensor row_map, SymInt rows) -> Tensor",
     computed_by("moe", "positions"),
     lambda row_map, rows: row_map.new_empty((rows,)),
-    inlined=always,
+    lowered=always,
 )
 moe_collect = define(
     "moe_collect(Tensor rows, Tensor row_map, Tensor? weights) -> Tensor",
     computed_by("moe", "collect"),
     lambda rows, row_map, weights: rows.new_empty((row_map.shape[0], rows.shape[1])),
-    inlined=always,
+    lowered=always,
 )
 moe_collect_coded = define(
     "moe_collect_coded(Tensor codes, Tensor scales, bool e5m2, Tensor row_map, Tensor? weights, ScalarType dtype) "
@@ -35,7 +35,7 @@ moe_collect_coded = define(
     lambda codes, scales, e5m2, row_map, weights, dtype: codes.new_empty(
         (row_map.shape[0], codes.shape[1]), dtype=dtype
     ),
-    inlined=always,
+    lowered=always,
 )
 moe_collect_backward = define(
     "moe_collect_backward(Tensor grad, Tensor rows, Tensor positions, Tensor weights, Tensor? scales=None, "
@@ -45,5 +45,5 @@ moe_collect_backward = define(
         (rows if scales is None else grad).new_empty(rows.shape),
         rows.new_empty(rows.shape[0], dtype=torch.float32),
     ),
-    inlined=always,
+    lowered=always,
 )

@@ -15,7 +15,7 @@ moe_departures = define(
         routing_map.new_empty((ranks * capacity,), dtype=torch.int32),
         routing_map.new_empty(routing_map.shape[1:], dtype=torch.int64),
     ),
-    inlined=always,
+    lowered=always,
 )
 moe_arrivals = define(
     "moe_arrivals(Tensor received, SymInt capacity, SymInt rows, SymInt places, SymInt alignment) "
@@ -26,5 +26,5 @@ moe_arrivals = define(
         received.new_empty((places,), dtype=torch.int32),
         received.new_empty(received.shape[1:]),
     ),
-    inlined=always,
+    lowered=always,
 )

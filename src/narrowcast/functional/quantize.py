@@ -33,7 +33,7 @@ quantize = define(
     f"quantize(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
     encode,
     _quantize_fake,
-    inlined=always,
+    lowered=always,
 )
 """Quantize ``x`` (*lead, K), fp32, bf16 or fp16: the quantizer's buffers in the order of its description."""
 
@@ -42,7 +42,7 @@ quantize_operand = define(
     f"quantize_operand(Tensor x, {QUANTIZER} quantizer, {STATE}) -> Tensor[]",
     encode,
     _quantize_fake,
-    inlined=always,
+    lowered=always,
     shared=True,
 )
 """As :data:`quantize`, for results that only GEMMs read: equal calls in one graph share one result."""
@@ -56,7 +56,7 @@ amax_to_share = define(
     f"amax_to_share(Tensor x, {QUANTIZER} quantizer, Tensor? seed) -> Tensor",
     _amax_to_share,
     lambda x, quantizer, seed: x.new_empty(2, dtype=torch.float32),
-    inlined=always,
+    lowered=always,
 )
 """Amaxes of ``x``, row-wise and column-wise, fp32 (2,).
 
@@ -129,7 +129,7 @@ dequantize = define(
     f"dequantize(Tensor[] buffers, {QUANTIZER} quantizer, bool columnwise, ScalarType dtype, SymInt[] shape) -> Tensor",
     _dequantize,
     lambda buffers, quantizer, columnwise, dtype, shape: buffers[0].new_empty(shape, dtype=dtype),
-    inlined=always,
+    lowered=always,
 )
 """Decode the buffers of one direction to a tensor of the logical ``shape``."""
 

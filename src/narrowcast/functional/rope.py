@@ -20,7 +20,7 @@ rotate = define(
     "-> Tensor",
     computed_by("rope", "rotate"),
     lambda x, *_: x.new_empty(x.shape),
-    inlined=always,
+    lowered=always,
 )
 """``x`` (b, s, h, d), or (s, b, h, d), turned or turned back; contiguous."""
 
@@ -37,7 +37,7 @@ rotate_qkv = define(
     "bool by_group) -> (Tensor, Tensor, Tensor)",
     computed_by("rope", "rotate_qkv"),
     _fake_qkv,
-    inlined=always,
+    lowered=always,
 )
 """Queries, keys and values out of one tensor, the first two turned; ``tables`` are cos and sin of both."""
 
@@ -53,6 +53,6 @@ rotate_qkv_backward = define(
     "bool by_group) -> Tensor",
     computed_by("rope", "rotate_qkv_backward"),
     _fake_qkv_backward,
-    inlined=always,
+    lowered=always,
 )
 """Gradient of the packed tensor from those of the three results of :data:`rotate_qkv`."""

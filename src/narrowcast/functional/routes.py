@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .._environment import read_flag
 from ..upstream.autograd import forward_level
-from ..upstream.functionalization import FunctionalTensor, is_export
+from ..upstream.functionalization import is_export
 from ..upstream.tensors import count_modes, is_autocast, is_exporting, is_profiled
 
 SHORTCUT = "shortcut"
@@ -33,6 +33,8 @@ WHOLE = "whole"
 """The graph keeps the operator."""
 DISSOLVED = "dissolved"
 """The implementation is traced, and the graph has its launches and GEMMs instead of the operator."""
+LOWERED = "lowered"
+"""The same, when Inductor lowers a graph that held the operator."""
 SAVED = "saved"
 """The operator's node is tagged, so that the backward never repeats it; for operators defined so."""
 RECORDED = "recorded"
@@ -61,7 +63,8 @@ GRAPH = Watcher("Dynamo", DISPATCHED)
 EXPORT = Watcher("`torch.export`", TEXT)
 RECORDING = Watcher("the recording of a stage", RECORDED)
 CHECKPOINT = Watcher("a checkpoint in a graph", SAVED)
-STATIC = Watcher("functionalization, static shapes on a GPU", DISSOLVED)
+STATIC = Watcher("functionalization of GEMMs and optimizers, static shapes on a GPU", DISSOLVED)
+INDUCTOR = Watcher("Inductor, static shapes on a GPU", LOWERED)
 DECOMPOSITION = Watcher("`nc.decompose`", DISSOLVED)
 GENERAL = Watcher("functionalization of anything else, or for export", WHOLE)
 
@@ -75,6 +78,7 @@ TABLE = (
     RECORDING,
     CHECKPOINT,
     STATIC,
+    INDUCTOR,
     DECOMPOSITION,
     GENERAL,
 )
@@ -101,18 +105,27 @@ def eager_watcher(of_state: bool = False) -> Watcher:
     return AUTOCAST if is_autocast() else NOBODY
 
 
-def watcher_in_graph(mode: Any, given: tuple[Any, ...], inlined: Callable[..., bool] | None) -> Watcher:
+def watcher_in_graph(mode: Any, given: tuple[Any, ...], dissolved: Callable[..., bool] | None) -> Watcher:
     """Return who meets an operator while ``mode`` functionalizes a graph.
 
     Args:
         given: the operator's arguments.
-        inlined: given these, says whether it may be dissolved; None: it may not.
+        dissolved: given these, says whether it may be dissolved; None: it may not.
     """
     if _TAKING_APART.get():
         return DECOMPOSITION
-    if inlined is None or is_export(mode) or not _is_static_on_gpu(given):
+    if dissolved is None or is_export(mode):
         return GENERAL
-    return STATIC if read_flag("INLINE", True) and inlined(*given) else GENERAL
+    return STATIC if _is_inlined(given, dissolved) else GENERAL
+
+
+def watcher_of_lowering(given: tuple[Any, ...], lowered: Callable[..., bool]) -> Watcher:
+    """Return who meets an operator while Inductor lowers a graph; arguments as of :func:`watcher_in_graph`."""
+    return INDUCTOR if _is_inlined(given, lowered) else GENERAL
+
+
+def _is_inlined(given: tuple[Any, ...], wanted: Callable[..., bool]) -> bool:
+    return _is_static_on_gpu(given) and read_flag("INLINE", True) and wanted(*given)
 
 
 _TAKING_APART = contextvars.ContextVar("taking_apart", default=False)
@@ -130,9 +143,7 @@ def taking_apart() -> Iterator[None]:
 
 def _is_static_on_gpu(given: tuple[Any, ...]) -> bool:
     return not any(isinstance(value, torch.SymInt) for value in given) and all(
-        isinstance(x, FunctionalTensor)
-        and x.is_cuda
-        and all(isinstance(size, int) for size in (*x.shape, *x.stride(), x.storage_offset()))
+        x.is_cuda and all(isinstance(size, int) for size in (*x.shape, *x.stride(), x.storage_offset()))
         for x in tensors_among(given)
     )
 

@@ -23,7 +23,7 @@ scaled_act = define(
     "scaled_act(Tensor x, Tensor scale, str activation, float[] parameters=[]) -> Tensor",
     _scaled_act,
     lambda x, scale, activation, parameters=(): x.new_empty(output_shape(x, activation)),
-    inlined=always,
+    lowered=always,
 )
 """An activation of ``x`` (*lead, F), or (*lead, 2F) for a gated one, times ``scale`` (lead) -> (*lead, F)."""
 
@@ -40,6 +40,6 @@ scaled_act_backward = define(
     "-> (Tensor, Tensor)",
     _scaled_act_backward,
     lambda grad, x, scale, *_: (x.new_empty(x.shape), scale.new_empty(scale.shape)),
-    inlined=always,
+    lowered=always,
 )
 """Gradients (dx, dscale) of :data:`scaled_act`, in the shapes and dtypes of its operands."""

@@ -19,7 +19,7 @@ transpose_codes = define(
     "transpose_codes(Tensor data, Tensor? after=None, bool stacked=False) -> Tensor",
     lambda data, after=None, stacked=False: _transpose(data, stacked),
     _fake,
-    inlined=lambda data, after=None, stacked=False: after is None,
+    lowered=lambda data, after=None, stacked=False: after is None,
 )
 """Move the last dim of uint8 codes (*lead, K) to the front: (K, *lead), contiguous, never a view of ``data``.
 

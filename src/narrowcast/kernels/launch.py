@@ -42,8 +42,8 @@ from ..upstream.tensors import count_modes
 from ..upstream.triton import (
     HOOKS,
     Start,
-    keep_intermediate_code,
     keep_sources,
+    launch_as_written,
     launch_in_graph,
     node_of,
     past_descriptors,
@@ -149,6 +149,9 @@ class Launcher:
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.items() if name not in tensors}
         node = node_of(self._traced(), numbers)
+        if not any(isinstance(x, FunctionalTensor) for x in tensors.values()):
+            launch_as_written(node, tensors, grid)
+            return
         functional = FunctionalAPI()
         key = (constants, *(x.dtype if isinstance(x, Tensor) else type(x) for x in arguments))
         if key not in self.written:
@@ -166,9 +169,7 @@ class Launcher:
     def _traced(self) -> Any:
         """Return the kernel with the compile options that Inductor takes."""
         if self.traced is None:
-            package = __name__.partition(".")[0]
-            keep_intermediate_code(package)
-            keep_sources(package)
+            keep_sources(__name__.partition(".")[0])
             options = {name: value for name, value in self.options.items() if name == "num_stages"}
             config = triton.Config({}, num_warps=self.num_warps, **options)
             self.traced = triton.autotune(configs=[config], key=[])(self.kernel)

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .functionalization import FakeTensor
 from .private import Entry, entry, private
 
 entry(
@@ -216,59 +214,15 @@ def _of_graphs(name: str) -> Entry:
     )
 
 
-_TABLE, _WRITTEN, _LAUNCH = map(
-    _of_graphs, ("kernel_side_table", "get_mutated_tensors", "triton_kernel_wrapper_functional")
+_TABLE, _WRITTEN, _LAUNCH, _LAUNCH_WRITING = map(
+    _of_graphs,
+    (
+        "kernel_side_table",
+        "get_mutated_tensors",
+        "triton_kernel_wrapper_functional",
+        "triton_kernel_wrapper_mutation",
+    ),
 )
-
-
-_CODE = entry(
-    "torch._higher_order_ops.triton_kernel_wrap.generate_ttir",
-    follows="torch/_higher_order_ops/triton_kernel_wrap.py; torch/_inductor/ir.py UserDefinedTritonKernel",
-    without="graphs compile more slowly",
-    falls_back=True,
-)
-MOST_CODES = 1024
-"""Kept at once."""
-
-
-def keep_intermediate_code(package: str) -> None:
-    """Have PyTorch make Triton's intermediate code of a package's kernels once for equal arguments.
-
-    To see what a launch in a graph writes to, Inductor translates the kernel several times for each launch, which takes
-    longer than anything else in a compilation. The code depends only on the kernel, its constants and its dtypes.
-    """
-    make = _CODE.take_or(None)
-    if make is None or hasattr(make, "__wrapped__"):  # PyTorch has none, or keeps it already
-        return
-    made: dict[Any, Any] = {}
-
-    @functools.wraps(make)
-    def code_of(kernel: Any, kwargs: dict[str, Any], descriptors: Any) -> Any:
-        function = kernel.fn if hasattr(kernel, "configs") else kernel
-        key = None if descriptors else _kinds(kwargs)
-        if key is None or not function.fn.__module__.startswith(package):
-            return make(kernel, kwargs, descriptors)
-        key = (function, tuple(str(one) for one in getattr(kernel, "configs", ())), key)
-        if key not in made:
-            if len(made) >= MOST_CODES:
-                made.clear()
-            made[key] = make(kernel, kwargs, descriptors)
-        return made[key]
-
-    setattr(sys.modules[make.__module__], make.__name__, code_of)
-
-
-def _kinds(arguments: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return the properties of a kernel's arguments that its code depends on; None if it depends on more."""
-    kinds: list[Any] = []
-    for name, value in arguments.items():
-        if value is None or type(value) in (bool, int, float, str, torch.dtype):
-            kinds.append((name, type(value), value))
-        elif isinstance(value, FakeTensor) or type(value).__name__ == "TensorBox":  # stand-ins without memory
-            kinds.append((name, value.dtype))
-        else:
-            return None
-    return tuple(kinds)
 
 
 _SOURCES = entry(
@@ -321,3 +275,8 @@ def launch_in_graph(
 ) -> dict[str, Tensor]:
     """Add a launch to the graph that is being traced; return what it makes of the arguments it writes to."""
     return _LAUNCH.take()(**node, kwargs=tensors, grid=[grid], tensors_to_clone=written)  # type: ignore[no-any-return]
+
+
+def launch_as_written(node: dict[str, Any], tensors: dict[str, Tensor], grid: tuple[int, int, int]) -> None:
+    """Add a launch that writes to its arguments to a graph that is not functional."""
+    _LAUNCH_WRITING.take()(**node, kwargs=tensors, grid=[grid])
