@@ -46,6 +46,7 @@ grouped_act_quantize = define(
     f"float[] parameters, {STATE}) -> Tensor[]",
     _encode_activation,
     _activation_fake,
+    lowered=lambda x, splits, activation, quantizer, layout, *_: layout != "split",
 )
 """Quantize a gated activation of groups of rows (T, 2F); arguments as of :data:`act_quantize` and
 :data:`grouped_quantize`.
@@ -81,5 +82,6 @@ grouped_act_backward_quantize = define(
     f"str layout, float[] parameters, {STATE}) -> Tensor[]",
     _encode_gradient,
     _gradient_fake,
+    lowered=lambda grad, x, splits, activation, quantizer, layout, *_: layout != "split",
 )
 """Quantize the gradient (T, 2F) of a gated activation of ``x``, given that of its result (T, F)."""

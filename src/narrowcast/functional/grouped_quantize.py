@@ -274,6 +274,7 @@ grouped_quantize = define(
     f"grouped_quantize(Tensor x, Tensor splits, {QUANTIZER} quantizer, str layout, {STATE}) -> Tensor[]",
     lambda x, splits, quantizer, layout, *state: encode_groups([x], splits, quantizer, layout, *state),
     _grouped_quantize_fake,
+    lowered=lambda x, splits, quantizer, layout, *_: layout != "split",
 )
 """Quantize the groups of rows of ``x``, each as if it were alone.
 
