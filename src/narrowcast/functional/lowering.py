@@ -1,4 +1,4 @@
-"""What a compiled graph gets in place of an operator when Inductor lowers it: the launches of its implementation.
+"""The lowering of an operator: a compiled graph gets the launches of its implementation when Inductor lowers it.
 
 Until then the graph holds the operator, so that no pass before goes through a node for each launch and allocation.
 Equal calls in one graph, as those of equal layers, are traced once.
