@@ -109,7 +109,7 @@ with FakeTensorMode(shape_env=shapes), FunctionalTensorMode():
     for rows, row, static in ((128, 256, True), (unknown, 256, False), (128, unknown, False)):
         x = FunctionalTensor.to_functional(torch.empty_strided((rows, 256), (row, 1), device="cuda"))
         for given in (x, x.from_functional()):
-            assert routes._is_static_on_gpu([given, [given], "fprop"]) == static
+            assert routes.is_static_on_gpu([given, [given], "fprop"]) == static
 inductor, general = routes.INDUCTOR, routes.GENERAL
 assert routes.watcher_of_lowering((small, quantizer), always) is inductor
 assert routes.watcher_of_lowering((fake(128, 256, device="cpu"), quantizer), always) is general

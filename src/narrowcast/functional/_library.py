@@ -19,7 +19,16 @@ from ..upstream.tensors import autocast_off, is_exporting, schema_of
 from .lowering import RULES, Rule, register_rules
 from .quantizer_value import QuantizerValue, quantizer_of_text, rules_of_graphs
 from .replay import Recording
-from .routes import DISPATCHED, SHORTCUT, TEXT, WHOLE, eager_watcher, tensors_among, watcher_in_graph
+from .routes import (
+    DISPATCHED,
+    SHORTCUT,
+    TEXT,
+    WHOLE,
+    eager_watcher,
+    is_static_on_gpu,
+    tensors_among,
+    watcher_in_graph,
+)
 
 
 def _library() -> torch.library.Library:
@@ -293,7 +302,7 @@ def _in_graph(
 
     def once(mode: Any, given: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Return the outputs of an earlier call of this graph on the same values, if the operator is shared."""
-        if not shared:
+        if not shared or not is_static_on_gpu(given):  # symbols have no identity
             return call()
         results = vars(mode).setdefault("_narrowcast_results", {})  # as long as the trace
         key = (implementation, get_proxy_mode(), *(_identity(value) for value in given))

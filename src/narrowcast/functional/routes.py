@@ -125,7 +125,7 @@ def watcher_of_lowering(given: tuple[Any, ...], lowered: Callable[..., bool]) ->
 
 
 def _is_inlined(given: tuple[Any, ...], wanted: Callable[..., bool]) -> bool:
-    return _is_static_on_gpu(given) and read_flag("INLINE", True) and wanted(*given)
+    return is_static_on_gpu(given) and read_flag("INLINE", True) and wanted(*given)
 
 
 _TAKING_APART = contextvars.ContextVar("taking_apart", default=False)
@@ -141,7 +141,8 @@ def taking_apart() -> Iterator[None]:
         _TAKING_APART.reset(token)
 
 
-def _is_static_on_gpu(given: tuple[Any, ...]) -> bool:
+def is_static_on_gpu(given: tuple[Any, ...]) -> bool:
+    """Return whether all numbers and the tensors' shapes are known, and the tensors on a GPU."""
     return not any(isinstance(value, torch.SymInt) for value in given) and all(
         x.is_cuda and all(isinstance(size, int) for size in (*x.shape, *x.stride(), x.storage_offset()))
         for x in tensors_among(given)
