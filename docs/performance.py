@@ -480,8 +480,8 @@ LOSSES = """## Does the loss suffer?
 **Delayed scaling ends {gap:.2%} above bf16, whose own seeds are {apart:.1%} apart.** Held-out loss of 85M parameters
 after 1500 steps of 8192 bytes, the mean over seeds. A gap compares runs of the same seeds: three of bf16's eight have a
 mean of {three:.4f}, so FP8 current is {current:.2%} above them, although its loss is no higher than bf16's over eight.
-A mean gap up to {limit:.2%} counts as equal: as far as bf16's highest seed ends above their mean. A single seed may be
-farther away. The [first training run](first-light.md) has one seed, and its limit is 1%.
+bf16's highest seed ends {limit:.2%} above their mean: a mean gap up to there is within their range. A single seed may
+be farther away. The [first training run](first-light.md) has one seed, which ranks no recipes.
 
 | recipe | seeds | held-out loss | lowest to highest | gap to bf16 |
 | --- | ---: | ---: | ---: | ---: |

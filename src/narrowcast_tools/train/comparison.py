@@ -18,7 +18,7 @@ from .machine import one_line
 from .pace import Pace
 from .picture import caption, draw
 from .recipes import CHOICES
-from .report import BASELINE, Row, compare, rows_to_json
+from .report import BASELINE, Row, baseline_of, compare, rows_to_json
 
 # Options in which compared runs may differ; the result lists them.
 FREE = {
@@ -157,7 +157,7 @@ def _summary(comparison: Comparison) -> bytes:
     head = ("recipe", "layers apart", "seed", "mode", "steps", "held-out loss")
     head += ("gap to bf16, %", "tokens/s", "MFU of bf16 peak", "GiB", "seconds")
     lines = []
-    plain = next(row.seeds for row in comparison.rows if row.tolerance_percent is None)
+    plain = baseline_of(comparison.rows).seeds
     gaps = [gap for row in comparison.rows for gap in _gaps_of_seeds(row, plain)]
     for result, gap in zip(comparison.results, gaps):
         pace, mfu = result.pace, result.pace.mfu

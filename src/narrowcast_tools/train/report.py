@@ -15,8 +15,8 @@ from .progress import format_duration
 from .recipes import CHOICES
 
 BASELINE = "bf16"
-LIMIT = 1.0  # percent: a larger gap to one seed of bf16 is no longer equal
 SHORTEST_JUDGED = 240  # steps; before, losses fall so fast that a gap says little about a recipe
+PLACE = "bf16's seeds"  # heading of their range, and of where gaps are beside it
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Row:
         title: name for people.
         held_out_loss: last held-out loss, nats per byte.
         gap_percent: how far above the baseline's last held-out loss it lies; negative if below.
-        tolerance_percent: largest gap that counts as equal quality: `LIMIT`, or that of the baseline's highest seed to
-            the mean of its seeds if it is larger; None for the baseline.
+        seed_range: how far the lowest and the highest seed of the baseline end from their mean, in percent; None if
+            the baseline has one seed.
         tokens_per_second: training speed.
         seconds: wall time of a run.
         held_out: pairs of step and held-out loss.
@@ -44,7 +44,7 @@ class Row:
     title: str
     held_out_loss: float
     gap_percent: float
-    tolerance_percent: float | None
+    seed_range: tuple[float, float] | None
     tokens_per_second: float
     seconds: float
     held_out: list[tuple[int, float]]
@@ -55,9 +55,12 @@ class Row:
     seed_gaps: list[float]
 
     @property
-    def within(self) -> bool:
-        """Whether the gap is within the tolerance."""
-        return self.tolerance_percent is None or self.gap_percent <= self.tolerance_percent
+    def place(self) -> str:
+        """Where the gap is beside the range of the baseline's seeds: "below", "within", "above"; "" without a range."""
+        if self.seed_range is None:
+            return ""
+        low, high = self.seed_range
+        return "below" if self.gap_percent < low else "above" if self.gap_percent > high else "within"
 
 
 def compare(results: Sequence[RunResult]) -> list[Row]:
@@ -89,7 +92,7 @@ def alone(result: RunResult) -> Row:
 def _row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
     first = runs[0]
     plain = [run.held_out_loss for run in baseline]
-    limit = max(LIMIT, 100 * (max(plain) / fmean(plain) - 1))
+    low, high = (percent_above(loss, fmean(plain)) for loss in (min(plain), max(plain)))
     ends = [run.held_out_loss for run in runs]
     curves = [dict(run.history.held_out) for run in runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -100,7 +103,7 @@ def _row(runs: list[RunResult], baseline: list[RunResult]) -> Row:
         title=CHOICES[first.recipe].title + (f" ({first.variant})" if first.variant else ""),
         held_out_loss=fmean(ends),
         gap_percent=fmean(gaps[-1][1]),
-        tolerance_percent=None if runs is baseline else limit,
+        seed_range=(low, high) if len(plain) > 1 else None,
         tokens_per_second=fmean(run.pace.tokens_per_second for run in runs),
         seconds=fmean(run.seconds for run in runs),
         held_out=[(step, fmean(losses)) for step, losses in at.items()],
@@ -121,12 +124,22 @@ def _gaps(runs: list[RunResult], baseline: list[RunResult], step: int) -> list[f
         return []
     if not curves.keys() & theirs.keys():
         plain = dict.fromkeys(curves, fmean(plain.values()))
-    return [100 * (curve[step] / plain[seed] - 1) for seed, curve in curves.items() if seed in plain]
+    return [percent_above(curve[step], plain[seed]) for seed, curve in curves.items() if seed in plain]
+
+
+def percent_above(loss: float, base: float) -> float:
+    """Return how far a loss is above another one, in percent."""
+    return 100 * (loss / base - 1)
+
+
+def baseline_of(rows: Sequence[Row]) -> Row:
+    """Return the row that the others are compared with."""
+    return next((row for row in rows if row.recipe == BASELINE), rows[0])
 
 
 def rows_to_json(rows: Sequence[Row]) -> list[dict]:
-    """Return the rows as JSON-able dictionaries, the verdict included."""
-    return [{**asdict(row), "within": row.within} for row in rows]
+    """Return the rows as JSON-able dictionaries, with their places if the rows can be judged."""
+    return [{**asdict(row), "place": "" if why_unjudged(rows) else row.place} for row in rows]
 
 
 def too_few(steps: int) -> str:
@@ -134,9 +147,13 @@ def too_few(steps: int) -> str:
     return f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} too few" * (steps < SHORTEST_JUDGED)
 
 
-def judged(rows: Sequence[Row]) -> bool:
-    """Return whether the runs are long enough to compare their gaps with what is allowed."""
-    return not too_few(rows[0].held_out[-1][0])
+def why_unjudged(rows: Sequence[Row]) -> str:
+    """Return why gaps say nothing about the recipes, as a sentence; "" if they do."""
+    if few := too_few(rows[0].held_out[-1][0]):
+        return f"{few} to rank recipes: losses differ by chance; take {SHORTEST_JUDGED} or more."
+    if rows[0].seed_range is None:
+        return "One seed of bf16 ranks no recipe: another seed moves losses, too; --seeds 3 shows how far."
+    return ""
 
 
 def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
@@ -150,9 +167,9 @@ def columns(rows: Sequence[Row], *, timed: bool) -> dict[str, list[str]]:
         "held-out loss": [_loss(row) for row in rows],
     }
     if len(rows) > 1:
-        columns["gap to bf16"] = [_gap(row) for row in rows]
-    if len(rows) > 1 and judged(rows):
-        columns["allowed"] = [_allowed(row) for row in rows]
+        columns["gap to bf16"] = ["-" if row is baseline_of(rows) else _gap(row) for row in rows]
+    if len(rows) > 1 and not why_unjudged(rows):
+        columns[PLACE] = [_range(row) if row is baseline_of(rows) else row.place for row in rows]
     if timed:
         columns["tokens/s"] = [f"{row.tokens_per_second:,.0f}" for row in rows]
         columns["time"] = [format_duration(row.seconds) for row in rows]
@@ -165,14 +182,11 @@ def _loss(row: Row) -> str:
 
 
 def _gap(row: Row) -> str:
-    return "-" if row.tolerance_percent is None else f"{row.gap_percent:+.2f}%"
+    return f"{row.gap_percent:+.2f}%"
 
 
-def _allowed(row: Row) -> str:
-    if row.tolerance_percent is None:
-        return "-"
-    verdict = "met" if row.within else "missed"
-    return f"{row.tolerance_percent:.3g}%, {verdict}"
+def _range(row: Row) -> str:
+    return " to ".join(f"{end:+.2f}" for end in row.seed_range or ()) + "%"
 
 
 def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
@@ -180,8 +194,8 @@ def remarks(rows: Sequence[Row], *, timed: bool) -> list[str]:
     said = []
     if len(rows) == 1:
         said.append("One recipe, nothing to compare; train another with --recipe.")
-    elif few := too_few(rows[0].held_out[-1][0]):
-        said.append(f"{few} to rank recipes: losses differ by chance; take {SHORTEST_JUDGED} or more.")
+    elif why := why_unjudged(rows):
+        said.append(why)
     if not timed and len(rows) > 1:
         said.append("A CPU emulates low precision: it rounds values as a GPU does, and is slower.")
     return said
@@ -203,11 +217,10 @@ def terminal_table(
         f", mean of {many}, lowest to highest" if max(counts) > 1 else ""
     )
     texts = {**columns(rows, timed=timed), "recipe": [_both_names(row.recipe, row.title) for row in rows]}
-    table = make_table([*texts], title, left=("allowed",))
+    table = make_table([*texts], title, left=(PLACE,))
     for row, line in zip(rows, zip(*texts.values())):
-        color = "green" if row.within else "red"
-        colored = row.tolerance_percent is not None and judged(rows)
-        table.add_row(*(Text(text, color if colored and text == _gap(row) else "") for text in line))
+        color = "red" if row.place == "above" else "green"
+        table.add_row(*(Text(text, color if PLACE in texts and text == _gap(row) else "") for text in line))
     for run in diverged:
         title = f"{CHOICES[run['recipe']].title}, seed {run['seed']}"
         table.add_row(_both_names(run["recipe"], title), Text(f"diverged at step {run['step']}", "red"))
@@ -223,5 +236,5 @@ def _both_names(recipe: str, told: str) -> str:
 def markdown_table(rows: Sequence[Row], *, timed: bool = True) -> str:
     """Return the rows as a Markdown table; `timed` as `columns` takes it."""
     texts = columns(rows, timed=timed)
-    rules = ("---" if heading in ("recipe", "allowed") else "---:" for heading in texts)
+    rules = ("---" if heading in ("recipe", PLACE) else "---:" for heading in texts)
     return "\n".join("| " + " | ".join(line) + " |" for line in (texts, rules, *zip(*texts.values())))
