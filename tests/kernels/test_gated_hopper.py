@@ -78,12 +78,13 @@ def test_takes_whole_tiles_of_what_it_does_sooner() -> None:
 
 
 COMPILED = """
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from narrowcast.kernels import gated_hopper as hopper
 kernel = hopper._gated_hopper_kernel
-constants = dict(GRADIENT=True, FUNCTION="swiglu", P0=0.0, P1=0.0, P2=0.0, E5M2=False, FP8_MAX=448.0,
+constants = dict(GRADIENT=True, FUNCTION=sys.argv[1], P0=1.5, P1=1.5, P2=0.5, E5M2=False, FP8_MAX=448.0,
                  OVERFLOW=3.38e38, EPSILON=False)
 pointers = dict.fromkeys(("row_scale_ptr", "column_scale_ptr", "sums_ptr"), "*fp32")
 pointers |= dict(x_ptr="*bf16", grad_ptr="*bf16", data_ptr="*u8", transpose_ptr="*u8", epsilon="fp32")
@@ -100,10 +101,11 @@ assert compiled.metadata.shared <= 232448 // 3, compiled.metadata.shared  # thre
 """
 
 
-def test_compiles_without_a_gpu() -> None:
+@pytest.mark.parametrize("function", ["swiglu", "clamped_swiglu", "situ_glu"])
+def test_compiles_without_a_gpu(function: str) -> None:
     """Its language is Triton's experimental one: what changes there is seen here."""
     pytest.importorskip(GLUON, reason="needs Gluon")
     # in a process of its own, for the interpreter leaves its marks on Triton's functions
-    command = [sys.executable, "-c", COMPILED]
+    command = [sys.executable, "-c", COMPILED, function]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

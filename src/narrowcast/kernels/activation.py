@@ -108,7 +108,7 @@ def _tanh(x):
 @triton.jit
 def _bounded(x, beta):
     """Return ``beta * tanh(x / beta)`` and its derivative."""
-    inverse = reciprocal(tl.full(x.shape, beta, tl.float32))  # one for all of a thread's elements
+    inverse = reciprocal(tl.where(x == x, beta, beta))  # in the layout of x, which Gluon asks of it
     value, slope = _tanh(x * inverse)
     return value * beta, slope
 
