@@ -259,8 +259,9 @@ def test_a_compiled_run_learns_the_same(config: TrainConfig, corpus: Corpus, pro
 
 
 def test_lines_tell_step_losses_speed_and_time_left(
-    config: TrainConfig, corpus: Corpus, progress: Progress
+    config: TrainConfig, corpus: Corpus, progress: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("narrowcast_tools.train.progress.BRISK_SECONDS", 0.0)
     Run(config, corpus, progress, folder=None).train()
     lines = progress._console.file.getvalue().splitlines()
     assert len(lines) == 4
