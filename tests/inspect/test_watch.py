@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import narrowcast as nc
 from narrowcast.functional import OBSERVED, observe, observe_groups
 from narrowcast.inspect import Record
-from narrowcast.inspect.picture import figure
+from narrowcast.inspect.picture import draw, figure
 
 RECIPES = {**QUANTIZED, **MORE_FORMATS}
 
@@ -431,6 +431,20 @@ def test_words_of_a_small_picture_are_apart(layer: str) -> None:
             assert len(boxes) > 1 and all(one.x1 < other.x0 for one, other in zip(boxes, boxes[1:]))
     names = [name.get_text() for name in drawn.axes[0].get_yticklabels()]
     assert all(str(index) in name for index, name in zip((10, 11), names)), "elided in the middle"
+
+
+def test_the_headings_of_the_picture_start_below_its_title(tmp_path: Path) -> None:
+    """The margin of the file moved the title, and left the headings at the edge."""
+    matplotlib = pytest.importorskip("matplotlib")
+    records = [Record(0, "a", "input", 1.0, 0.0, 0.0, 31.0)]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(records, [], tmp_path / "watch.svg")
+    told = (tmp_path / "watch.svg").read_text()
+    lefts = [
+        re.findall(rf' x="([0-9.]+)"[^>]*>{words}', told)
+        for words in ("No layer loses", "Signal", "Underflow")
+    ]
+    assert lefts[0] and lefts == [lefts[0]] * 3
 
 
 def test_the_title_of_the_picture_names_what_loses_its_values() -> None:

@@ -133,7 +133,7 @@ def figure(records: Sequence[Record], recipes: Sequence[str] = (), *, wide: bool
             axes.set_xticks(list(labeled), [str(steps[index]) for index in labeled], fontsize=_LETTERS)
             axes.tick_params(axis="x", labelbottom=True)
         above = {"xytext": (0, 25), "textcoords": "offset points", "fontsize": _LETTERS, "weight": "bold"}
-        row[0].annotate(title, (0, 1), xycoords=("figure fraction", "axes fraction"), **above).set_in_layout(
+        row[0].annotate(title, (0, 1), xycoords=(drawn.transFigure, "axes fraction"), **above).set_in_layout(
             False
         )  # over the row
         row[1].set_xlabel("step", fontsize=_LETTERS)
