@@ -352,3 +352,64 @@ def test_shard_without_ranks_names_the_remedy() -> None:
         nc.distributed.shard(3)
     with pytest.raises(RuntimeError, match="there are no ranks .* start the script with torchrun"):
         nc.distributed.shard(torch.nn.Sequential(nc.Linear(16, 16, device="cpu")))
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: nc.watch(nn.Linear(2, 2), interval=10), "watch takes no 'interval'; did you mean every=?"),
+        (
+            lambda: nc.bisect(nn.Linear(2, 2), interval=10),
+            "bisect takes no 'interval'; it takes model, batch, ",
+        ),
+        (
+            lambda: nc.recipe.DelayedScaling(interval=1),
+            "DelayedScaling takes no 'interval'; Transformer Engine",
+        ),
+        *(
+            (
+                lambda word=word: nc.convert(nn.Linear(2, 2), "current", **{word: []}),
+                f"convert takes no '{word}'; did you mean skip=?",
+            )
+            for word in ("ignore", "modules_to_not_convert", "skip_modules")
+        ),
+        (
+            lambda: nc.convert("current", nn.Linear(2, 2)),
+            "convert takes the model first and got 'current'; call convert(model, 'current')",
+        ),
+        (
+            lambda: nc.export("out", nn.Linear(2, 2)),
+            "export takes the model first and got 'out'; call export(model, path, 'compressed-tensors')",
+        ),
+        (
+            lambda: nc.load_quantized("out", nn.Linear(2, 2)),
+            "load_quantized takes the model first and got 'out'; call load_quantized(model, path)",
+        ),
+        (
+            lambda: nc.convert(nn.Linear(2, 2), nc.recipe.current),
+            "convert: recipe is the module narrowcast.recipe.current; pass 'current', the recipe's name",
+        ),
+    ],
+)
+def test_words_and_orders_of_other_packages_get_a_remedy(call: Any, told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("quantize_", "narrowcast.convert converts a model"),
+        ("list_recipes", "the names of recipes are delayed, current, rowwise, "),
+        (
+            "train",
+            "train in your own loop after narrowcast.convert(model, 'current'), or run narrowcast train",
+        ),
+        ("Float8LinearConfig", "it is in narrowcast.compat.torchao_float8"),
+    ],
+)
+def test_names_of_other_packages_get_what_to_use(name: str, told: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(nc, name)
+    assert str(raised.value).startswith(f"module 'narrowcast' has no attribute '{name}'; {told}")

@@ -816,8 +816,8 @@ def test_a_plan_is_chosen_by_what_a_broken_graph_knows_as_symbols() -> None:
     "name, meant",
     [
         ("MXFP8", "the nearest: 'mxfp8'"),
-        ("fp8", "for FP8 use 'current'"),
-        ("float8", "for FP8 use 'current'"),
+        ("fp8", "for FP8 start with 'current'"),
+        ("float8", "for FP8 start with 'current'"),
     ],
 )
 def test_the_recipe_that_is_meant(name: str, meant: str) -> None:

@@ -16,17 +16,19 @@ from collections.abc import Collection, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
+from torch import nn
+
 from ._checks import shown
 
 _PACKAGE = __name__.partition(".")[0]
 _LISTED = 200  # characters of the names that a message lists
-RECIPES: set[str] = set()
+RECIPES: list[str] = []
 """Names of recipes, which ``recipe`` adds."""
 CHOICES: dict[str, tuple[str, ...]] = {}
 """Texts that an argument takes, by its name, which the rooms that know them add."""
 _CHECKED: dict[Any, Any] = {}  # functions, and constructors that check -> what checks
 _FOREIGN = {
-    "interval": "Transformer Engine no longer has it either: scales are renewed in every step; leave it out",
+    "DelayedScaling.interval": "Transformer Engine no longer has it: scales are renewed in every step; leave it out",
     "autocast.dtype": "that is torch.autocast, another context; write autocast(recipe='current')",
     "autocast.device_type": "that is torch.autocast, another context; write autocast(recipe='current')",
     "set_recipe.only": 'name the layers in a table of recipes, as in {"layers.*.mlp": "mxfp8"}',
@@ -43,7 +45,20 @@ _INPUTS = ("input", "x")
 """Names of an input in torch.nn: of ``nn.Linear`` and ``nn.LayerNorm``, and of ``nn.RMSNorm``."""
 _FURTHER = ("serving",)
 """Public subpackages of narrowcast that ``import *`` does not bring."""
-_SYNONYMS = {"learning_rate": "lr", "exclude": "skip", "include": "only"}
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "include": "only",
+    "interval": "every",
+    **dict.fromkeys(("exclude", "ignore", "modules_to_not_convert", "skip_modules"), "skip"),
+}
+_GUESSED = {
+    "quantize_": "narrowcast.convert converts a model",
+    "prepare": "narrowcast.convert converts a model",
+    "train": "train in your own loop after narrowcast.convert(model, 'current'), or run narrowcast train",
+    "convert_to_float8_training": "it is in narrowcast.compat.torchao_float8",
+    "Float8LinearConfig": "it is in narrowcast.compat.torchao_float8",
+}
+"""Names that users of other packages try, and what to use."""
 
 
 def check(name: str, accepted: Collection[str], keywords: Collection[str]) -> None:
@@ -101,6 +116,18 @@ def _check_places(
         given = shown(value) if isinstance(value, str) else f"{type(value).__name__}(...)"
         call = ", ".join([*required, f"{keyword}={given}"])
         raise TypeError(f"{name} got {given} as a positional argument; write {name}({call})")
+
+
+def _check_order(name: str, required: tuple[str, ...], args: tuple[Any, ...]) -> None:
+    """Refuse a model that comes after another argument.
+
+    Raises:
+        TypeError: it does; the message has the call in its order.
+    """
+    if isinstance(args[0], nn.Module) or not isinstance(args[1], nn.Module):
+        return
+    call = ", ".join(_EXAMPLES.get(one, one) for one in required)
+    raise TypeError(f"{name} takes the model first and got {shown(args[0])}; call {name}({call})")
 
 
 def _refuse_more(name: str, function: Any, taken: tuple[str, ...], more: Any) -> None:
@@ -207,6 +234,10 @@ def refuse_attribute(module: str, name: str) -> NoReturn:
     told = f"module {shown(module)} has no attribute {shown(name)}"
     if name.startswith("_"):  # asked for by tools
         raise AttributeError(told)
+    if name in _GUESSED:
+        raise AttributeError(f"{told}; {_GUESSED[name]}")
+    if name == "list_recipes":
+        raise AttributeError(f"{told}; the names of recipes are {', '.join(RECIPES)}")
     known: dict[str, str] = {}
     for room in sorted(_rooms(sys.modules[_PACKAGE]), key=lambda room: room.__name__ != module):
         for one in room.__all__:
@@ -310,12 +341,15 @@ def _checked_function(name: str, function: Any) -> Any:
     (required, named), taken = _required(function), _taken(function)
     most = sys.maxsize if taken is None else len(taken)
     keyword_of_recipe, numbers = _numbers(function, 0)
+    model_first = required[:1] == ("model",)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         for keyword in kwargs:
             if keyword not in accepted:
                 check(name, accepted, kwargs)
+        if model_first and len(args) > 1:
+            _check_order(name, required, args)
         if named or len(args) < len(required):
             _check_given(name, required, named, len(args), kwargs)
         if len(args) > most:

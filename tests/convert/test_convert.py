@@ -277,6 +277,14 @@ def test_a_conversion_that_would_change_nothing_raises_with_the_reasons() -> Non
     told = r"'the model': weight is torch.float64; call model.float\(\) or model.bfloat16\(\) before"
     with pytest.raises(ValueError, match=told):
         nc.convert(nn.Linear(8, 8).double(), CURRENT)
+    told = (
+        r"float8_e4m3fn; call model.float\(\) or model.bfloat16\(\) before\. dry_run=True lists every reason$"
+    )
+    with pytest.raises(ValueError, match=told):
+        nc.convert(nn.Linear(8, 8).to(torch.float8_e4m3fn), CURRENT)
+    told = r"complex64; no recipe quantizes it, leave the model as it is\. dry_run=True lists every reason$"
+    with pytest.raises(ValueError, match=told):
+        nc.convert(nn.Linear(8, 8).to(torch.complex64), CURRENT)
     ours = nc.Linear(8, 8, device="cpu")
     with pytest.raises(ValueError, match="a layer of narrowcast already; set_recipe gives it a recipe"):
         nc.convert(ours, CURRENT)

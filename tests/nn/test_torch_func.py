@@ -45,6 +45,12 @@ def test_functional_call_runs_on_other_parameters(recipe: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
 
+def test_a_transform_is_refused_with_the_layers_name_in_quotes() -> None:
+    model = nc.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    with pytest.raises(NotImplementedError, match="^'0' is inside a transform of torch.func"):
+        torch.func.vmap(model)(torch.randn(2, 8, 32))
+
+
 @pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize(
     "make",

@@ -146,7 +146,8 @@ def test_fine_grained_names_what_stays(tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
     assert tensors["0.weight_scale_inv"].shape == (2, 2) and tensors["0.weight"].dtype == torch.float8_e4m3fn
     assert torch.equal(tensors["2.weight"], model[2].weight.detach().cpu())
-    assert "2 of 3 weights quantized" in str(result) and "its layer has no recipe" in str(result)
+    assert "2 of 3 weights quantized" in str(result)
+    assert "in high precision: '2.weight': its layer has no recipe" in str(result)
 
 
 def test_several_recipes_are_several_groups(tmp_path: Path) -> None:

@@ -239,9 +239,10 @@ def _check_converts(model: nn.Module, wanted: list[Decision], skip: Selectors) -
     told = "; ".join(f"{some(names)}: {reason}" for reason, names in list(reasons.items())[:2])
     if skip == "":
         told += ', whose "" selects all modules'
+    # a reason with a remedy has it after a semicolon
+    other = "" if all(";" in reason for reason in reasons) else "Give another recipe=, only= or skip=; "
     raise ValueError(
-        f"convert would change nothing in this {type(model).__name__}; {told}. Give another recipe=, only= or skip=; "
-        "dry_run=True lists every reason"
+        f"convert would change nothing in this {type(model).__name__}; {told}. {other}dry_run=True lists every reason"
     )
 
 

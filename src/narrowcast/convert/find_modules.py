@@ -403,7 +403,10 @@ def _why_not_any(module: nn.Module, weights: tuple[str, ...]) -> str:
             hint = "; convert before sharding" if hasattr(weight, "to_local") else ""
             return f"{name} is {a_kind(weight)}{hint}"
         if weight.dtype not in HIGH_PRECISION:
-            wide = weight.dtype == torch.float64
-            fix = "; call model.float() or model.bfloat16() before" if wide else ""
+            fix = (
+                "; call model.float() or model.bfloat16() before"
+                if weight.is_floating_point()
+                else "; no recipe quantizes it, leave the model as it is"
+            )
             return f"{name} is {weight.dtype}{fix}"
     return ""

@@ -55,6 +55,7 @@ from .parameters import (
     main_grad_of,
     mark_added_to_main_grad,
     mark_after_accumulation,
+    named_layer,
     quantize_parameter,
     random_numbers_of,
     remedy,
@@ -159,7 +160,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         if found and len(found) < len(parts):
             missing = next(part for part, value in zip(names, parts) if value is None)
             raise ValueError(
-                f"{missing} of {layer_name(self)} is None; assign an nn.Parameter like the others"
+                f"{missing} of {named_layer(self)} is None; assign an nn.Parameter like the others"
             )
         return found
 
@@ -305,7 +306,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     ) -> LinearPlan:
         grad = torch.is_grad_enabled()
         if recipe is not None and not records_transforms() and in_transform():
-            refuse_in_transform(layer_name(self), ", or no recipe: narrowcast.autocast(enabled=False)")
+            refuse_in_transform(named_layer(self), ", or no recipe: narrowcast.autocast(enabled=False)")
         return linear_plan(
             recipe,
             stage.name,
@@ -345,7 +346,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
         """
         if plan.quantized and weight.dtype == torch.float64:
             raise TypeError(
-                f"{stage.weight} of {layer_name(self)} is torch.float64, which no recipe quantizes; call .float() or "
+                f"{stage.weight} of {named_layer(self)} is torch.float64, which no recipe quantizes; call .float() or "
                 ".bfloat16() on the model and its input"
             )
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -375,7 +376,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             if lacks_columns and not self._makes_columns(weight):
                 kind = plan.kept_weight.storage_name.rpartition(":")[2]
                 raise RuntimeError(
-                    f"parameter {shown(stage.weight)} of {layer_name(self)} has no column-wise data "
+                    f"parameter {shown(stage.weight)} of {named_layer(self)} has no column-wise data "
                     "for the gradient of the input, and the layer does not make it from the row-wise data of "
                     f"{kind}; make the layer with gradients enabled, or quantize the weight with columnwise=True, or "
                     "run it under torch.no_grad()"
@@ -405,7 +406,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
             wanted = resolve_storage_class(operand.storage_name)
             if not isinstance(weight, wanted):
                 raise RuntimeError(
-                    f"parameter {shown(stage.weight)} of {layer_name(self)} is a "
+                    f"parameter {shown(stage.weight)} of {named_layer(self)} is a "
                     f"{type(weight).__name__}, the recipe in force wants {wanted.__name__}; use the recipe of "
                     "quantized_model_init or shard"
                 )
@@ -485,7 +486,7 @@ class LinearLayer(TensorParallelLayer, DelayedLayer):
     def _warn_of_delayed_input(self) -> None:
         warn(
             "save_original_input is ignored: the custom recipe scales the input of "
-            f"{layer_name(self)} with delay"
+            f"{named_layer(self)} with delay"
         )
 
     # -- in high precision -------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..functional.collectives import group_name
 from ..layers import GroupedLinearLayer
 from ..layers.grouped_layer import plan_for_rows, rows_of_buffer
 from ..layers.neutral import GroupedOptions, check_neutral
-from ..layers.parameters import parameter_dtype
+from ..layers.parameters import named_layer, parameter_dtype
 from ..layers.tensor_parallel import checked_size, parallel_of
 from ..recipe import Recipe, linear_plan
 from ..state import THREAD
@@ -187,7 +187,7 @@ class GroupedLinear(GroupedLinearLayer):
         added, grad = [] if self.return_bias else biases, torch.is_grad_enabled()
         recipe, needs_weight = self._recipe_in_force(), grad and self.wants_wgrad
         if in_transform():
-            refuse_in_transform(self.name or "GroupedLinear")
+            refuse_in_transform(named_layer(self))
         plan = linear_plan(
             recipe,
             self.name,

@@ -76,7 +76,7 @@ def recipe_name(recipe: Recipe | None) -> str:
 def nearest_recipe(name: str) -> str:
     """Return the names that look like ``name``, or whose classes do, as part of a message; "" without any."""
     if name.lower() in ("fp8", "float8"):
-        return "; for FP8 use 'current'"
+        return "; for FP8 start with 'current'"
     if name.lower() in NAMES:
         return f"; the nearest: {shown(name.lower())}"
     classes = {cls.__name__.lower(): known for known, cls in NAMES.items()}
@@ -90,4 +90,4 @@ def nearest_recipe(name: str) -> str:
 
 _HIGH_PRECISION = ("none", "bf16", "bfloat16", "fp16", "float16", "half", "fp32", "float32", "high_precision")
 _KNOWN = "use one of " + ", ".join(map(repr, [*NAMES, *ALIASES]))
-_keywords.RECIPES.update(NAMES, ALIASES)
+_keywords.RECIPES += [*NAMES, *ALIASES]

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _checks
-from .._checks import shown
+from .._checks import shown, some
 from ..distributed.together import Together
 from ..layers.described import describe_parameters
 from ..recipe import Recipe
@@ -58,8 +57,11 @@ class Exported:
             f"{self.path}: {self.format}, {quantized} of {len(self.weights)} weights quantized, "
             f"{self.bytes:,} bytes of {self.bytes_before:,}"
         ]
-        reasons = Counter(one.reason for one in self.weights if one.reason)
-        lines += [f"  {count} in high precision: {reason}" for reason, count in reasons.items()]
+        reasons: dict[str, list[str]] = {}
+        for one in self.weights:
+            if one.reason:
+                reasons.setdefault(one.reason, []).append(one.name)
+        lines += [f"  in high precision: {some(names)}: {reason}" for reason, names in reasons.items()]
         return "\n".join(lines)
 
 

@@ -11,12 +11,13 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
-from .._checks import flags, typed
+from .._checks import flags, shown, typed
 from .._device import get_device_compute_capability, is_mxfp8_available
 from .._tracing import can_check, can_remember, warn, warn_of_old_name, while_tracing
 from ..functional.collectives import checked_group
@@ -143,6 +144,10 @@ def checked_recipe(recipe: Any, owner: str, none: str = "None is high precision"
         recipe = _recipe_named(recipe, owner, none)
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
         raise TypeError(f"{owner}: recipe is the class {recipe.__name__}; call it: {recipe.__name__}()")
+    if isinstance(recipe, ModuleType) and (name := recipe.__name__.rpartition(".")[2]) in NAMES:
+        raise TypeError(
+            f"{owner}: recipe is the module {recipe.__name__}; pass {shown(name)}, the recipe's name"
+        )
     if not isinstance(recipe, Recipe):
         tables = "; convert and set_recipe take tables" if isinstance(recipe, Mapping) else ""
         raise TypeError(
