@@ -179,8 +179,9 @@ def test_calibration_overwrites_the_slots_and_nothing_else(training: bool) -> No
         with torch.set_grad_enabled(training), nc.autocast(enabled=False, calibrating=True, recipe=recipe):
             y = layer(x)
         assert torch.equal(y, torch.nn.functional.linear(x, layer.weight, layer.bias))
-        collected = torch.tensor([float(x.abs().max()), 0.0, 0.0, 0.0])
-        assert_equal(buffers(layer), [torch.zeros(4), torch.zeros(4, 4), collected])
+        collected = torch.tensor([float(x.abs().max()), 0.0, 0.0, 0.0], dtype=torch.float32)
+        zeros = [torch.zeros(shape, dtype=torch.float32) for shape in ((4,), (4, 4))]
+        assert_equal(buffers(layer), [*zeros, collected])
     nc.renew_delayed_scaling(layer)
     assert layer.scale[0] == torch.tensor(448.0, dtype=torch.float32) / x.abs().max()
 
