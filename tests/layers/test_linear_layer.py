@@ -439,7 +439,7 @@ def test_a_fused_call_refuses_layers_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: nc.convert(nn.ModuleDict({"up": nn.Linear(32, 32)}), "current")["up"], "weight of up"),
+        (lambda: nc.convert(nn.ModuleDict({"up": nn.Linear(32, 32)}), "current")["up"], "weight of 'up'"),
         (lambda: nc.Linear(32, 32, device="cpu", recipe="delayed"), "weight of Linear"),
         (lambda: nc.LayerNormMLP(32, 32, device="cpu", recipe="mxfp8"), "fc1_weight of LayerNormMLP"),
         (lambda: nc.ops.Linear(32, 32, device="cpu"), "weight of BasicLinear"),
