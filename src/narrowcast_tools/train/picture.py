@@ -243,7 +243,8 @@ def _draw_gaps(axes: Axes, rows: Sequence[Row], begin: int) -> None:
     axes.locator_params(axis="y", nbins=6)
     axes.yaxis.set_major_formatter("{x:g}%")
     if band := _band(baseline_of(rows), begin):
-        axes.fill_between(*zip(*band), **SEEDS)
+        steps, low, high = map(list, zip(*band))
+        axes.fill_between(steps, low, high, **SEEDS)
     _draw_curves(axes, rows, [row.gaps for row in rows], begin)
 
 
